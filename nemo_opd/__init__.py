@@ -1,0 +1,1 @@
+"""Distil any set of teacher language models into a student, whatever their tokenizers."""

@@ -1,0 +1,29 @@
+"""Where metrics go besides metrics.jsonl."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+
+
+class Console(Settings):
+    enabled: bool = True
+    """Live progress in a terminal, a line now and then elsewhere."""
+
+
+class TensorBoard(Settings):
+    enabled: bool = False
+
+
+class Wandb(Settings):
+    enabled: bool = False
+    project: str = "nemo_opd"
+    entity: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+
+class Logging(Settings):
+    console: Console = Field(default_factory=Console)
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard)
+    wandb: Wandb = Field(default_factory=Wandb)

@@ -1,0 +1,25 @@
+"""Optimizer and learning-rate schedule of the student."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+
+
+class AdamW(Settings):
+    type: Literal["adamw"] = "adamw"
+    lr: float = Field(5e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(1e-3, ge=0)
+
+
+class Scheduler(Settings):
+    type: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape after the warm-up, over the rest of `train.max_steps`."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps of linear rise from zero."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Learning rate at the end, as a share of the peak (cosine only)."""

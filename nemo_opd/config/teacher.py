@@ -1,0 +1,48 @@
+"""Teachers: frozen models, each with its own tokenizer and weight."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+from nemo_opd.config.loss import LossTerm, SameVocabTerm
+
+
+class TeacherBase(Settings):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
+    """Short and unique; it names the teacher in metrics."""
+    model: str
+    """A Hugging Face folder, hub name, or `demo:teacher_cross`."""
+    tokenizer: str | None = None
+    """Where the tokenizer is, when not with the model."""
+    weight: float = Field(1.0, ge=0)
+    """Weight in the sum over teachers."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the weights and of the forward pass."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
+    offload: bool = False
+    """Move the parameters to host memory while others use the device."""
+
+
+class SameTokenizerTeacher(TeacherBase):
+    """A teacher whose tokenizer maps the same text to the same ids as the student's."""
+
+    type: Literal["same_tokenizer"]
+    loss: SameVocabTerm | None = None
+    """This teacher's own term instead of the one `loss` gives it."""
+
+
+class CrossTokenizerTeacher(TeacherBase):
+    """A teacher with another tokenizer."""
+
+    type: Literal["cross_tokenizer"]
+    projection: str = "auto"
+    """A projection file, or auto: built once for the pair and cached."""
+    top_k: int = Field(4, ge=1)
+    """projection=auto: entries kept in a row."""
+    loss: LossTerm | None = None
+    """This teacher's own term instead of the one `loss` gives it."""
+
+
+Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher, Field(discriminator="type")]

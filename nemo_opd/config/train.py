@@ -1,0 +1,32 @@
+"""The training loop."""
+
+from pydantic import Field, model_validator
+
+from nemo_opd.config.base import Settings
+
+
+class Train(Settings):
+    max_steps: int | None = Field(None, ge=1)
+    """Optimizer steps; given by `epochs` and the data when not set."""
+    epochs: int | None = Field(None, ge=1)
+    """Passes over the training data."""
+    global_batch_size: int = Field(64, ge=1)
+    """Sequences in an optimizer step, over all ranks."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Sequences in one forward and backward pass of a rank."""
+    max_length: int = Field(2048, ge=2)
+    """Longest sequence in the student's tokens; longer documents are cut."""
+    validate_every: int | None = Field(None, ge=1)
+    """Steps between validations; before the first and after the last step in any case."""
+    save_every: int | None = Field(None, ge=1)
+    """Steps between checkpoints; after the last step in any case."""
+    keep_last: int = Field(2, ge=1)
+    """Newest checkpoints that are kept."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest norm of the gradient."""
+
+    @model_validator(mode="after")
+    def steps_or_epochs(self) -> "Train":
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("set max_steps or epochs, one of them")
+        return self

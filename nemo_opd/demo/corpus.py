@@ -1,0 +1,136 @@
+"""The demo corpus: the running interpreter's standard-library sources as Arrow files, built on first use.
+
+A file goes whole into one split, so no validation document continues a training document.
+"""
+
+import hashlib
+import os
+import platform
+import re
+import sysconfig
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal, get_args
+
+import pyarrow as pa
+
+from nemo_opd.errors import DataError
+from nemo_opd.paths import cache_dir
+
+Split = Literal["train", "validation"]
+
+DOCUMENT_CHARS = 1_000
+"""Documents are about this long: a file is cut into equal parts of at most this many characters, at line boundaries."""
+VALIDATION_PERCENT = 3
+VALIDATION_SALT = "nemo_opd/"
+"""Hashed before the path. This one puts a mixture into validation (parsers, servers, GUI code) that no single file dominates."""
+EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"})
+"""Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and nothing to learn from."""
+FORMAT_VERSION = 1
+"""Part of the cache key: raise it when the same sources give other documents or another split."""
+
+_ROWS_PER_BATCH = 1_000
+_SCHEMA = pa.schema([("text", pa.string()), ("path", pa.string())])
+_LINE = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One source file: its `/`-separated path below the root, and its size in bytes."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Document:
+    """A run of whole lines of one source file."""
+
+    text: str
+    path: str
+
+
+def arrow_file(split: Split) -> Path:
+    """The Arrow stream file of a split, rows `{text, path}`; builds both splits when absent. Raises DataError for another name.
+
+    Safe in concurrent processes: each builds under its own name, and the rename puts the same bytes in place.
+    """
+    if split not in get_args(Split):
+        raise DataError(f"data demo:{split} is no demo data; use one of demo:train, demo:validation")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources = source_files(root)
+    folder = cache_dir("demo", cache_key(sources))
+    path = folder / f"{split}.arrow"
+    if not path.exists():
+        build(root, sources, folder)
+    return path
+
+
+def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
+    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent. Raises DataError without sources."""
+    for split in get_args(Split):
+        chosen = [source for source in sources if split_of(source.path) == split]
+        if not chosen:
+            raise DataError(
+                f"data demo:{split} has no source files: {root} holds {len(sources)} usable *.py files;"
+                " install the interpreter's standard library as sources, or name files of your own in data.*"
+            )
+        _write(folder / f"{split}.arrow", (document for source in chosen for document in documents(root, source)))
+
+
+def source_files(root: Path) -> list[SourceFile]:
+    """The *.py files below `root` outside EXCLUDED_FOLDERS, sorted by path."""
+    found = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        paths = [Path(folder, name) for name in names if name.endswith(".py")]
+        found += [SourceFile(p.relative_to(root).as_posix(), p.stat().st_size) for p in paths if p.is_file()]
+    return sorted(found, key=lambda source: source.path)
+
+
+def cache_key(sources: list[SourceFile]) -> str:
+    """Names the interpreter and its sources: the same files give the same key on every machine."""
+    digest = hashlib.sha256(f"{FORMAT_VERSION} {DOCUMENT_CHARS} {VALIDATION_PERCENT}".encode())
+    for source in sources:
+        digest.update(f"\n{source.path}\0{source.size}".encode("utf-8", "surrogateescape"))
+    return f"python-{platform.python_version()}-{digest.hexdigest()[:12]}"
+
+
+def split_of(path: str) -> Split:
+    """The split of a source file, by a hash of its path below the root."""
+    digest = hashlib.sha256((VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
+    return "validation" if int.from_bytes(digest[:4], "big") % 100 < VALIDATION_PERCENT else "train"
+
+
+def documents(root: Path, source: SourceFile) -> Iterator[Document]:
+    """The documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
+    try:
+        text = (root / source.path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return
+    if text.strip():
+        yield from (Document(part, source.path) for part in cut(text))
+
+
+def cut(text: str) -> list[str]:
+    """Equal parts of about DOCUMENT_CHARS characters, cut at line boundaries; joined they are the text."""
+    num_parts = -(-len(text) // DOCUMENT_CHARS)
+
+    def part_of(line: re.Match[str]) -> int:
+        return line.start() * num_parts // len(text)
+
+    return ["".join(line[0] for line in lines) for _, lines in groupby(_LINE.finditer(text), key=part_of)]
+
+
+def _write(path: Path, rows: Iterator[Document]) -> None:
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
+            table = pa.Table.from_pylist([{"text": row.text, "path": row.path} for row in rows], schema=_SCHEMA)
+            writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

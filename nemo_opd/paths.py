@@ -1,0 +1,16 @@
+"""Where things live on disk that no run directory owns."""
+
+import os
+from pathlib import Path
+
+
+def cache_dir(*parts: str) -> Path:
+    """A folder, created here, for what is computed once and reused.
+
+    `$NEMO_OPD_CACHE`, else `$XDG_CACHE_HOME/nemo_opd`, else `~/.cache/nemo_opd`.
+    """
+    root = os.environ.get("NEMO_OPD_CACHE")
+    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_opd"
+    path = base.joinpath(*parts)
+    path.mkdir(parents=True, exist_ok=True)
+    return path

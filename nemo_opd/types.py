@@ -1,0 +1,225 @@
+"""What crosses a boundary between components, and the legend of tensor shapes.
+
+Student side first, teacher side second (METHODS, notation):
+
+    B  sequences in a (micro)batch
+    S  student positions          T  teacher positions
+    V  student vocabulary         W  teacher vocabulary
+    D  student hidden width       E  teacher hidden width
+    C  aligned chunks             K  kept columns
+    U  units of a loss            N  normalizer: units of the global batch
+
+A suffix such as `logits_BSV` names a tensor's axes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    Number = float | Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """Which tokens of two tokenizations of one text stand for the same bytes (METHODS §1).
+
+    Chunk ids are −1 where a token has no partner and non-decreasing elsewhere.
+    """
+
+    student_chunk_id: NDArray[np.int32]
+    """[S]"""
+    teacher_chunk_id: NDArray[np.int32]
+    """[T]"""
+    bounds: NDArray[np.int32]
+    """[C, 4]: student start, student end, teacher start, teacher end; ends are exclusive."""
+    one_to_one: NDArray[np.bool_]
+    """[C]: one token on either side."""
+    inexact: NDArray[np.bool_]
+    """[C]: the bytes of both sides differ. Losses skip these chunks."""
+    special: NDArray[np.bool_]
+    """[C]: a pair of special tokens of one role."""
+    whitespace: NDArray[np.bool_]
+    """[C]: all bytes are ASCII white space."""
+    digit: NDArray[np.bool_]
+    """[C]: all bytes are ASCII digits."""
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.bounds)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Sequences of one tokenizer, right-padded.
+
+    Models are causal, so positions before the padding never see it and no attention mask is needed.
+    """
+
+    ids: Tensor
+    """int64 [B, S]"""
+    lengths: Tensor
+    """int64 [B]: tokens before the padding."""
+    loss_mask: Tensor
+    """bool [B, S]: token i is scored, by the logits at i−1. False at position 0 and in the padding."""
+    num_bytes: Tensor
+    """int32 [B, S]: bytes of text a token stands for; 0 for special tokens and padding."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def rows(self, start: int, stop: int) -> TokenRows:
+        """Sequences [start, stop), cut to the longest of them (one position at least)."""
+        lengths = self.lengths[start:stop]
+        width = max(1, int(lengths.max()) if len(lengths) else 1)
+        return TokenRows(
+            self.ids[start:stop, :width],
+            lengths,
+            self.loss_mask[start:stop, :width],
+            self.num_bytes[start:stop, :width],
+        )
+
+    def to(self, device: str) -> TokenRows:
+        return TokenRows(
+            self.ids.to(device), self.lengths.to(device), self.loss_mask.to(device), self.num_bytes.to(device)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRows:
+    """The alignment of a batch; chunks that no loss may use are already −1."""
+
+    student: Tensor
+    """int32 [B, S]"""
+    teacher: Tensor
+    """int32 [B, T]"""
+
+    def to(self, device: str) -> ChunkRows:
+        return ChunkRows(self.student.to(device), self.teacher.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherRows:
+    """A batch as one teacher sees it."""
+
+    tokens: TokenRows
+    """The teacher's own tokens; the student's where they share a tokenizer."""
+    chunks: ChunkRows | None
+    """The alignment with the student; None where they share a tokenizer."""
+
+    def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
+        tokens = self.tokens.rows(start, stop)
+        if self.chunks is None:
+            return TeacherRows(tokens, None)
+        teacher_width = tokens.ids.shape[1]
+        chunks = ChunkRows(
+            self.chunks.student[start:stop, :student_width], self.chunks.teacher[start:stop, :teacher_width]
+        )
+        return TeacherRows(tokens, chunks)
+
+    def to(self, device: str) -> TeacherRows:
+        return TeacherRows(self.tokens.to(device), None if self.chunks is None else self.chunks.to(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The same texts as the student and every teacher see them. Row b is the same text on all sides."""
+
+    student: TokenRows
+    teachers: tuple[TeacherRows, ...]
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def rows(self, start: int, stop: int) -> Batch:
+        """Texts [start, stop), each side cut to its longest sequence among them."""
+        student = self.student.rows(start, stop)
+        width = student.ids.shape[1]
+        return Batch(student, tuple(teacher.rows(start, stop, width) for teacher in self.teachers))
+
+    def to(self, device: str) -> Batch:
+        return Batch(self.student.to(device), tuple(teacher.to(device) for teacher in self.teachers))
+
+
+@dataclass(frozen=True, slots=True)
+class Normalizers:
+    """Units of the global batch by which sums are divided (METHODS §7)."""
+
+    ce: int
+    """Label tokens."""
+    kd: tuple[int, ...]
+    """Per teacher: aligned chunks, or label tokens where it shares the student's tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """total / count; merging adds both."""
+
+    total: Number
+    count: Number
+
+    def merge(self, other: Self) -> Mean:
+        return Mean(self.total + other.total, self.count + other.count)
+
+    def value(self) -> float:
+        count = float(self.count)
+        return float(self.total) / count if count else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Merging adds."""
+
+    total: Number
+
+    def merge(self, other: Self) -> Sum:
+        return Sum(self.total + other.total)
+
+    def value(self) -> float:
+        return float(self.total)
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """Merging keeps the larger."""
+
+    maximum: Number
+
+    def merge(self, other: Self) -> Max:
+        return Max(max(self.value(), other.value()))
+
+    def value(self) -> float:
+        return float(self.maximum)
+
+
+@dataclass(frozen=True, slots=True)
+class Last:
+    """Merging keeps the later; for what is equal on all ranks, such as the learning rate."""
+
+    latest: Number
+
+    def merge(self, other: Self) -> Last:
+        return other
+
+    def value(self) -> float:
+        return float(self.latest)
+
+
+Metric = Mean | Sum | Max | Last
+Metrics = Mapping[str, Metric]
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """A loss as this rank's share: the sum of `loss` over ranks is the global value."""
+
+    loss: Tensor
+    """Scalar: sum over this call's units / normalizer."""
+    metrics: dict[str, Metric]
+    """Detached, each with its own reduction."""
