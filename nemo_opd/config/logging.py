@@ -10,6 +10,8 @@ from nemo_opd.config.base import Settings
 class Console(Settings):
     enabled: bool = True
     """Live progress in a terminal, a line now and then elsewhere."""
+    interval_s: float = Field(10, ge=0)
+    """Outside a terminal: seconds between lines, at least. The first, last and validated steps are always printed."""
 
 
 class TensorBoard(Settings):

@@ -52,7 +52,7 @@ class SameVocabLoss(Objective, SameVocabTerm):
 
 
 class PKLLoss(Objective, PKLTerm):
-    """p_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab with the same divergence for the others."""
+    """p_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 Loss = Annotated[SameVocabLoss | PKLLoss, Field(discriminator="type")]

@@ -69,6 +69,11 @@ class RunConfig(Settings):
             raise ValueError("loss.kd_weight and loss.ce_weight are both 0, so there is nothing to learn; raise one")
         return self
 
+    @property
+    def active_teachers(self) -> tuple[Teacher, ...]:
+        """The teachers that are loaded: none where distillation has no weight."""
+        return self.teachers if self.loss.kd_weight > 0 else ()
+
     def term(self, teacher: int) -> LossTerm:
         """The distillation term of one teacher: its own, else the run's, as its tokenizer allows."""
         entry = self.teachers[teacher]

@@ -14,7 +14,7 @@ def is_demo(ref: str) -> bool:
 
 
 def model_path(name: str) -> Path:
-    """The Hugging Face folder of a demo model: `student`, `teacher_same` or `teacher_cross`. Raises ModelError for another name."""
+    """The Hugging Face folder of a demo model, one of MODEL_NAMES. Raises ModelError for another name."""
     if name not in MODEL_NAMES:
         choices = ", ".join(f"{DEMO_PREFIX}{known}" for known in MODEL_NAMES)
         raise ModelError(f"model {DEMO_PREFIX}{name} is no demo model; the demo models are {choices}")

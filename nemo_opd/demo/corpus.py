@@ -26,9 +26,11 @@ DOCUMENT_CHARS = 1_000
 """Documents are about this long: a file is cut into equal parts of at most this many characters, at line boundaries."""
 VALIDATION_PERCENT = 3
 VALIDATION_SALT = "nemo_opd/"
-"""Hashed before the path. This one puts a mixture into validation (parsers, servers, GUI code) that no single file dominates."""
-EXCLUDED_FOLDERS = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"})
-"""Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and nothing to learn from."""
+"""Hashed before the path. This one puts a mixture into validation that no single file dominates."""
+EXCLUDED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
+)
+"""Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and no code."""
 FORMAT_VERSION = 1
 """Part of the cache key: raise it when the same sources give other documents or another split."""
 
@@ -54,9 +56,9 @@ class Document:
 
 
 def arrow_file(split: Split) -> Path:
-    """The Arrow stream file of a split, rows `{text, path}`; builds both splits when absent. Raises DataError for another name.
+    """The Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
 
-    Safe in concurrent processes: each builds under its own name, and the rename puts the same bytes in place.
+    Raises DataError for another split, or where the interpreter has no sources. Safe in concurrent processes: each builds under its own name, and the rename puts the same bytes in place.
     """
     if split not in get_args(Split):
         raise DataError(f"data demo:{split} is no demo data; use one of demo:train, demo:validation")
@@ -70,7 +72,7 @@ def arrow_file(split: Split) -> Path:
 
 
 def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
-    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent. Raises DataError without sources."""
+    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent. Raises DataError when empty."""
     for split in get_args(Split):
         chosen = [source for source in sources if split_of(source.path) == split]
         if not chosen:

@@ -63,13 +63,12 @@ def train_bpe(recipe: BPERecipe, texts: Iterator[str]) -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(tokenizer: Tokenizer, recipe: BPERecipe, context: int, folder: Path) -> None:
+def save_tokenizer(tokenizer: Tokenizer, recipe: BPERecipe, folder: Path) -> None:
     """Write `tokenizer.json` (compact: half the size of the indented form) and `tokenizer_config.json`."""
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=recipe.eos,
         pad_token=recipe.pad,
-        model_max_length=context,
         clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(folder)

@@ -1,0 +1,19 @@
+"""Off-policy distillation from any set of teachers; with no arguments, the demo on this machine."""
+
+from pathlib import Path
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.training.cli import main
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+
+
+def distil(config: RunConfig) -> None:
+    # Imported once the settings are known to be valid: PyTorch and Ray take seconds.
+    from nemo_opd.training.off_policy import distil
+
+    distil(config)
+
+
+if __name__ == "__main__":
+    main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

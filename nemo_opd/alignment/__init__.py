@@ -1,0 +1,8 @@
+"""Which tokens of two tokenizations of one text stand for the same bytes (METHODS §1)."""
+
+from nemo_opd.alignment.aligner import TokenAligner
+from nemo_opd.alignment.backend import fingerprint
+from nemo_opd.alignment.pieces import Pieces, pieces_of
+from nemo_opd.alignment.roles import RoleOverrides, roles_of
+
+__all__ = ["Pieces", "RoleOverrides", "TokenAligner", "fingerprint", "pieces_of", "roles_of"]

@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, and enough to continue as if nothing had happened."""

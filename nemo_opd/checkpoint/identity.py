@@ -1,0 +1,60 @@
+"""Which settings a checkpoint depends on: those that make it a checkpoint of another run when they change."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import CheckpointError
+
+# Speed, placement, reporting and length may change between the parts of a run; what is learned may not.
+MAY_CHANGE = (
+    "run.name",
+    "run.output_dir",
+    "run.resume",
+    "run.dry_run",
+    "train.max_steps",
+    "train.epochs",
+    "train.micro_batch_size",
+    "train.validate_every",
+    "train.save_every",
+    "train.keep_last",
+    "data.num_workers",
+    "data.validation",
+    "student.offload",
+    "handoff.transport",
+    "cluster",
+    "logging",
+)
+
+
+def identity(config: RunConfig) -> dict[str, object]:
+    """Dotted key → value of every setting that a run's results depend on."""
+    flat = dict(flatten(config.model_dump(mode="json")))
+    return {key: value for key, value in flat.items() if not may_change(key)}
+
+
+def may_change(key: str) -> bool:
+    is_teacher_offload = key.startswith("teachers.") and key.endswith(".offload")
+    return is_teacher_offload or any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else None
+    if items is None or not value:
+        yield prefix, value
+        return
+    for key, inner in items:
+        yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
+    """Raises CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
+    differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    if not differing:
+        return
+    shown = "; ".join(f"{key}={current.get(key)!r}, there {saved.get(key)!r}" for key in differing[:5])
+    more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
+    raise CheckpointError(
+        f"{checkpoint} is a checkpoint of another run: {shown}{more}; restore these settings, or start anew with "
+        "another run.output_dir"
+    )

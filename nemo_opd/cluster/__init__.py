@@ -1,0 +1,1 @@
+"""Ray: resources, processes and calls. The only package that imports it."""

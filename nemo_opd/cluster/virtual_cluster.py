@@ -1,0 +1,105 @@
+"""The resources of a run: a placement group with one bundle per rank, on a Ray cluster that is started if need be."""
+
+import logging
+import os
+import shutil
+import tempfile
+from typing import Any, Self
+
+import psutil
+
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.errors import ClusterError
+
+# Read by Ray when it is imported. Its uv hook would build the environment anew for every worker.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+
+OBJECT_STORE_BYTES = 200 * 2**20
+"""Of a local cluster: ids, masks and handles of a few batches."""
+
+
+def num_cores() -> int:
+    """Cores this process may run on."""
+    return len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1
+
+
+class VirtualCluster:
+    """`num_ranks` bundles, each with room for one actor of every worker group.
+
+    Actors with the same rank share a bundle and so a GPU; on GPU each takes an equal share of it.
+    """
+
+    def __init__(self, settings: Cluster, *, device: str, num_ranks: int, num_groups: int) -> None:
+        """Raises ClusterError where the resources are not there within `cluster.timeout_s`."""
+        self.device = device
+        self.num_ranks = num_ranks
+        self.timeout_s = settings.timeout_s
+        self.gpu_share = int(10_000 / num_groups) / 10_000 if device == "cuda" else 0.0
+        self.threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
+        self._folder: str | None = None
+        self._placement: Any = None
+        self._start(settings, num_ranks * num_groups)
+        try:
+            self._placement = self._reserve(settings, num_groups)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, settings: Cluster, num_actors: int) -> None:
+        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
+        if settings.address:
+            try:
+                ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                raise ClusterError(
+                    f"cluster.address={settings.address}: no Ray cluster answers there ({error}); start one with "
+                    "`ray start --head`, or leave the key out to run on this machine"
+                ) from error
+            return
+        # Our own, so that the session's logs and sockets can be removed; short, because socket paths are limited.
+        self._folder = tempfile.mkdtemp(prefix="opd_", dir="/tmp")
+        ray.init(
+            address="local",
+            num_cpus=num_actors,
+            object_store_memory=OBJECT_STORE_BYTES,
+            _temp_dir=self._folder,
+            **quiet,
+        )
+
+    def _reserve(self, settings: Cluster, num_groups: int) -> Any:
+        bundle: dict[str, float] = {"CPU": num_groups}
+        if self.device == "cuda":
+            bundle["GPU"] = 1
+        strategy = "STRICT_PACK" if settings.num_nodes == 1 else "PACK"
+        placement = placement_group([bundle] * self.num_ranks, strategy=strategy)
+        if not placement.wait(min(self.timeout_s, 120)):
+            remove_placement_group(placement)
+            raise ClusterError(
+                f"{self.num_ranks} ranks of {bundle} are not free on this cluster, which has "
+                f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
+            )
+        return placement
+
+    @property
+    def placement(self) -> Any:
+        return self._placement
+
+    def close(self) -> None:
+        """Free everything: actors, placement group, and the cluster itself where it was started here."""
+        if ray.is_initialized():
+            if self._placement is not None:
+                remove_placement_group(self._placement)
+            ray.shutdown()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,182 @@
+"""From the command line to a validated RunConfig: Hydra composes, pydantic checks."""
+
+import difflib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import hydra
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
+
+PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
+
+# A run owns one directory, run.output_dir; Hydra adds no folders or log files of its own.
+QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=outputs/multirun",
+    "hydra.sweep.subdir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+
+
+def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
+    """Compose `config_dir/config_name` with the command line's overrides, validate it, and hand it to `task`.
+
+    All of Hydra's command line works, and `--config FILE` beside it. What `task` raises is raised here; of a
+    `--multirun` the first error, once every job has had its turn.
+    """
+    failures: list[Exception] = []
+
+    def validated(cfg: DictConfig) -> None:
+        # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
+        try:
+            task(from_omegaconf(cfg))
+        except Exception as error:
+            failures.append(error)
+
+    sys.argv[1:] = hydra_arguments(sys.argv[1:], config_dir)
+    hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(validated)()
+    if failures:
+        raise failures[0]
+
+
+def hydra_arguments(arguments: Sequence[str], config_dir: Path) -> list[str]:
+    """The arguments as Hydra needs them: options, then overrides.
+
+    `--config FILE` becomes the folder and the name of the primary config, with `config_dir` still searched for groups.
+    A plain `key=value` becomes `++key=value`: the YAML files name only what differs from the defaults, so a key's
+    absence there says nothing, and pydantic is what refuses unknown keys.
+    """
+    options: list[str] = []
+    overrides = list(QUIET_HYDRA)
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, _, value = argument.partition("=")
+        if flag == "--config":
+            file = config_file(value or next(remaining, ""), config_dir)
+            options += ["--config-path", str(file.parent), "--config-name", file.stem]
+            overrides.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
+        elif PLAIN_OVERRIDE.match(argument) and not is_group(flag, config_dir):
+            overrides.append(f"++{argument}")
+        elif OVERRIDE.match(argument):
+            overrides.append(argument)
+        else:
+            options.append(argument)
+    return options + overrides
+
+
+def config_file(name: str, config_dir: Path) -> Path:
+    file = Path(name)
+    if not file.is_file():
+        raise ConfigError(
+            f"--config={name}: there is no such file; give the path of a YAML file like those in {config_dir}"
+        )
+    return file.resolve()
+
+
+def is_group(key: str, config_dir: Path) -> bool:
+    return key.startswith("hydra") or (config_dir / key.replace(".", "/")).is_dir()
+
+
+def from_omegaconf(cfg: DictConfig) -> RunConfig:
+    try:
+        data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key or 'the config'}: {error.msg or error}") from error
+    assert isinstance(data, dict)
+    return from_dict({str(key): value for key, value in data.items()})
+
+
+def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """Validate plain data; every problem found is one line of a ConfigError."""
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(explain(problem, data) for problem in error.errors())) from None
+
+
+def from_yaml(path: Path) -> RunConfig:
+    """Read a run's resolved config.yaml."""
+    return from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Resolved and sufficient to repeat the run."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def explain(problem: ErrorDetails, data: Mapping[str, Any]) -> str:
+    """`key=value: reason; way out`, with the key as it is written on the command line."""
+    path = real_path(problem["loc"], data)
+    key = ".".join(map(str, path))
+    if problem["type"] == "extra_forbidden":
+        return f"{key}={problem['input']!r}: there is no such key{suggestion(path, data)}"
+    if problem["type"] == "missing":
+        return f"{key}: required, but not given"
+    reason = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "union_tag_invalid":
+        return f"{key}.type={problem['input']['type']!r}: choose one of {problem['ctx']['expected_tags']}"
+    if problem["type"] == "union_tag_not_found":
+        return f"{key}.type: required, but not given"
+    if problem["type"] == "value_error":
+        return f"{key}: {reason}" if key else reason
+    return f"{key}={problem['input']!r}: {reason[0].lower()}{reason[1:]}"
+
+
+def real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
+    """The location without the tags that pydantic adds for members of a union."""
+    path: list[int | str] = []
+    for i, part in enumerate(location):
+        is_tag = isinstance(data, Mapping) and part not in data and data.get("type") == part and i + 1 < len(location)
+        if is_tag:
+            continue
+        path.append(part)
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, Sequence) and isinstance(part, int):
+            data = data[part]
+    return path
+
+
+def suggestion(path: list[int | str], data: Mapping[str, Any]) -> str:
+    siblings = known_keys(path[:-1], data)
+    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
+    if close:
+        return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
+    return f"; known here: {', '.join(siblings)}" if siblings else ""
+
+
+def known_keys(path: Sequence[int | str], data: Any) -> list[str]:
+    """The keys that the settings model at `path` accepts, given the `type` tags in the data."""
+    models: list[type[BaseModel]] = [RunConfig]
+    for part in path:
+        data = data[part]
+        if isinstance(part, str):
+            fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+            models = [model for annotation in fields for model in models_in(annotation)]
+        tag = data.get("type") if isinstance(data, Mapping) else None
+        models = [model for model in models if tag is None or accepts_tag(model, tag)] or models
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def accepts_tag(model: type[BaseModel], tag: object) -> bool:
+    field = model.model_fields.get("type")
+    return field is not None and tag in get_args(field.annotation)

@@ -1,0 +1,104 @@
+"""Samples to batches, and batches to the shards of data-parallel ranks."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
+
+PAD_ID = 0
+"""Any id every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
+NO_CHUNK = -1
+
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Samples as the rows of a batch, right-padded to the longest of each side."""
+    teachers = zip(*(sample.teachers for sample in samples), strict=True)
+    return Batch(_token_rows([sample.student for sample in samples]), tuple(_teacher_rows(rows) for rows in teachers))
+
+
+def pad_rows(batch: Batch, rows: int) -> Batch:
+    """The batch with empty sequences behind, so that it has `rows` rows; its own rows are unchanged."""
+    missing = rows - len(batch)
+    if missing < 0:
+        raise ValueError(f"rows={rows} is fewer than the {len(batch)} rows of the batch")
+    return Batch(
+        _pad_tokens(batch.student, missing), tuple(_pad_teacher(teacher, missing) for teacher in batch.teachers)
+    )
+
+
+def shards(batch: Batch, num_ranks: int) -> list[Batch]:
+    """Contiguous parts of the batch, one a rank, in order and complete; sizes differ by one row at most.
+
+    Each is cut to its own longest sequences and owns its memory: a pickled view would carry the whole batch.
+    """
+    bounds = [len(batch) * rank // num_ranks for rank in range(num_ranks + 1)]
+    return [_owned(batch.rows(start, stop)) for start, stop in pairwise(bounds)]
+
+
+def _token_rows(rows: Sequence[Tokens]) -> TokenRows:
+    return TokenRows(
+        ids=_padded([row.ids for row in rows], PAD_ID).long(),
+        lengths=torch.tensor([len(row) for row in rows], dtype=torch.int64),
+        loss_mask=_padded([row.loss_mask for row in rows], False),
+        num_bytes=_padded([row.num_bytes for row in rows], 0),
+    )
+
+
+def _teacher_rows(rows: Sequence[TeacherSample]) -> TeacherRows:
+    chunks = [row.chunks for row in rows if row.chunks is not None]
+    return TeacherRows(_token_rows([row.tokens for row in rows]), _chunk_rows(chunks) if chunks else None)
+
+
+def _chunk_rows(rows: Sequence[Chunks]) -> ChunkRows:
+    return ChunkRows(_padded([row.student for row in rows], NO_CHUNK), _padded([row.teacher for row in rows], NO_CHUNK))
+
+
+def _padded(rows: Sequence[NDArray[_Scalar]], fill: int) -> Tensor:
+    width = max(1, *(len(row) for row in rows))
+    out = np.full((len(rows), width), fill, dtype=rows[0].dtype)
+    for row, values in zip(out, rows, strict=True):
+        row[: len(values)] = values
+    return torch.from_numpy(out)
+
+
+def _pad_tokens(tokens: TokenRows, missing: int) -> TokenRows:
+    return TokenRows(
+        _more_rows(tokens.ids, missing, PAD_ID),
+        _more_rows(tokens.lengths, missing, 0),
+        _more_rows(tokens.loss_mask, missing, False),
+        _more_rows(tokens.num_bytes, missing, 0),
+    )
+
+
+def _pad_teacher(teacher: TeacherRows, missing: int) -> TeacherRows:
+    chunks = teacher.chunks
+    if chunks is not None:
+        chunks = ChunkRows(_more_rows(chunks.student, missing, NO_CHUNK), _more_rows(chunks.teacher, missing, NO_CHUNK))
+    return TeacherRows(_pad_tokens(teacher.tokens, missing), chunks)
+
+
+def _more_rows(tensor: Tensor, missing: int, fill: int) -> Tensor:
+    return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), fill)])
+
+
+def _owned(batch: Batch) -> Batch:
+    return Batch(_owned_tokens(batch.student), tuple(_owned_teacher(teacher) for teacher in batch.teachers))
+
+
+def _owned_tokens(tokens: TokenRows) -> TokenRows:
+    return TokenRows(tokens.ids.clone(), tokens.lengths.clone(), tokens.loss_mask.clone(), tokens.num_bytes.clone())
+
+
+def _owned_teacher(teacher: TeacherRows) -> TeacherRows:
+    chunks = teacher.chunks
+    owned = None if chunks is None else ChunkRows(chunks.student.clone(), chunks.teacher.clone())
+    return TeacherRows(_owned_tokens(teacher.tokens), owned)

@@ -1,0 +1,48 @@
+"""Which files a list of paths and globs names."""
+
+import glob
+from collections.abc import Iterable
+from pathlib import Path
+
+from nemo_opd.demo import DEMO_PREFIX, is_demo
+from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.errors import DataError
+
+
+def resolve_files(entries: Iterable[str], *, key: str) -> list[Path]:
+    """The files that paths, globs (`**` is recursive, matches are sorted) and demo references name, in the order given.
+
+    Raises DataError, naming `key` and the entry, for what is missing, matches no file or is a folder.
+    """
+    return [path for entry in entries for path in _resolve(entry, key)]
+
+
+def _resolve(entry: str, key: str) -> list[Path]:
+    if is_demo(entry):
+        return [_demo_file(entry, key)]
+    path = Path(entry).expanduser()
+    if path.is_file():
+        return [path.absolute()]
+    if path.is_dir():
+        raise DataError(f"{key}={entry!r} is a folder; name its files, for example {str(path / '*')!r}")
+    if not glob.has_magic(entry):
+        raise DataError(f"{key}={entry!r} does not exist{_where(path)}; correct the path")
+    matches = sorted(match for name in glob.glob(str(path), recursive=True) if (match := Path(name)).is_file())
+    if not matches:
+        raise DataError(
+            f"{key}={entry!r} matches no file{_where(path)}; correct the pattern (`**` goes into subfolders)"
+        )
+    return [match.absolute() for match in matches]
+
+
+def _demo_file(entry: str, key: str) -> Path:
+    if not key.endswith("arrow_files"):
+        raise DataError(f"{key}={entry!r}: the demo data are Arrow files; put {entry!r} under arrow_files")
+    split = entry.removeprefix(DEMO_PREFIX)
+    if split not in ("train", "validation"):
+        raise DataError(f"{key}={entry!r} is no demo data; use demo:train or demo:validation")
+    return arrow_file(split)  # type: ignore[arg-type]
+
+
+def _where(path: Path) -> str:
+    return "" if path.is_absolute() else f" (relative to {Path.cwd()})"

@@ -1,0 +1,55 @@
+"""Joining and leaving the world of one worker group."""
+
+import os
+import socket
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+    """Rank 0's side of the rendezvous; the port is the system's choice, so two groups never collide."""
+    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+
+
+def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: float) -> None:
+    """Enter the group's world; every rank must call it."""
+    dist.init_process_group(
+        BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def join_from_environment(device: str, timeout_s: float) -> None:
+    """Enter the world that `torchrun` describes in the environment."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout_s))
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_parallel_mesh(device: str) -> DeviceMesh:
+    """All ranks of the group along one axis, `dp`."""
+    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+def reachable_host() -> str:
+    """An address of this machine that the group's other ranks can connect to."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            # Connecting a datagram socket sends nothing; it only asks the routing table.
+            probe.connect(("10.255.255.255", 1))
+        except OSError:
+            return "127.0.0.1"
+        return str(probe.getsockname()[0])

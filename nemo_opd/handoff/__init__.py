@@ -1,0 +1,1 @@
+"""How a teacher's output reaches the student's process without being copied through the driver."""

@@ -1,0 +1,84 @@
+"""Shared memory between processes of one machine.
+
+The memory is anonymous (memfd) and reached through the owner's file descriptor in /proc, so no name exists that a
+killed process could leave behind: the kernel frees the pages when the last mapping is gone.
+"""
+
+import errno
+import mmap
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.errors import HandoffError
+from nemo_opd.handoff.base import Handle, Receiver, Sender
+
+
+@dataclass(frozen=True, slots=True)
+class FileDescriptor:
+    """A memfd of a process; the name tells a reused process id or descriptor from the real one."""
+
+    pid: int
+    number: int
+    name: str
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{self.pid}/fd/{self.number}"
+
+
+class SharedMemorySender(Sender):
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, FileDescriptor]:
+        name = f"nemo_opd-{self.identity}-{self.allocation}"
+        number = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            # Reserves the pages now: a write to pages that cannot be had later would kill the process.
+            os.posix_fallocate(number, 0, num_bytes)
+            buffer = map_file(number, num_bytes)
+        except OSError as error:
+            os.close(number)
+            reason = os.strerror(error.errno or errno.ENOMEM)
+            raise HandoffError(
+                f"no {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); "
+                "lower train.global_batch_size or train.max_length, or free memory"
+            ) from error
+        return buffer, FileDescriptor(os.getpid(), number, name)
+
+    def _release(self, token: object) -> None:
+        assert isinstance(token, FileDescriptor)
+        os.close(token.number)
+
+    def _flush(self) -> None:
+        """Writes of a CPU tensor are visible at once."""
+
+
+class SharedMemoryReceiver(Receiver):
+    def _map(self, handle: Handle) -> Tensor:
+        token = handle.token
+        assert isinstance(token, FileDescriptor)
+        try:
+            if token.name not in os.readlink(token.path):
+                raise FileNotFoundError(errno.ENOENT, "replaced by another file")
+            number = os.open(token.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise HandoffError(
+                f"the teacher's buffer {token.path} cannot be opened ({error.strerror}): its process {token.pid} has "
+                "released it or died; see its own error above"
+            ) from error
+        try:
+            size = os.fstat(number).st_size
+            if size < handle.num_bytes:
+                raise HandoffError(f"the teacher's buffer holds {size} bytes, its handle says {handle.num_bytes}")
+            return map_file(number, size)
+        finally:
+            os.close(number)
+
+    def _collect(self) -> None:
+        """Mappings go with their tensors."""
+
+
+def map_file(number: int, num_bytes: int) -> Tensor:
+    """A flat uint8 tensor over a file's pages; unmapped with the tensor."""
+    return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)

@@ -1,0 +1,88 @@
+"""What a logger is told: the run's facts at the start, a record a step, the closing table at the end."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherSummary:
+    """A teacher as the header shows it."""
+
+    name: str
+    model: str
+    type: str
+    """same_tokenizer or cross_tokenizer."""
+    weight: float
+    loss: str
+    """The term it teaches through, such as p_kl."""
+    overlap: float | None = None
+    """Shared vocabulary / smaller vocabulary (METHODS §2), where it was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """The facts of a run that are known before its first step."""
+
+    name: str
+    student: str
+    teachers: tuple[TeacherSummary, ...]
+    device: str
+    """As people call it: `cpu`, `NVIDIA H100`."""
+    num_ranks: int
+    total_steps: int
+    global_batch_size: int
+    micro_batch_size: int
+    max_length: int
+    output_dir: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingRow:
+    """A model and how well it predicts the validation text."""
+
+    name: str
+    bits_per_byte: float | None
+    """None where nothing was validated."""
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosingTable:
+    """What a run achieved: the student before and after, beside its teachers."""
+
+    before: ClosingRow | None
+    after: ClosingRow | None
+    teachers: tuple[ClosingRow, ...] = ()
+
+    @property
+    def rows(self) -> tuple[ClosingRow, ...]:
+        """Student before, student after, then the teachers; those that are known."""
+        return tuple(row for row in (self.before, self.after, *self.teachers) if row is not None)
+
+    def change(self, row: ClosingRow) -> float | None:
+        """Bits per byte relative to the student before: −0.1 is a tenth fewer. None for that student, or where unknown."""
+        start = self.before.bits_per_byte if self.before else None
+        if row is self.before or row.bits_per_byte is None or not start:
+            return None
+        return row.bits_per_byte / start - 1
+
+
+class Logger(Protocol):
+    """One place metrics go. One process calls start, log for each step, summary if the run ends well, and close."""
+
+    def start(self, run: RunSummary, step: int) -> None:
+        """Opens what the logger writes to.
+
+        `step` is the last step that is kept: the checkpoint's where a run continues, else 0, which starts afresh.
+        """
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Records one step; any key may be missing, and a value may be NaN or infinite."""
+
+    def summary(self, closing: ClosingTable) -> None:
+        """Records what the run achieved."""
+
+    def close(self) -> None:
+        """Flushes and releases everything. Safe to call twice, and without start."""

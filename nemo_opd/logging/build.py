@@ -1,0 +1,61 @@
+"""All loggers of a run as one."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+
+from nemo_opd.config.logging import Logging
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
+from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.jsonl import JsonlLogger
+from nemo_opd.logging.tensorboard import TensorBoardLogger
+from nemo_opd.logging.wandb import WandbLogger
+
+
+def build(settings: Logging, output_dir: Path, *, console: Console | None = None) -> "Loggers":
+    """metrics.jsonl and whatever `settings` enables. Opens no file; raises ConfigError where wandb cannot log in."""
+    # metrics.jsonl first, so that a failing member costs no record; the console last, below what others print.
+    members: list[Logger] = [JsonlLogger(output_dir / "metrics.jsonl")]
+    if settings.tensorboard.enabled:
+        members.append(TensorBoardLogger(output_dir / "tensorboard"))
+    if settings.wandb.enabled:
+        members.append(WandbLogger(settings.wandb, output_dir))
+    if settings.console.enabled:
+        members.append(ConsoleLogger(settings.console, console or Console()))
+    return Loggers(members)
+
+
+class Loggers:
+    """A logger that tells several, and on leaving the `with` closes each of them, also when one raises."""
+
+    def __init__(self, members: Sequence[Logger]) -> None:
+        self.members = tuple(members)
+
+    def start(self, run: RunSummary, step: int = 0) -> None:
+        for member in self.members:
+            member.start(run, step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for member in self.members:
+            member.log(step, values)
+
+    def summary(self, closing: ClosingTable) -> None:
+        for member in self.members:
+            member.summary(closing)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for member in self.members:
+                stack.callback(member.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,220 @@
+"""Progress for a person: a header, live or plain progress, and the closing table."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.live import Live
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from nemo_opd.config.logging import Console as ConsoleSettings
+from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.formats import amount, change, clock, figure
+
+Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
+
+# Most wanted first: what the width does not hold is left out from the end.
+TRAINING: Fields = (
+    ("loss", "train/loss", figure),
+    ("kd", "train/kd", figure),
+    ("ce", "train/ce", figure),
+    ("grad", "train/grad_norm", figure),
+    ("tok/s", "perf/tokens_per_s", amount),
+    ("lr", "train/lr", "{:.2g}".format),
+    ("s/step", "perf/step_s", figure),
+    ("GB", "perf/peak_memory_gb", "{:.1f}".format),
+)
+VALIDATION: Fields = (
+    ("bits/byte", "val/bits_per_byte", "{:.4f}".format),
+    ("loss", "val/loss", figure),
+    ("kd", "val/kd", figure),
+    ("ce", "val/ce", figure),
+)
+
+
+class Line:
+    """Named values on one line, as many as the width holds."""
+
+    def __init__(self, lead: Text, fields: Fields, values: Mapping[str, float], tail: str = "") -> None:
+        self._lead = lead
+        self._fields = [(name, values[key], form) for name, key, form in fields if key in values]
+        self._tail = tail
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        line = self._lead.copy()
+        room = options.max_width - len(self._tail)
+        for name, value, form in self._fields:
+            style = "bold" if math.isfinite(value) else "bold red"
+            field = Text.assemble("  ", (name, "dim"), " ", (form(value), style))
+            if line.cell_len + field.cell_len > room:
+                break
+            line.append_text(field)
+        line.append(self._tail, "dim")
+        line.no_wrap = True
+        yield line
+
+
+class Progression:
+    """How far a run is, and when it will end at the pace of its recent steps."""
+
+    def __init__(self, total: int, step: int) -> None:
+        self.total = total
+        self.step = step
+        self.tokens = 0.0
+        self._start = self._moved = time.monotonic()
+        self._step_s: float | None = None
+
+    def advance(self, step: int, values: Mapping[str, float]) -> None:
+        now = time.monotonic()
+        if step > self.step:
+            # validation and checkpoints between steps count too: they will come again
+            pace = (now - self._moved) / (step - self.step)
+            self._step_s = pace if self._step_s is None else 0.9 * self._step_s + 0.1 * pace
+            self._moved = now
+        self.step = step
+        self.tokens += values.get("train/student_tokens", 0.0)
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    @property
+    def left(self) -> str:
+        return "-" if self._step_s is None else clock(self._step_s * (self.total - self.step))
+
+
+class ConsoleLogger:
+    """Live progress in a terminal; elsewhere a plain line every `interval_s`, so that log files stay small."""
+
+    def __init__(self, settings: ConsoleSettings, console: Console) -> None:
+        self._settings = settings
+        self._console = console
+        self._live: Live | None = None
+
+    def start(self, run: RunSummary, step: int) -> None:
+        self._run = run
+        self._progression = Progression(run.total_steps, step)
+        self._best = math.inf
+        self._printed = -math.inf
+        self._console.print(header(run, step))
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._start_live(step)
+
+    def _start_live(self, step: int) -> None:
+        self._bar = Progress(
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TaskProgressColumn(),
+            TextColumn("[dim]elapsed[/] {task.fields[elapsed]}  [dim]left[/] {task.fields[left]}"),
+            expand=True,
+            auto_refresh=False,
+        )
+        self._task = self._bar.add_task("", total=self._run.total_steps, completed=step, elapsed="0:00", left="-")
+        self._live = Live(self._bar, console=self._console, refresh_per_second=2)
+        self._live.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._progression.advance(step, values)
+        if any(key.startswith("train/") for key in values):
+            self._show_training(step, values)
+        if any(key.startswith("val/") for key in values):
+            self._print_validation(step, values)
+
+    def _show_training(self, step: int, values: Mapping[str, float]) -> None:
+        if self._live is not None:
+            self._update_live(self._live, values)
+        elif self._is_due(step, values):
+            self._printed = time.monotonic()
+            lead, tail = Text(f"step {self._counted(step)}"), f"  left {self._progression.left}"
+            self._console.print(Line(lead, TRAINING, values, tail))
+
+    def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
+        waited = time.monotonic() - self._printed >= self._settings.interval_s
+        return waited or step == self._run.total_steps or "val/loss" in values
+
+    def _update_live(self, live: Live, values: Mapping[str, float]) -> None:
+        progression = self._progression
+        self._bar.update(
+            self._task, completed=progression.step, elapsed=clock(progression.elapsed_s), left=progression.left
+        )
+        live.update(Group(self._bar, Line(Text(), TRAINING, values)))
+
+    def _print_validation(self, step: int, values: Mapping[str, float]) -> None:
+        bits = values.get("val/bits_per_byte", math.nan)
+        better, self._best = bits < self._best, min(bits, self._best)
+        lead = Text.assemble(f"step {self._counted(step)}  ", ("val", "bold green" if better else "bold yellow"))
+        self._console.print(Line(lead, VALIDATION, values, "  best" if better else ""))
+
+    def _counted(self, step: int) -> str:
+        total = str(self._run.total_steps)
+        return f"{step:>{len(total)}}/{total}"
+
+    def summary(self, closing: ClosingTable) -> None:
+        self._stop_live()
+        if closing.rows:
+            self._console.print(closing_table(closing))
+        done = Table.grid(padding=(0, 2))
+        done.add_row("[dim]done[/]", self._achieved())
+        done.add_row("[dim]model[/]", Text(str(self._run.output_dir / "final"), overflow="fold"))
+        done.add_row("[dim]report[/]", Text(str(self._run.output_dir / "report" / "report.html"), overflow="fold"))
+        self._console.print(Padding(done, (0, 0, 0, 1)))
+
+    def _achieved(self) -> str:
+        progression = self._progression
+        return f"step {progression.step:,}, {amount(progression.tokens)} student tokens, {clock(progression.elapsed_s)}"
+
+    def close(self) -> None:
+        self._stop_live()
+
+    def _stop_live(self) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.stop()
+
+
+def header(run: RunSummary, step: int) -> Panel:
+    """What will run; `step` is where it continues, 0 for a new run."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("student", Text(run.student, "bold"))
+    facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
+    ranks = f"{run.num_ranks} rank" + ("s" if run.num_ranks > 1 else "")
+    facts.add_row("device", Text(f"{run.device}, {ranks}"))
+    continued = f", continued after step {step:,}" if step else ""
+    facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
+    batch = f"{run.global_batch_size} sequences, {run.micro_batch_size} at a time per rank"
+    facts.add_row("batch", Text(f"{batch}, up to {run.max_length:,} tokens"))
+    facts.add_row("output", Text(str(run.output_dir)))
+    title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
+    return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def _teachers(run: RunSummary) -> Group:
+    lines = []
+    for teacher in run.teachers:
+        facts = [f"weight {teacher.weight:g}", teacher.type, teacher.loss]
+        if teacher.overlap is not None:
+            facts.append(f"overlap {teacher.overlap:.3f}")
+        lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
+        lines.append(Text("  " + ", ".join(facts), "dim"))
+    return Group(*lines)
+
+
+def closing_table(closing: ClosingTable) -> Table:
+    """Bits per byte of the student before and after, and of its teachers."""
+    table = Table(title="Validation", title_justify="left", title_style="bold", border_style="dim")
+    table.add_column("model", overflow="fold")
+    table.add_column("bits per byte", justify="right", no_wrap=True)
+    table.add_column("vs start", justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+    for row in closing.rows:
+        style = "bold green" if row is closing.after else ""
+        bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+        table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
+    return table

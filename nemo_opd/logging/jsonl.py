@@ -1,0 +1,82 @@
+"""metrics.jsonl: one JSON object a step."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TextIO
+
+from nemo_opd.errors import DataError
+from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.files import write_atomically
+
+
+def read(path: Path) -> list[dict[str, float]]:
+    """The records of metrics.jsonl in the order written, null as NaN; a torn last line is left out.
+
+    Raises DataError at any other line that is no record.
+    """
+    lines = path.read_bytes().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number} is not a metrics record ({error}); remove or repair it") from error
+    return records
+
+
+def _record(line: bytes) -> dict[str, float]:
+    record = json.loads(line)
+    if not isinstance(record, dict) or "step" not in record:
+        raise ValueError("no object with a step")
+    return {name: math.nan if value is None else value for name, value in record.items()}
+
+
+def _line(step: int, values: Mapping[str, float]) -> str:
+    record = {"step": step, **{name: _json_number(value) for name, value in values.items() if name != "step"}}
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+class JsonlLogger:
+    """Appends to metrics.jsonl and hands each line to the kernel, so a SIGKILL loses at most the current one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def start(self, run: RunSummary, step: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.truncate_after(step)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def truncate_after(self, step: int) -> None:
+        """Drops the records after `step` (all where it is 0, for step 0 is validated again) and a torn last line."""
+        if not self.path.exists():
+            return
+        kept = [record for record in read(self.path) if step and record["step"] <= step]
+        content = "".join(_line(int(record["step"]), record) for record in kept)
+        write_atomically(self.path, content.encode())
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        assert self._file is not None, "log before start"
+        self._file.write(_line(step, values))
+        self._file.flush()
+
+    def summary(self, closing: ClosingTable) -> None:
+        """The table is the report's and the console's; metrics.jsonl holds steps only."""
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None

@@ -1,0 +1,251 @@
+"""Curves of a run, as PNG in a light and a dark theme.
+
+Figures are made without pyplot: no global state, no display, usable in any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_opd.logging.base import ClosingTable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Records = Sequence[Mapping[str, float]]
+
+SMOOTH_FROM = 60
+"""Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
+TEACHER_PREFIX = "train/kd/"
+
+
+@dataclass(frozen=True, slots=True)
+class Theme:
+    """Colours of the page a figure stands on."""
+
+    name: str
+    background: str
+    text: str
+    muted: str
+    grid: str
+    cycle: tuple[str, ...]
+
+    @property
+    def rc(self) -> dict[str, object]:
+        """The theme as matplotlib settings."""
+        return {
+            "figure.facecolor": self.background,
+            "axes.facecolor": self.background,
+            "savefig.facecolor": self.background,
+            "text.color": self.text,
+            "axes.labelcolor": self.muted,
+            "axes.titlecolor": self.text,
+            "axes.edgecolor": self.grid,
+            "xtick.color": self.grid,
+            "ytick.color": self.grid,
+            "xtick.labelcolor": self.muted,
+            "ytick.labelcolor": self.muted,
+            "axes.grid": True,
+            "grid.color": self.grid,
+            "grid.linewidth": 0.6,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.spines.left": False,
+            "ytick.major.size": 0,
+            "axes.axisbelow": True,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 12,
+            "axes.titleweight": "bold",
+            "font.size": 11,
+            "font.family": "DejaVu Sans",
+            "legend.frameon": False,
+            "legend.fontsize": 10,
+            "lines.linewidth": 1.8,
+            "lines.solid_capstyle": "round",
+        }
+
+
+# The Okabe-Ito hues, told apart by colour-blind people, lightened on dark ground.
+LIGHT = Theme(
+    "light",
+    "#ffffff",
+    "#1c2330",
+    "#5b6472",
+    "#dfe3e8",
+    ("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
+)
+DARK = Theme(
+    "dark",
+    "#171b22",
+    "#e6e9ee",
+    "#9aa4b2",
+    "#303844",
+    ("#56b4e9", "#f0824a", "#2fc79b", "#e39bc0", "#e6c229", "#b5b5b5"),
+)
+
+Draw = Callable[["Figure", Records, ClosingTable, Theme], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """A figure of the report: what it needs, and how it is drawn."""
+
+    name: str
+    """Its file is `<name>.png`."""
+    title: str
+    prefixes: tuple[str, ...]
+    """It is drawn where a record has a key that starts with one of these."""
+    draw: Draw
+    height: float = 3.7
+    """Inches; the width is 7."""
+
+    def has_data(self, records: Records) -> bool:
+        return any(key.startswith(self.prefixes) for record in records for key in record)
+
+    def png(self, records: Records, closing: ClosingTable, theme: Theme) -> bytes:
+        """The figure, 160 dots an inch."""
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        with matplotlib.rc_context(theme.rc):
+            figure = Figure(figsize=(7, self.height), layout="constrained")
+            self.draw(figure, records, closing, theme)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=160)
+        return buffer.getvalue()
+
+
+def series(records: Records, key: str) -> tuple[list[float], list[float]]:
+    """Steps and values of one metric, where it was recorded."""
+    points = [(record["step"], record[key]) for record in records if key in record]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """Moving average (exponential, unbiased at the start) over about a fiftieth of the curve; skips NaN and infinity."""
+    decay = 1 - 1 / max(2.0, len(values) / 50)
+    mean = weight = 0.0
+    averages = []
+    for value in values:
+        if math.isfinite(value):
+            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
+        averages.append(mean / weight if weight else math.nan)
+    return averages
+
+
+def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> None:
+    steps, values = series(records, key)
+    if not steps:
+        return
+    if len(steps) < SMOOTH_FROM:
+        axes.plot(steps, values, color=colour, label=label, marker="o" if len(steps) < 12 else None, markersize=4)
+        return
+    axes.plot(steps, values, color=colour, alpha=0.28, linewidth=0.9)
+    axes.plot(steps, smooth(values), color=colour, label=label)
+
+
+def _legend(axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        axes.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=4, borderaxespad=0.2, handlelength=1.4,
+            columnspacing=1.4,
+        )  # fmt: skip
+
+
+def _steps_below(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+
+
+def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    axes = figure.subplots()
+    for (key, label), colour in zip(
+        (("train/loss", "loss"), ("train/kd", "KD"), ("train/ce", "CE")), theme.cycle, strict=False
+    ):
+        _curve(axes, records, key, label, colour)
+    axes.set_ylabel("nats")
+    _legend(axes)
+    _steps_below(axes)
+
+
+def draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    axes = figure.subplots()
+    keys = sorted({key for record in records for key in record if key.startswith(TEACHER_PREFIX)})
+    for i, key in enumerate(keys):
+        _curve(axes, records, key, key.removeprefix(TEACHER_PREFIX), theme.cycle[i % len(theme.cycle)])
+    axes.set_ylabel("KD, nats")
+    _legend(axes)
+    _steps_below(axes)
+
+
+def draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """The student over the run, and each teacher as a level line."""
+    axes = figure.subplots()
+    steps, bits = series(records, "val/bits_per_byte")
+    axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
+    for i, row in enumerate(closing.teachers):
+        if row.bits_per_byte is not None:
+            colour = theme.cycle[1 + i % (len(theme.cycle) - 1)]
+            axes.axhline(row.bits_per_byte, color=colour, linestyle=(0, (5, 3)), linewidth=1.5, label=row.name)
+    axes.set_ylabel("bits per byte")
+    _legend(axes)
+    _steps_below(axes)
+
+
+def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    _curve(upper, records, "train/grad_norm", "gradient norm", theme.cycle[0])
+    upper.set_ylim(bottom=0)
+    steps, rates = series(records, "train/lr")
+    lower.plot(steps, rates, color=theme.cycle[2], label="learning rate")
+    lower.set_ylim(bottom=0)
+    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+    for axes in (upper, lower):
+        _legend(axes)
+    _steps_below(lower)
+
+
+def draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    from matplotlib.ticker import EngFormatter
+
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
+    _curve(upper, records, "perf/tokens_per_s", "student tokens per second", theme.cycle[0])
+    upper.set_ylim(bottom=0)
+    upper.yaxis.set_major_formatter(EngFormatter(sep=""))
+    steps, names, parts = step_parts(records)
+    if steps:
+        colours = [*theme.cycle[1 : len(names)], theme.muted]
+        lower.stackplot(steps, *map(smooth, parts), labels=names, colors=colours, alpha=0.85, linewidth=0)
+    lower.set_ylabel("seconds a step")
+    for axes in (upper, lower):
+        _legend(axes)
+    _steps_below(lower)
+
+
+def step_parts(records: Records) -> tuple[list[float], list[str], list[list[float]]]:
+    """Steps, names of the parts of a step, and seconds of each part; the last part is what no phase accounts for."""
+    phases = {"teachers": "perf/teacher_s", "student": "perf/student_s", "data": "perf/data_wait_s"}
+    timed = [record for record in records if "perf/step_s" in record]
+    known = {name: key for name, key in phases.items() if any(key in record for record in timed)}
+    parts = [[record.get(key, 0.0) for record in timed] for key in known.values()]
+    spent = map(sum, zip(*parts, strict=True)) if parts else [0.0] * len(timed)
+    rest = [max(0.0, record["perf/step_s"] - seconds) for record, seconds in zip(timed, spent, strict=True)]
+    return [record["step"] for record in timed], [*known, "other"], [*parts, rest]
+
+
+PLOTS = (
+    Plot("loss", "Training loss", ("train/loss", "train/kd", "train/ce"), draw_loss),
+    Plot("validation", "Validation", ("val/bits_per_byte",), draw_validation),
+    Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers),
+    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.6),
+    Plot("speed", "Speed", ("perf/",), draw_speed, height=4.6),
+)

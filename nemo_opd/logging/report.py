@@ -1,0 +1,144 @@
+"""report/: the curves as PNG and one page that holds everything, made from the run directory alone."""
+
+import base64
+import statistics
+from collections.abc import Iterable
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+import yaml
+
+from nemo_opd.logging.base import ClosingRow, ClosingTable
+from nemo_opd.logging.facts import Fact, run_facts, run_name, teacher_facts
+from nemo_opd.logging.files import write_atomically
+from nemo_opd.logging.formats import amount, change, clock
+from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
+
+NOTHING = ClosingTable(before=None, after=None)
+
+
+def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
+    """Writes report/*.png and report.html from metrics.jsonl, config.yaml and the closing table; returns the page.
+
+    Works on a run that is still going, without a closing table. Raises DataError where metrics.jsonl is damaged.
+    """
+    closing = closing or NOTHING
+    metrics = output_dir / "metrics.jsonl"
+    records = read(metrics) if metrics.exists() else []
+    config_file = output_dir / "config.yaml"
+    config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
+    folder = output_dir / "report"
+    charts = [_chart(plot, records, closing, folder) for plot in PLOTS if plot.has_data(records)]
+    write_atomically(folder / "report.html", _page(records, closing, config_text, charts, output_dir).encode())
+    return folder / "report.html"
+
+
+def _chart(plot: Plot, records: Records, closing: ClosingTable, folder: Path) -> str:
+    light = plot.png(records, closing, LIGHT)
+    write_atomically(folder / f"{plot.name}.png", light)
+    dark = plot.png(records, closing, DARK)
+    return (
+        f"<section><h2>{plot.title}</h2><picture>"
+        f'<source media="(prefers-color-scheme: dark)" srcset="{_data_url(dark)}">'
+        f'<img src="{_data_url(light)}" alt="{plot.title}"></picture></section>'
+    )
+
+
+def _data_url(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _page(records: Records, closing: ClosingTable, config_text: str, charts: list[str], output_dir: Path) -> str:
+    config = yaml.safe_load(config_text) or {}
+    title = escape(run_name(config) or output_dir.name)
+    style = files("nemo_opd.logging").joinpath("report.css").read_text(encoding="utf-8")
+    body = (
+        f"<header><h1>{title}</h1><p>{escape(str(output_dir))}</p></header>",
+        _tiles(records, closing),
+        _closing_section(closing),
+        f'<div class="charts">{"".join(charts)}</div>' if charts else "",
+        _facts_section("Teachers", teacher_facts(config)),
+        _facts_section("Run", run_facts(config)),
+        _config_section(config_text),
+        "<footer>Made by nemo_opd from metrics.jsonl and config.yaml of this run.</footer>",
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        # without an icon of its own a page makes the browser ask the server for one
+        f'<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>\n'
+        f"<body>{''.join(body)}</body></html>\n"
+    )
+
+
+def _tiles(records: Records, closing: ClosingTable) -> str:
+    tiles = [*_result_tile(closing), *_progress_tiles(records)]
+    cells = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
+    return f'<div class="tiles">{cells}</div>' if tiles else ""
+
+
+def _result_tile(closing: ClosingTable) -> Iterable[tuple[str, str]]:
+    before, after = closing.before, closing.after
+    if after is None or after.bits_per_byte is None:
+        return
+    yield "bits per byte", f"{after.bits_per_byte:.4f}"
+    if before is not None and before.bits_per_byte is not None:
+        yield "against the start", _change_html(closing, after)
+
+
+def _progress_tiles(records: Records) -> Iterable[tuple[str, str]]:
+    trained = [record for record in records if record["step"] > 0]
+    if not trained:
+        return
+    yield "steps", f"{trained[-1]['step']:,.0f}"
+    for label, key, pool, form in (
+        ("student tokens", "train/student_tokens", sum, amount),
+        ("in training steps", "perf/step_s", sum, clock),
+        ("tokens per second", "perf/tokens_per_s", statistics.median, amount),
+        ("GB at the peak", "perf/peak_memory_gb", max, "{:.1f}".format),
+    ):
+        known = [record[key] for record in trained if key in record and record[key] == record[key]]
+        if known:
+            yield label, form(pool(known))
+
+
+def _closing_section(closing: ClosingTable) -> str:
+    if not closing.rows:
+        return ""
+    rows = "".join(_closing_row(closing, row) for row in closing.rows)
+    return (
+        '<section><h2>Validation text</h2><div class="scroll"><table><thead><tr><th>model</th>'
+        '<th class="number">bits per byte</th><th class="number">against the start</th><th></th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></div></section>"
+    )
+
+
+def _closing_row(closing: ClosingTable, row: ClosingRow) -> str:
+    kind = ' class="after"' if row is closing.after else ""
+    bits = "–" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+    return (
+        f'<tr{kind}><td class="model">{escape(row.name)}</td><td class="number">{bits}</td>'
+        f'<td class="number">{_change_html(closing, row)}</td><td class="note">{escape(row.note)}</td></tr>'
+    )
+
+
+def _change_html(closing: ClosingTable, row: ClosingRow) -> str:
+    ratio = closing.change(row)
+    if ratio is None:
+        return ""
+    return f'<span class="{"good" if ratio < 0 else "bad"}">{change(ratio).replace("-", "−")}</span>'
+
+
+def _facts_section(title: str, facts: list[Fact]) -> str:
+    if not facts:
+        return ""
+    rows = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts)
+    return f'<section><h2>{title}</h2><table class="facts">{rows}</table></section>'
+
+
+def _config_section(config_text: str) -> str:
+    if not config_text:
+        return ""
+    return f"<section><details><summary>config.yaml</summary><pre>{escape(config_text)}</pre></details></section>"

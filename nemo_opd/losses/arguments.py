@@ -1,0 +1,58 @@
+"""What the losses ask of their arguments."""
+
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ConfigError unless logits can be divided by it."""
+    if not temperature > 0:
+        raise ConfigError(f"temperature={temperature}: logits are divided by it; give a number above 0")
+
+
+def check_same_length(**tensors: Tensor) -> None:
+    """Raises ConfigError where tensors [B, ...] hold different numbers of sequences."""
+    lengths = {name: len(tensor) for name, tensor in tensors.items()}
+    if len(set(lengths.values())) > 1:
+        given = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise ConfigError(f"numbers of sequences differ ({given}); row b must be the same text in all of them")
+
+
+def check_positions(logits: Tensor, **tensors: Tensor) -> None:
+    """Raises ConfigError where a tensor is not [B, S] for logits [B, S, V]."""
+    for name, tensor in tensors.items():
+        if tensor.shape != logits.shape[:2]:
+            raise ConfigError(
+                f"{name} has shape {list(tensor.shape)}, its logits {list(logits.shape)}; "
+                f"give one entry per position: {list(logits.shape[:2])}"
+            )
+
+
+def own_columns(key: str, given: int | None, default: int, logits: Tensor) -> int:
+    """`given`, else `default`: the leading columns of `logits` [..., X] to use; raises ConfigError if it has fewer."""
+    size = default if given is None else given
+    if not 0 < size <= logits.shape[-1]:
+        raise ConfigError(
+            f"{key}={size}: the logits have {logits.shape[-1]} columns; "
+            "give the size of the model's own vocabulary, or resize its head to the tokenizer"
+        )
+    return size
+
+
+def shared_columns(
+    student_logits: Tensor, teacher_logits: Tensor, student_vocab_size: int | None, teacher_vocab_size: int | None
+) -> int:
+    """Columns of a vocabulary that both sides share; the narrower head when no size is given.
+
+    Raises ConfigError for two different sizes, or one that is wider than a head.
+    """
+    if None not in (student_vocab_size, teacher_vocab_size) and student_vocab_size != teacher_vocab_size:
+        raise ConfigError(
+            f"student_vocab_size={student_vocab_size} and teacher_vocab_size={teacher_vocab_size} differ, "
+            "but same_vocab compares column with column; use a cross-tokenizer loss such as p_kl"
+        )
+    given = teacher_vocab_size if student_vocab_size is None else student_vocab_size
+    narrower = min(student_logits.shape[-1], teacher_logits.shape[-1])
+    own_columns("student_vocab_size", given, narrower, student_logits)
+    return own_columns("teacher_vocab_size", given, narrower, teacher_logits)

@@ -1,0 +1,40 @@
+"""Cross entropy with the text itself."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.losses.arguments import check_positions, own_columns
+from nemo_opd.losses.chunked import chunked_sum, equal_parts
+from nemo_opd.losses.reduction import label_rows, reduced
+from nemo_opd.types import LossOutput
+
+LIVE_COPIES = 5
+"""Tensors of a chunk's size alive at its peak."""
+
+
+def cross_entropy(
+    student_logits: Tensor,
+    ids: Tensor,
+    *,
+    mask: Tensor,
+    normalizer: float | None = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """−Σ log p(token) over scored tokens / normalizer (METHODS §7), and the metric `ce` in nats per token.
+
+    Unshifted logits [B, S, V]; ids [B, S]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
+    counts. vocab_size: columns of the head that belong to the tokenizer, by default all. normalizer: scored tokens of
+    the global batch, by default of this call. Raises ConfigError for shapes or sizes that do not fit.
+    """
+    check_positions(student_logits, ids=ids, mask=mask)
+    size = own_columns("vocab_size", vocab_size, student_logits.shape[-1], student_logits)
+    rows = label_rows(mask)
+    targets = ids.flatten().index_select(0, rows + 1).long()
+
+    def loss_of(student: Tensor, part: slice) -> Tensor:
+        return F.cross_entropy(student, targets[part], reduction="sum")
+
+    parts = equal_parts(rows, LIVE_COPIES * size, chunk_size)
+    total = chunked_sum(student_logits, rows, loss_of, width=size, parts=parts)
+    return reduced("ce", total, len(rows), normalizer)

@@ -1,0 +1,76 @@
+"""What the units of a loss are, how many there are, and how their sum becomes a LossOutput (METHODS §7)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.losses.arguments import check_same_length
+from nemo_opd.types import LossOutput, Mean
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkUnits:
+    """Aligned chunks that have a predictor on both sides, each by the rows that predict its first tokens."""
+
+    student_rows: Tensor
+    """int64 [U]: indices into [B·S]."""
+    teacher_rows: Tensor
+    """int64 [U]: indices into [B·T]."""
+
+
+def count_label_tokens(mask: Tensor) -> int:
+    """Units of same_vocab and cross_entropy in a mask [B, S]: scored tokens; token 0 has no predictor."""
+    return int((mask[:, 1:] != 0).sum())
+
+
+def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> int:
+    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T] (METHODS §5).
+
+    A unit is a chunk present on both sides that holds token 0 of neither.
+    """
+    is_unit, _ = first_positions(student_chunk_id, teacher_chunk_id)
+    return int(is_unit.sum())
+
+
+def label_rows(mask: Tensor) -> Tensor:
+    """The logit rows, as indices [U] into [B·S], that predict the scored tokens of a mask [B, S].
+
+    One `nonzero`, which waits for the device.
+    """
+    row, position = (mask[:, 1:] != 0).nonzero(as_tuple=True)
+    return row * mask.shape[1] + position
+
+
+def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
+    """The units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
+    is_unit, teacher_position = first_positions(student_chunk_id, teacher_chunk_id)
+    row, position = is_unit.nonzero(as_tuple=True)
+    return ChunkUnits(
+        row * student_chunk_id.shape[1] + position - 1,
+        row * teacher_chunk_id.shape[1] + teacher_position[row, position] - 1,
+    )
+
+
+def first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
+    """Where chunks begin: is_unit bool [B, S] at a unit's first student token, and int64 [B, S] its first teacher one.
+
+    Chunk ids are −1 or non-decreasing. The second tensor means something only where the first is true.
+    """
+    check_same_length(student_chunk_id=student_chunk_id, teacher_chunk_id=teacher_chunk_id)
+    student, teacher = student_chunk_id.long(), teacher_chunk_id.long()
+    highest = torch.cat([student.new_full((len(student), 1), -1), student], 1).cummax(1).values[:, :-1]
+    position = torch.searchsorted(teacher.cummax(1).values, student.contiguous())
+    found = position.clamp(max=teacher.shape[1] - 1)
+    is_unit = (student > highest) & (teacher.gather(1, found) == student) & (position > 0)
+    is_unit[:, 0] = False
+    return is_unit, found
+
+
+def reduced(name: str, total: Tensor, count: int, normalizer: float | None) -> LossOutput:
+    """total / normalizer as the loss, and total and count as the metric `name`.
+
+    normalizer: units of the global batch, by default the `count` of this call; 0 of them make a loss of 0.
+    """
+    divisor = (count if normalizer is None else normalizer) or 1
+    return LossOutput(total / divisor, {name: Mean(total.detach(), count)})

@@ -1,0 +1,1 @@
+"""The driver: it steers workers and holds no tensors of its own."""

@@ -1,0 +1,33 @@
+"""A command: configuration in, exit status out."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from nemo_opd.config.load import run_with_hydra
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import OPDError, WorkerError
+
+INTERRUPTED = 130
+"""Exit status by shell convention; of a run that was interrupted before it could save."""
+
+
+def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
+    """Run `task` with the command line's configuration. An error is one clear last line and exit status 1."""
+    try:
+        run_with_hydra(task, config_dir=config_dir, config_name=config_name)
+    except OPDError as error:
+        if isinstance(error, WorkerError):
+            print(error.traceback, file=sys.stderr)
+        fail(str(error), 1)
+    except KeyboardInterrupt:
+        fail("interrupted; nothing newer than the last checkpoint was saved", INTERRUPTED)
+    except Exception as error:
+        traceback.print_exc()
+        fail(f"{type(error).__name__}: {error}", 1)
+
+
+def fail(message: str, status: int) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,57 @@
+"""What a rank will hold in memory, from the models' configurations alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from nemo_opd.config.run import RunConfig
+
+MASTER_WEIGHT, GRADIENT, ADAM_MOMENTS = 4, 4, 8
+"""Bytes per parameter of the student, in fp32."""
+BF16 = 2
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes by part, on one rank. Activations, which depend on the model's code, are not in it."""
+
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    parameters: int
+    vocab_size: int
+
+
+def model_size(config: PretrainedConfig) -> ModelSize:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return ModelSize(sum(parameter.numel() for parameter in model.parameters()), config.get_text_config().vocab_size)
+
+
+def estimate(
+    config: RunConfig, student: ModelSize, teachers: Sequence[ModelSize], *, num_ranks: int, compute_bytes: int
+) -> MemoryEstimate:
+    """Parameters are sharded over ranks; the handed-over logits and the loss's gradient are each rank's own.
+
+    `compute_bytes`: of one number in the student's forward pass.
+    """
+    per_parameter = MASTER_WEIGHT + GRADIENT + ADAM_MOMENTS
+    parts = {"student: weights, gradients, optimizer": student.parameters * per_parameter // num_ranks}
+    positions = config.train.micro_batch_size * config.train.max_length
+    terms = 1 + len(teachers)
+    parts["student: logits and their gradients"] = positions * student.vocab_size * compute_bytes * (1 + terms)
+    rows = config.train.global_batch_size // num_ranks
+    for settings, size in zip(config.active_teachers, teachers, strict=True):
+        width = settings.max_length or config.train.max_length
+        item_bytes: int = getattr(torch, settings.dtype).itemsize
+        parts[f"{settings.name}: weights"] = size.parameters * item_bytes // num_ranks
+        parts[f"{settings.name}: logits handed over"] = rows * width * size.vocab_size * BF16
+    return MemoryEstimate(parts)

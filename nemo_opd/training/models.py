@@ -1,0 +1,133 @@
+"""The student and its teachers as the driver sees them."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from nemo_opd.cluster.virtual_cluster import VirtualCluster
+from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.data.collate import pad_rows, shards
+from nemo_opd.handoff.base import Handle
+from nemo_opd.logging.metrics import Timer, merge
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch, Mean, Metric, Normalizers
+from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.teacher import TeacherWorker
+
+RankHandles = tuple[Handle, ...]
+
+
+class Models:
+    """Worker groups of the student and of every active teacher, on the same ranks.
+
+    What teachers compute stays where it is; only handles and metrics come here.
+    """
+
+    def __init__(self, cluster: VirtualCluster, plan: Plan) -> None:
+        """Returns when all models are loaded. Raises WorkerError or ClusterError."""
+        self._num_ranks = plan.num_ranks
+        self._micro_batch_size = plan.config.train.micro_batch_size
+        with ExitStack() as stack:
+            # Closed in reverse: the student drops its mappings before the teachers free their buffers.
+            self.teachers = [stack.enter_context(group) for group in teacher_groups(cluster, plan)]
+            self.student = stack.enter_context(student_group(cluster, plan))
+            self.student.gather([group.ready for group in (self.student, *self.teachers)])
+            self._stack = stack.pop_all()
+
+    def split(self, batch: Batch) -> list[Batch]:
+        """The batch's rows by rank; empty rows are added so that every rank has the same number of microbatches."""
+        unit = self._num_ranks * self._micro_batch_size
+        return shards(pad_rows(batch, -(-len(batch) // unit) * unit), self._num_ranks)
+
+    def score(self, parts: Sequence[Batch]) -> list[RankHandles]:
+        """Every teacher's forward pass, side by side: the handles by rank."""
+        calls = [
+            group.submit("forward", [(part.teachers[i].tokens,) for part in parts])
+            for i, group in enumerate(self.teachers)
+        ]
+        by_teacher = self.student.gather(calls)
+        return [tuple(handles[rank] for handles in by_teacher) for rank in range(self._num_ranks)]
+
+    def train_step(self, batch: Batch, normalizers: Normalizers, kd_scale: float, timer: Timer) -> dict[str, Metric]:
+        """Teachers, then the student's optimizer step: the metrics of the global batch."""
+        parts = self.split(batch)
+        with timer.span("teacher_s"):
+            handles = self.score(parts)
+        with timer.span("student_s"):
+            steps = [(StudentStep(part, own, normalizers, kd_scale),) for part, own in zip(parts, handles, strict=True)]
+            return merge(self.student.call("train_step", steps))
+
+    def evaluate(self, batch: Batch) -> dict[str, Metric]:
+        parts = self.split(batch)
+        return merge(self.student.call("evaluate", list(zip(parts, self.score(parts), strict=True))))
+
+    def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
+        parts = self.split(batch)
+        calls = [
+            group.submit("bits_per_byte", [(part.teachers[i].tokens,) for part in parts])
+            for i, group in enumerate(self.teachers)
+        ]
+        totals = []
+        for by_rank in self.student.gather(calls):
+            total = Mean(0.0, 0.0)
+            for part in by_rank:
+                total = total.merge(part)
+            totals.append(total)
+        return totals
+
+    def save(self, folder: Path) -> None:
+        self._on_student("save", folder)
+
+    def load(self, folder: Path) -> None:
+        self._on_student("load", folder)
+
+    def export(self, folder: Path) -> None:
+        self._on_student("export", folder)
+
+    def _on_student(self, method: str, folder: Path) -> None:
+        self.student.call(method, [(folder.resolve(),)] * self._num_ranks)
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
+    return [
+        WorkerGroup(
+            cluster,
+            f"teacher {settings.name}",
+            TeacherWorker,
+            {
+                "settings": settings,
+                "key": f"teachers.{i}.model",
+                "vocab_size": plan.teachers[i].vocab_size,
+                "micro_batch_size": plan.config.train.micro_batch_size,
+                "device": plan.device,
+                "transport": plan.transport,
+            },
+        )
+        for i, settings in enumerate(plan.config.active_teachers)
+    ]
+
+
+def student_group(cluster: VirtualCluster, plan: Plan) -> WorkerGroup:
+    return WorkerGroup(
+        cluster,
+        "student",
+        StudentWorker,
+        {
+            "config": plan.config,
+            "projections": [teacher.projection for teacher in plan.teachers],
+            "total_steps": plan.total_steps,
+            "vocab_size": plan.student.vocab_size,
+            "device": plan.device,
+            "transport": plan.transport,
+        },
+    )

@@ -1,0 +1,40 @@
+"""The objective of a global step, from its reduced metrics (METHODS §7)."""
+
+from nemo_opd.aggregation import weighted_value
+from nemo_opd.config.loss import Objective
+from nemo_opd.config.run import RunConfig
+from nemo_opd.logging.metrics import values
+from nemo_opd.types import Metrics
+
+
+def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
+    """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`."""
+    named = {f"{phase}/{name}": value for name, value in values(metrics).items()}
+    loss = config.loss.ce_weight * named[f"{phase}/ce"]
+    if config.active_teachers:
+        weights = [teacher.weight for teacher in config.active_teachers]
+        kd = weighted_value([metrics[f"kd/{teacher.name}"] for teacher in config.active_teachers], weights)
+        named[f"{phase}/kd"] = kd
+        loss += config.loss.kd_weight * kd_scale * kd
+    named[f"{phase}/loss"] = loss
+    return named
+
+
+class KDScale:
+    """1, or with `loss.scaling=dynamic` the moving average of CE/KD over the steps so far."""
+
+    def __init__(self, objective: Objective) -> None:
+        self._is_dynamic = objective.scaling == "dynamic"
+        self._decay = objective.scaling_decay
+        self.ratio: float | None = None
+        """The moving average; None before the first step."""
+
+    @property
+    def value(self) -> float:
+        return self.ratio if self._is_dynamic and self.ratio is not None else 1.0
+
+    def update(self, ce: float, kd: float) -> None:
+        """Take in a global step's raw terms; a step without KD says nothing about the ratio."""
+        if kd > 0:
+            ratio = ce / kd
+            self.ratio = ratio if self.ratio is None else self._decay * self.ratio + (1 - self._decay) * ratio

@@ -1,0 +1,52 @@
+"""Off-policy distillation: the student learns from what its teachers think of a corpus."""
+
+from rich.console import Console
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.logging import Timer
+from nemo_opd.training.objective import objective_values
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.session import Session
+from nemo_opd.training.summary import print_plan
+from nemo_opd.training.units import count_units
+
+
+def distil(config: RunConfig) -> None:
+    """Run to the end, or to a checkpoint when interrupted. Raises an OPDError for what goes wrong."""
+    plan = preflight(config)
+    if config.run.dry_run:
+        print_plan(plan, Console())
+        return
+    with Session(plan) as session:
+        session.measure_start()
+        for step in session.steps():
+            record = train_step(session)
+            if session.is_due(config.train.validate_every) and plan.validation_documents is not None:
+                record |= session.validate()
+            session.loggers.log(step, record)
+            if session.is_due(config.train.save_every) or session.interrupt.requested:
+                session.save()
+        if not session.interrupt.requested:
+            session.finish()
+
+
+def train_step(session: Session) -> dict[str, float]:
+    """Next batch, teachers, student: the record of one optimizer step."""
+    timer = Timer()
+    scale = session.kd_scale.value
+    with timer.span("step_s"):
+        with timer.span("data_wait_s"):
+            batch = session.loader.next()
+        metrics = session.models.train_step(batch, count_units(batch), scale, timer)
+    peak_memory = metrics.pop("peak_memory_gb").value()
+    record = objective_values(session.config, metrics, scale, "train")
+    session.kd_scale.update(record["train/ce"], record.get("train/kd", 0.0))
+    seconds = timer.take()
+    return {
+        "epoch": session.loader.epoch,
+        **record,
+        "train/kd_scale": scale,
+        "perf/tokens_per_s": record["train/student_tokens"] / seconds["step_s"],
+        **{f"perf/{phase}": duration for phase, duration in seconds.items()},
+        "perf/peak_memory_gb": peak_memory,
+    }

@@ -1,0 +1,167 @@
+"""Everything a run holds open, and its progress."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+from nemo_opd.checkpoint.identity import identity, require_same_run
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.cluster.virtual_cluster import VirtualCluster
+from nemo_opd.config.load import to_yaml
+from nemo_opd.data.loader import TrainLoader, validation_batches
+from nemo_opd.evaluation.validation import validate, validate_teachers
+from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
+from nemo_opd.training.interrupt import Interrupt
+from nemo_opd.training.models import Models
+from nemo_opd.training.objective import KDScale, objective_values
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.summary import run_summary
+from nemo_opd.types import Batch
+
+STUDENT_BEFORE = "student before"
+STUDENT_AFTER = "student after"
+
+
+class Session:
+    """Cluster, models, data, loggers and checkpoints of one run; leaving it closes all of them, whatever happened."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.config = plan.config
+        self.step = 0
+        self.kd_scale = KDScale(self.config.loss)
+        self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
+        self.bits_per_byte: dict[str, float] = {}
+        """Of the student before training and of each teacher."""
+        self.student_after: float | None = None
+
+    def __enter__(self) -> Self:
+        plan, config = self.plan, self.config
+        plan.output_dir.mkdir(parents=True, exist_ok=True)
+        self.checkpoints.remove_incomplete()
+        progress = self._progress_to_resume()
+        with ExitStack() as stack:
+            self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
+            self.loader = stack.enter_context(
+                TrainLoader(
+                    plan.train_documents,
+                    plan.sample_maker,
+                    config.train.global_batch_size,
+                    config.run.seed,
+                    config.data.shuffle,
+                    config.data.num_workers,
+                )
+            )
+            if progress is not None:
+                self._restore_driver(progress)
+            (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            self.loggers.start(run_summary(plan), self.step)
+            num_groups = 1 + len(config.active_teachers)
+            cluster = stack.enter_context(
+                VirtualCluster(config.cluster, device=plan.device, num_ranks=plan.num_ranks, num_groups=num_groups)
+            )
+            self.models: Models = stack.enter_context(Models(cluster, plan))
+            if progress is not None:
+                self.models.load(self.checkpoints.path(progress.step))
+            self.interrupt = stack.enter_context(Interrupt())
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _progress_to_resume(self) -> Progress | None:
+        """Raises CheckpointError where the newest checkpoint is of another run or not readable."""
+        steps = self.checkpoints.steps() if self.config.run.resume == "auto" else []
+        if not steps:
+            return None
+        progress = self.checkpoints.read(steps[-1])
+        require_same_run(progress.settings, identity(self.config), str(self.checkpoints.path(steps[-1])))
+        return progress
+
+    def _restore_driver(self, progress: Progress) -> None:
+        self.step = progress.step
+        self.kd_scale.ratio = progress.kd_ratio
+        self.bits_per_byte = dict(progress.bits_per_byte)
+        self.loader.load_state_dict(progress.loader)
+
+    def steps(self) -> Iterator[int]:
+        """The steps that remain, until the last or until someone asks the run to stop."""
+        while self.step < self.plan.total_steps and not self.interrupt.requested:
+            self.step += 1
+            yield self.step
+
+    def is_due(self, every: int | None) -> bool:
+        """Every so many steps, and after the last."""
+        return self.step == self.plan.total_steps or (every is not None and self.step % every == 0)
+
+    def measure_start(self) -> None:
+        """Validate the student as it is and the teachers, once in the life of a run."""
+        if self.step or self.plan.validation_documents is None:
+            return
+        values = self.validate()
+        self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
+        teachers = validate_teachers(self.models, self._validation_batches())
+        self.bits_per_byte |= {
+            teacher.name: bits for teacher, bits in zip(self.config.active_teachers, teachers, strict=True)
+        }
+        self.loggers.log(0, values)
+
+    def validate(self) -> dict[str, float]:
+        """val/* of the student as it is now."""
+        metrics = validate(self.models, self._validation_batches())
+        named = objective_values(self.config, metrics, self.kd_scale.value, "val")
+        self.student_after = named["val/bits_per_byte"]
+        return named
+
+    def _validation_batches(self) -> Iterator[Batch]:
+        documents = self.plan.validation_documents
+        assert documents is not None
+        return validation_batches(documents, self.plan.sample_maker, self.config.train.global_batch_size)
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        progress = Progress(
+            step=self.step,
+            loader=self.loader.state_dict(),
+            kd_ratio=self.kd_scale.ratio,
+            bits_per_byte=self.bits_per_byte,
+            settings=identity(self.config),
+        )
+        with self.checkpoints.writing(progress) as folder:
+            self.models.save(folder)
+
+    def finish(self) -> None:
+        """Export the student, write the report and print the closing table."""
+        export_whole(self.models, self.plan.output_dir / "final")
+        closing = self._closing_table()
+        write_report(self.plan.output_dir, closing)
+        self.loggers.summary(closing)
+
+    def _closing_table(self) -> ClosingTable:
+        def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
+            return None if bits is None else ClosingRow(name, bits, note)
+
+        teachers = [
+            row(f"teacher {teacher.name}", self.bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
+            for teacher in self.config.active_teachers
+        ]
+        return ClosingTable(
+            before=row(STUDENT_BEFORE, self.bits_per_byte.get(STUDENT_BEFORE)),
+            after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
+            teachers=tuple(teacher for teacher in teachers if teacher is not None),
+        )
+
+
+def export_whole(models: Models, folder: Path) -> None:
+    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced."""
+    temporary = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        models.export(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

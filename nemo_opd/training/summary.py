@@ -1,0 +1,84 @@
+"""What people are told about a run before it starts."""
+
+import platform
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from nemo_opd.logging import RunSummary, TeacherSummary
+from nemo_opd.projection import audit_table
+from nemo_opd.training.plan import Plan
+
+
+def run_summary(plan: Plan) -> RunSummary:
+    config = plan.config
+    teachers = [
+        TeacherSummary(
+            name=settings.name,
+            model=settings.model,
+            type=settings.type,
+            weight=settings.weight,
+            loss=config.term(i).type,
+            overlap=teacher.audit.overlap if teacher.audit else None,
+        )
+        for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
+    ]
+    return RunSummary(
+        name=config.run.name,
+        student=config.student.model,
+        teachers=tuple(teachers),
+        device=device_name(plan.device),
+        num_ranks=plan.num_ranks,
+        total_steps=plan.total_steps,
+        global_batch_size=config.train.global_batch_size,
+        micro_batch_size=config.train.micro_batch_size,
+        max_length=config.train.max_length,
+        output_dir=plan.output_dir,
+    )
+
+
+def device_name(device: str) -> str:
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return platform.machine() if device == "cpu" else device
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The audit of every teacher's pair, the batch grid and the memory estimate."""
+    for settings, teacher in zip(plan.config.active_teachers, plan.teachers, strict=True):
+        if teacher.audit is not None:
+            console.print(audit_table(teacher.audit, title=f"student × teacher {settings.name}"))
+    console.print(batch_grid(plan))
+    console.print(memory_table(plan))
+
+
+def batch_grid(plan: Plan) -> Table:
+    train = plan.config.train
+    table = Table("batch", "", title="Batch grid", title_justify="left")
+    validation = plan.validation_documents
+    rows = {
+        "training documents": f"{len(plan.train_documents):,}",
+        "validation documents": "none" if validation is None else f"{len(validation):,}",
+        "sequences a step": str(train.global_batch_size),
+        "ranks": f"{plan.num_ranks} on {plan.device}",
+        "sequences a rank": str(plan.rows_per_rank),
+        "microbatches a rank": f"{plan.rows_per_rank // train.micro_batch_size} of {train.micro_batch_size}",
+        "longest sequence": f"{train.max_length:,} tokens",
+        "steps an epoch": f"{plan.steps_per_epoch:,}",
+        "steps": f"{plan.total_steps:,}",
+        "handoff": f"{plan.config.handoff.type} by {plan.transport}",
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def memory_table(plan: Plan) -> Table:
+    table = Table("on each rank", "MiB", title="Memory estimate (without activations)", title_justify="left")
+    table.columns[1].justify = "right"
+    for part, num_bytes in plan.memory.parts.items():
+        table.add_row(part, f"{num_bytes / 2**20:,.0f}")
+    table.add_section()
+    table.add_row("all", f"{plan.memory.total / 2**20:,.0f}")
+    return table

@@ -1,0 +1,242 @@
+"""The student on one data-parallel rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import get_scheduler
+
+from nemo_opd.aggregation import weighted_sum
+from nemo_opd.checkpoint.state import load_state, save_state
+from nemo_opd.config.optim import Scheduler
+from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.process_group import data_parallel_mesh
+from nemo_opd.handoff.base import Handle
+from nemo_opd.handoff.transport import TRANSPORTS
+from nemo_opd.logging.metrics import merge
+from nemo_opd.losses.bits_per_byte import bits_per_byte
+from nemo_opd.losses.build import build
+from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.models.export import save_pretrained
+from nemo_opd.models.load import load_config, load_model, load_tokenizer
+from nemo_opd.models.parallelize import shard
+from nemo_opd.projection import ProjectionMatrix
+from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
+from nemo_opd.workers.offload import move_optimizer, resident
+
+
+@dataclass(frozen=True, slots=True)
+class StudentStep:
+    """This rank's part of a global batch."""
+
+    batch: Batch
+    handles: tuple[Handle, ...]
+    """Per teacher: its logits [B, T, W] for this batch."""
+    normalizers: Normalizers
+    kd_scale: float
+    """Factor of the distillation term beside `loss.kd_weight`."""
+
+
+class StudentWorker:
+    """Trains on this rank's rows with what the teachers' workers of the same rank handed over.
+
+    Communicates, over the student's own group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the
+    gradient's norm, and what checkpoints need.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        projections: Sequence[ProjectionMatrix | None],
+        total_steps: int,
+        vocab_size: int,
+        device: str,
+        transport: str,
+    ) -> None:
+        """`vocab_size` is the tokenizer's; `projections` has an entry per active teacher, None for one that shares it."""
+        self.config = config
+        self.terms = [build(config.term(i), projection) for i, projection in enumerate(projections)]
+        self.vocab_size = vocab_size
+        self.device = device
+        self.offload = config.student.offload
+        self.model = load_model(config.student.model, torch.float32, key="student.model")
+        shard(self.model, data_parallel_mesh(device), compute_dtype=compute_dtype(config.student.dtype, device))
+        if not self.offload:
+            self.model.to(device)
+        optimizer = config.student.optimizer
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
+        _, receiver = TRANSPORTS[transport]
+        self.receiver = receiver()
+
+    def train_step(self, step: StudentStep) -> dict[str, Metric]:
+        """One optimizer step; the metrics are this rank's share."""
+        with resident(self.model, self.device, offload=self.offload):
+            if self.offload:
+                move_optimizer(self.optimizer, self.device)
+            try:
+                return self._train_step(step)
+            finally:
+                if self.offload:
+                    move_optimizer(self.optimizer, "cpu")
+
+    def _train_step(self, step: StudentStep) -> dict[str, Metric]:
+        self.model.train()
+        parts = [self._accumulate(micro, teachers, step) for micro, teachers in self._micro_batches(step)]
+        learning_rate = self.scheduler.get_last_lr()[0]
+        grad_norm = self._clip_gradient()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        metrics = merge(parts)
+        metrics["grad_norm"] = Last(grad_norm)
+        metrics["lr"] = Last(learning_rate)
+        metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
+        metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
+        return on_host(metrics)
+
+    def _accumulate(self, micro: Batch, teacher_logits: Sequence[Tensor], step: StudentStep) -> dict[str, Metric]:
+        logits_BSV = self._logits(micro)
+        weights = self.config.loss
+        ce = cross_entropy(
+            logits_BSV,
+            micro.student.ids,
+            mask=micro.student.loss_mask,
+            normalizer=step.normalizers.ce,
+            vocab_size=self.vocab_size,
+        )
+        kd = self._distil(logits_BSV, teacher_logits, micro, step.normalizers.kd)
+        objective = weights.ce_weight * ce.loss
+        if kd:
+            total = weighted_sum(kd, [teacher.weight for teacher in self.config.active_teachers])
+            objective = objective + weights.kd_weight * step.kd_scale * total.loss
+        # FSDP2 averages gradients over ranks; the objective is a sum over them (METHODS §7).
+        (objective * dist.get_world_size()).backward()
+        return self._named(ce, kd)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, handles: tuple[Handle, ...]) -> dict[str, Metric]:
+        """The same terms as in training, without an update, and the student's bits per byte."""
+        self.model.eval()
+        step = StudentStep(batch, handles, Normalizers(1, (1,) * len(handles)), 1.0)
+        parts: list[dict[str, Metric]] = []
+        with resident(self.model, self.device, offload=self.offload):
+            for micro, teacher_logits in self._micro_batches(step):
+                logits_BSV = self._logits(micro)
+                ce = cross_entropy(
+                    logits_BSV, micro.student.ids, mask=micro.student.loss_mask, vocab_size=self.vocab_size
+                )
+                kd = self._distil(logits_BSV, teacher_logits, micro, step.normalizers.kd)
+                bits = bits_per_byte(logits_BSV, micro.student, vocab_size=self.vocab_size)
+                parts.append(self._named(ce, kd) | {"bits_per_byte": bits})
+        return on_host(merge(parts))
+
+    def _micro_batches(self, step: StudentStep) -> list[tuple[Batch, list[Tensor]]]:
+        """Microbatches with each teacher's logits [b, T, W] for them, as views of the handed-over buffers."""
+        teachers = [self.receiver.tensor(handle) for handle in step.handles]
+        size = self.config.train.micro_batch_size
+        result = []
+        for start in range(0, len(step.batch), size):
+            micro = step.batch.rows(start, start + size)
+            views = [
+                logits[start : start + size, : rows.tokens.ids.shape[1]]
+                for logits, rows in zip(teachers, micro.teachers, strict=True)
+            ]
+            result.append((micro.to(self.device), views))
+        return result
+
+    def _logits(self, micro: Batch) -> Tensor:
+        model: Any = self.model
+        logits: Tensor = model(input_ids=micro.student.ids, use_cache=False).logits
+        return logits
+
+    def _distil(
+        self, logits_BSV: Tensor, teacher_logits: Sequence[Tensor], micro: Batch, normalizers: Sequence[int]
+    ) -> list[LossOutput]:
+        return [
+            term(logits_BSV, logits_BTW, micro.student, rows, normalizer)
+            for term, logits_BTW, rows, normalizer in zip(
+                self.terms, teacher_logits, micro.teachers, normalizers, strict=True
+            )
+        ]
+
+    def _named(self, ce: LossOutput, kd: Sequence[LossOutput]) -> dict[str, Metric]:
+        named = dict(ce.metrics)
+        for teacher, output in zip(self.config.active_teachers, kd, strict=True):
+            named |= {f"{name}/{teacher.name}": metric for name, metric in output.metrics.items()}
+        return named
+
+    def _clip_gradient(self) -> Tensor:
+        limit = self.config.train.gradient_clip
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def save(self, folder: Path) -> None:
+        """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form)."""
+        save_state(folder / "state", self.model, self.optimizer, self.scheduler)
+        self.export(folder / "student")
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote. Raises CheckpointError."""
+        load_state(folder / "state", self.model, self.optimizer, self.scheduler)
+
+    def export(self, folder: Path) -> None:
+        """Write model and tokenizer in Hugging Face form, in the precision of the model it started from."""
+        settings = self.config.student
+        tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="student.tokenizer")
+        stored = load_config(settings.model, key="student.model").dtype
+        save_pretrained(self.model, tokenizer, folder, stored if isinstance(stored, torch.dtype) else torch.float32)
+
+    def close(self) -> None:
+        """Drop the mappings of teachers' buffers, so that their owners can free them."""
+        self.receiver.close()
+
+
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def build_scheduler(
+    settings: Scheduler, optimizer: torch.optim.Optimizer, total_steps: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    warmup, kind = settings.warmup_steps, settings.type
+    if kind == "cosine":
+        specific = {"min_lr_rate": settings.min_lr_ratio}
+        return get_scheduler("cosine_with_min_lr", optimizer, warmup, total_steps, scheduler_specific_kwargs=specific)
+    return get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total_steps)
+
+
+def peak_memory_gb(device: str) -> float:
+    """Most memory held since the last call: of the GPU where there is one, else of the process."""
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    return psutil.Process().memory_info().rss / 2**30
+
+
+def on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """The same metrics as plain numbers, which can leave the process."""
+
+    def number(metric: Metric) -> Metric:
+        if isinstance(metric, Mean):
+            return Mean(float(metric.total), float(metric.count))
+        return type(metric)(metric.value())
+
+    return {name: number(metric) for name, metric in metrics.items()}

@@ -1,0 +1,49 @@
+from collections.abc import Callable
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+MakeTokenizer = Callable[..., PreTrainedTokenizerFast]
+
+SENTENCES = ["the cat sat on the mat, the cat sat", "naïve Größe 東京タワー 東京", "1 2 34 345 the end of the cat"] * 4
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def byte_bpe(num_merges: int, *, bos: bool = True, **options: object) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with `num_merges` merges at most; `<s>` in front where `bos`, `</s>` is its eos."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=258 + num_merges,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", **options)
+
+
+@pytest.fixture(scope="session")
+def make_tokenizer() -> MakeTokenizer:
+    return byte_bpe
+
+
+@pytest.fixture(scope="session")
+def coarse() -> PreTrainedTokenizerFast:
+    """Words are mostly one token."""
+    return byte_bpe(60)
+
+
+@pytest.fixture(scope="session")
+def fine() -> PreTrainedTokenizerFast:
+    """Mostly one token a byte, and no token in front."""
+    return byte_bpe(8, bos=False)

@@ -1,0 +1,165 @@
+"""Samples against an oracle that works on strings of bytes instead of cumulative lengths."""
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from nemo_opd.alignment import TokenAligner
+from nemo_opd.alignment.pieces import byte_level_bytes
+from nemo_opd.data.samples import Aligner, CrossTokenizer, Encoder, SameTokenizer, Sample, SampleMaker, Tokens
+from nemo_opd.types import Alignment
+
+BOS, EOS = 0, 1
+TEXT = "the cat sat on the naïve mat, 東京タワー 345 the end of the cat"
+
+
+def maker(student: Any, teacher: Any, student_length: int, teacher_length: int, append_eos: bool = True) -> SampleMaker:
+    cross = CrossTokenizer(Encoder.of(teacher, teacher_length, append_eos), TokenAligner(student, teacher))
+    return SampleMaker(Encoder.of(student, student_length, append_eos), (cross, SameTokenizer()))
+
+
+def piece(tokenizer: Any, token_id: int) -> bytes:
+    return b"" if token_id in (BOS, EOS) else byte_level_bytes(tokenizer.convert_ids_to_tokens(token_id))
+
+
+def whole(tokenizer: Any, text: str, append_eos: bool) -> list[int]:
+    ids = tokenizer.backend_tokenizer.encode(text).ids
+    return ids + [EOS] if append_eos else ids
+
+
+def assert_tokens(tokens: Tokens, ids: list[int], tokenizer: Any) -> None:
+    assert tokens.ids.tolist() == ids
+    assert tokens.num_bytes.tolist() == [len(piece(tokenizer, i)) for i in ids]
+    assert tokens.loss_mask.tolist() == [position > 0 for position in range(len(ids))]
+
+
+texts = st.text(st.sampled_from("the cat sat on mat,東京ïß1 34\n"), max_size=60)
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts, st.integers(2, 40), st.integers(2, 80), st.booleans(), st.booleans())
+def test_truncation(
+    coarse: Any, fine: Any, text: str, student_length: int, teacher_length: int, append_eos: bool, swap: bool
+) -> None:
+    """Each side is a prefix of its own tokenization; a cut student ends the teacher at the same byte.
+
+    Catches an eos behind a cut document, teacher tokens the student never saw, and teachers cut where nothing was.
+    """
+    student, teacher = (fine, coarse) if swap else (coarse, fine)
+    sample = maker(student, teacher, student_length, teacher_length, append_eos)(text)
+    student_ids = whole(student, text, append_eos)
+    kept = student_ids[:student_length]
+    assert_tokens(sample.student, kept, student)
+
+    expected: list[int] = []
+    seen = b"".join(piece(student, i) for i in kept)
+    before = b""
+    for i in whole(teacher, text, append_eos):
+        if len(kept) < len(student_ids) and len(before) >= len(seen):
+            break
+        expected.append(i)
+        before += piece(teacher, i)
+    assert_tokens(sample.teachers[0].tokens, expected[:teacher_length], teacher)
+    assert text.encode().startswith(seen)
+
+
+def test_same_tokenizer_teachers_get_the_students_tokens(coarse: Any, fine: Any) -> None:
+    sample = maker(coarse, fine, 7, 99)(TEXT)
+    assert sample.teachers[1].tokens is sample.student
+    assert sample.teachers[1].chunks is None
+
+
+def test_eos_is_appended_once(make_tokenizer: Any) -> None:
+    """A tokenizer whose own template ends with eos must not get a second one."""
+    tokenizer = make_tokenizer(8)
+    tokenizer.backend_tokenizer.post_processor = None
+    encoder = Encoder.of(tokenizer, 99, append_eos=True)
+    assert encoder("cat</s>").ids.tolist().count(EOS) == 1
+    assert encoder("cat").ids.tolist().count(EOS) == 1
+    assert encoder("").ids.tolist() == [EOS]
+    assert len(Encoder.of(tokenizer, 99, append_eos=False)("").ids) == 0
+
+
+def test_empty_text_without_special_tokens(fine: Any, coarse: Any) -> None:
+    sample = maker(fine, coarse, 9, 9, append_eos=False)("")
+    assert len(sample.student) == 0
+    assert sample.teachers[0].tokens.ids.tolist() == [BOS]
+    assert sample.teachers[0].chunks is not None
+    assert sample.teachers[0].chunks.teacher.tolist() == [-1]
+
+
+def test_truncation_and_padding_of_the_tokenizer_do_not_leak(make_tokenizer: Any) -> None:
+    """A tokenizer.json may ask for both, and a call elsewhere leaves them switched on."""
+    expected = Encoder.of(make_tokenizer(8), 999, append_eos=True)(TEXT).ids.tolist()
+    tokenizer = make_tokenizer(8, pad_token="</s>")
+    encoder = Encoder.of(tokenizer, 999, append_eos=True)
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=300)
+    assert encoder(TEXT).ids.tolist() == expected
+    tokenizer(TEXT, truncation=True, max_length=5, padding="max_length")
+    assert encoder(TEXT).ids.tolist() == expected
+
+
+def test_no_warning_about_model_max_length(make_tokenizer: Any) -> None:
+    """Each text is cut by us, so transformers' warning about long sequences would be false."""
+    tokenizer = make_tokenizer(8, model_max_length=4)
+    assert len(Encoder.of(tokenizer, 999, append_eos=True)(TEXT).ids) > 4
+    assert not tokenizer.deprecation_warnings
+
+
+class Inexact:
+    """Chunks 0, 1 and 2 of two tokens each; chunk 1 is inexact, position 2 and 3 of the student have no partner."""
+
+    def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment:
+        student = np.array([0, 0, -1, -1, 1, 1, 2, 2], np.int32)
+        teacher = np.array([0, 0, 1, 1, 2, 2], np.int32)
+        flags = np.zeros(3, np.bool_)
+        bounds = np.zeros((3, 4), np.int32)
+        return Alignment(student, teacher, bounds, flags, np.array([False, True, False]), flags, flags, flags)
+
+
+def test_inexact_chunks_are_dropped_on_both_sides(fine: Any) -> None:
+    aligner: Aligner = Inexact()
+    encoder = Encoder.of(fine, 99, append_eos=False)
+    chunks = SampleMaker(encoder, (CrossTokenizer(encoder, aligner),))("abc").teachers[0].chunks
+    assert chunks is not None
+    assert chunks.student.tolist() == [0, 0, -1, -1, -1, -1, 2, 2]
+    assert chunks.teacher.tolist() == [0, 0, -1, -1, 2, 2]
+
+
+@pytest.mark.parametrize("length", [5, 99])
+def test_chunks_of_both_sides_spell_the_same_bytes(coarse: Any, fine: Any, length: int) -> None:
+    sample = maker(coarse, fine, length, 199)(TEXT)
+    teacher = sample.teachers[0]
+    assert teacher.chunks is not None
+
+    def spelled(tokens: Tokens, chunk_ids: NDArray[np.int32], tokenizer: Any) -> dict[int, bytes]:
+        out: dict[int, bytes] = {}
+        for token_id, chunk in zip(tokens.ids, chunk_ids, strict=True):
+            if chunk >= 0:
+                out[int(chunk)] = out.get(int(chunk), b"") + piece(tokenizer, int(token_id))
+        return out
+
+    student_chunks = spelled(sample.student, teacher.chunks.student, coarse)
+    assert student_chunks == spelled(teacher.tokens, teacher.chunks.teacher, fine)
+    seen = b"".join(piece(coarse, int(i)) for i in sample.student.ids)
+    assert b"".join(student_chunks.values()) == seen
+
+
+def test_a_pickled_maker_makes_the_same_sample(coarse: Any, fine: Any) -> None:
+    """Workers get the maker by pickle."""
+    original = maker(coarse, fine, 20, 30)
+    copy: SampleMaker = pickle.loads(pickle.dumps(original))
+
+    def arrays(sample: Sample) -> list[list[int]]:
+        chunks = sample.teachers[0].chunks
+        assert chunks is not None
+        tokens = [sample.student, sample.teachers[0].tokens]
+        return [side.ids.tolist() for side in tokens] + [chunks.student.tolist(), chunks.teacher.tolist()]
+
+    assert arrays(copy(TEXT)) == arrays(original(TEXT))

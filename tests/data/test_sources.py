@@ -1,0 +1,272 @@
+"""Every kind of source, and every way in which one can be unusable. The oracle is what the test wrote to the file."""
+
+import gzip
+import json
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import DataError
+
+TEXTS = ["one", "zwei", "三", ""]
+
+
+@pytest.fixture(autouse=True)
+def _cache_of_datasets(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf_cache"))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A user's folder, in which nothing but what the test itself wrote may be at the end."""
+    yield tmp_path
+    left = {path.suffix for path in tmp_path.rglob("*") if path.is_file()}
+    assert left <= {".arrow", ".parquet", ".jsonl", ".txt", ".gz"}, "something was written beside the user's files"
+    assert not list(tmp_path.rglob("cache-*"))
+
+
+def table(texts: list[str | None], column: str = "text") -> pa.Table:
+    return pa.table({column: pa.array(texts, pa.string()), "n": range(len(texts))})
+
+
+def write_stream(path: Path, rows: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=2)
+
+
+def write_file(path: Path, rows: pa.Table) -> None:
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, rows.schema) as writer:
+        writer.write_table(rows, max_chunksize=2)
+
+
+def write_parquet(path: Path, rows: pa.Table) -> None:
+    pq.write_table(rows, path)
+
+
+def write_jsonl(path: Path, rows: pa.Table) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows.to_pylist()))
+
+
+KINDS = [
+    pytest.param("arrow_files", write_stream, ".arrow", id="arrow_stream"),
+    pytest.param("arrow_files", write_file, ".arrow", id="arrow_file"),
+    pytest.param("parquet_files", write_parquet, ".parquet", id="parquet"),
+    pytest.param("jsonl_files", write_jsonl, ".jsonl", id="jsonl"),
+]
+Write = Callable[[Path, pa.Table], None]
+
+
+def load(source: Source, text_key: str = "text") -> list[str]:
+    return load_documents(source, text_key, key="data.train")["text"][:]
+
+
+def refusal(source: Source, text_key: str = "text") -> str:
+    with pytest.raises(DataError) as caught:
+        load_documents(source, text_key, key="data.train")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_path_list_and_glob(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    """Files come in the order of the list, matches of a glob sorted and at any depth, rows in their order."""
+    (folder / "b" / "deep").mkdir(parents=True)
+    names = [folder / f"z{suffix}", folder / "b" / f"y{suffix}", folder / "b" / "deep" / f"x{suffix}"]
+    for i, name in enumerate(names):
+        write(name, table([f"{text}{i}" for text in TEXTS]))
+    z, y, x = ([f"{text}{i}" for text in TEXTS] for i in range(3))
+    assert load(Source(**{kind: str(names[0])})) == z
+    assert load(Source(**{kind: [str(names[1]), str(names[0])]})) == y + z
+    assert load(Source(**{kind: str(folder / "**" / f"*{suffix}")})) == x + y + z
+    assert load(Source(**{kind: [str(folder / f"*{suffix}"), str(folder / "b" / f"?{suffix}")]})) == z + y
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_only_the_text_column_is_kept_under_one_name(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    write(folder / f"a{suffix}", table(TEXTS, "content"))
+    documents = load_documents(Source(**{kind: str(folder / f"a{suffix}")}), "content", key="data.train")
+    assert documents.column_names == ["text"]
+    assert documents[[2, 0]] == {"text": ["三", "one"]}
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
+    folder: Path, kind: str, write: Write, suffix: str
+) -> None:
+    """Workers get the dataset by pickle: 1 MB of text must not travel with it, also after max_samples."""
+    write(folder / f"a{suffix}", table([f"{i:01000d}" for i in range(1_000)]))
+    source = ValidationSource(**{kind: str(folder / f"a{suffix}")}, max_samples=900)
+    pickled = pickle.dumps(load_documents(source, "text", key="data.validation"))
+    assert len(pickled) < 20_000
+    assert pickle.loads(pickled)[899]["text"] == f"{899:01000d}"
+
+
+def test_a_changed_file_is_read_again(folder: Path) -> None:
+    """The cache of conversions must not hide an edit."""
+    path = folder / "a.jsonl"
+    write_jsonl(path, table(["old"]))
+    assert load(Source(jsonl_files=str(path))) == ["old"]
+    write_jsonl(path, table(["newer", "x"]))
+    assert load(Source(jsonl_files=str(path))) == ["newer", "x"]
+
+
+def test_stream_and_file_format_in_one_list(folder: Path) -> None:
+    write_stream(folder / "a.arrow", table(["a"]))
+    write_file(folder / "b.arrow", table(["b"]))
+    assert load(Source(arrow_files=str(folder / "*.arrow"))) == ["a", "b"]
+
+
+def test_a_path_with_glob_characters_is_a_path_first(folder: Path) -> None:
+    for name in ("a[1].parquet", "a1.parquet"):
+        write_parquet(folder / name, table([name]))
+    assert load(Source(parquet_files=str(folder / "a[1].parquet"))) == ["a[1].parquet"]
+
+
+def test_each_text_file_is_a_document_whatever_the_text_key(folder: Path) -> None:
+    (folder / "a.txt").write_text("one\n\ntwo\n")
+    (folder / "b.txt").write_text("三")
+    source = Source(text_files=[str(folder / "b.txt"), str(folder / "a.txt")])
+    assert load(source, "content") == ["三", "one\n\ntwo\n"]
+
+
+def test_compressed_jsonl(folder: Path) -> None:
+    (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"text": "x"}\n'))
+    assert load(Source(jsonl_files=str(folder / "a.jsonl.gz"))) == ["x"]
+
+
+def test_hub_reads_a_local_folder(folder: Path) -> None:
+    write_parquet(folder / "train.parquet", table(TEXTS))
+    assert load(Source(hub=HubDataset(path=str(folder)))) == TEXTS
+    message = refusal(Source(hub=HubDataset(path=str(folder), split="nope")))
+    assert "data.train.hub" in message
+    assert "nope" in message
+
+
+def test_demo_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
+    source = ValidationSource(arrow_files="demo:validation", max_samples=3)
+    assert len(load_documents(source, "text", key="data.validation")) == 3
+    assert "use demo:train or demo:validation" in refusal(Source(arrow_files="demo:test"))
+    assert "put 'demo:train' under arrow_files" in refusal(Source(jsonl_files="demo:train"))
+
+
+def test_max_samples_beyond_the_end(folder: Path) -> None:
+    write_stream(folder / "a.arrow", table(TEXTS))
+    assert load(ValidationSource(arrow_files=str(folder / "a.arrow"), max_samples=99)) == TEXTS
+
+
+def test_no_source() -> None:
+    message = refusal(Source())
+    assert message.startswith("data.train ")
+    assert "data.train.arrow_files" in message
+
+
+@pytest.mark.parametrize("kind", ["arrow_files", "parquet_files", "jsonl_files", "text_files"])
+def test_missing_file_folder_and_empty_glob(folder: Path, kind: str) -> None:
+    for entry, reason in (
+        (folder / "gone.arrow", "does not exist"),
+        (folder / "**" / "gone*", "matches no file"),
+        (folder, "is a folder"),
+    ):
+        message = refusal(Source(**{kind: str(entry)}))
+        assert f"data.train.{kind}={str(entry)!r} {reason}" in message
+    assert f"relative to {Path.cwd()}" in refusal(Source(**{kind: "gone.arrow"}))
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS[:3])
+def test_truncated_and_foreign_files(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    """A file cut anywhere is refused, by name, also beside good ones."""
+    write(folder / f"good{suffix}", table(["x"] * 50))
+    whole = (folder / f"good{suffix}").read_bytes()
+    bad = folder / f"bad{suffix}"
+    for content in (b"", b"no such format" * 20, whole[: len(whole) // 2 + 3], whole[: len(whole) // 4 + 1]):
+        bad.write_bytes(content)
+        message = refusal(Source(**{kind: [str(folder / f"good{suffix}"), str(bad)]}))
+        assert f"data.train.{kind}={str(bad)!r} cannot be read: " in message
+        assert "check that it is complete" in message
+
+
+def test_parquet_with_a_damaged_page(folder: Path) -> None:
+    """The footer is whole, so only reading the rows finds it."""
+    write_parquet(folder / "a.parquet", table(["x"] * 50))
+    content = bytearray((folder / "a.parquet").read_bytes())
+    content[4:60] = bytes(56)
+    (folder / "a.parquet").write_bytes(content)
+    assert "a.parquet' cannot be read: " in refusal(Source(parquet_files=str(folder / "a.parquet")))
+
+
+def test_stream_cut_between_batches_is_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Such a file is a valid stream with fewer rows; the missing end mark is the only trace."""
+    write_stream(folder / "a.arrow", table(TEXTS))
+    with caplog.at_level(logging.WARNING):
+        assert load(Source(arrow_files=str(folder / "a.arrow"))) == TEXTS
+    assert not caplog.records
+    (folder / "a.arrow").write_bytes((folder / "a.arrow").read_bytes()[:-8])
+    with caplog.at_level(logging.WARNING):
+        load(Source(arrow_files=str(folder / "a.arrow")))
+    assert "no end mark" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [('{"text": "b"', "delimiter"), ('["b"]', "no JSON object"), ("b", "Expecting value"), ('{"text": "\n', "control")],
+)
+def test_malformed_jsonl_names_the_line(folder: Path, line: str, reason: str) -> None:
+    (folder / "a.jsonl").write_text('{"text": "a"}\n\n' + line + "\n")
+    message = refusal(Source(jsonl_files=str(folder / "a.jsonl")))
+    assert f"data.train.jsonl_files={str(folder / 'a.jsonl')!r}: line 3 is malformed: " in message
+    assert reason in message
+
+
+def test_text_file_that_is_not_utf8(folder: Path) -> None:
+    (folder / "a.txt").write_text("fine")
+    (folder / "b.txt").write_bytes(b"\xff\xfe")
+    message = refusal(Source(text_files=str(folder / "*.txt")))
+    assert "b.txt' cannot be read: UnicodeDecodeError" in message
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_text_column_absent_or_of_another_type(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    write(folder / f"a{suffix}", table(TEXTS))
+    source = Source(**{kind: str(folder / f"a{suffix}")})
+    assert "has no column 'body'; set data.text_key to one of its columns: text, n" in refusal(source, "body")
+    assert "column 'n' is of type int64, not string" in refusal(source, "n")
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_nothing_to_train_on(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    cases: list[tuple[list[str | None], str]] = [
+        (["", ""], "all 2 documents are empty"),
+        ([], "no documents"),
+        (["a", None, None], "2 of 3 documents have no text (null), the first in row 1"),
+    ]
+    for i, (texts, reason) in enumerate(cases):
+        path = folder / f"a{i}{suffix}"
+        write(path, table(texts))
+        message = refusal(Source(**{kind: str(path)}))
+        assert message.startswith(f"data.train.{kind}={str(path)!r}")
+        assert reason in message
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_a_file_without_rows_among_others(folder: Path, kind: str, write: Write, suffix: str) -> None:
+    """Usual for a shard of a filtered corpus."""
+    write(folder / f"a{suffix}", table([]))
+    write(folder / f"b{suffix}", table(["b"]))
+    assert load(Source(**{kind: str(folder / f"*{suffix}")})) == ["b"]
+
+
+def test_arrow_files_with_different_types_of_text(folder: Path) -> None:
+    write_stream(folder / "a.arrow", pa.table({"text": ["a"]}))
+    write_stream(folder / "b.arrow", pa.table({"text": pa.array(["b"], pa.large_string())}))
+    message = refusal(Source(arrow_files=str(folder / "*.arrow")))
+    assert "string in " in message
+    assert "large_string in " in message

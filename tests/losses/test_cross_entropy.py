@@ -1,0 +1,45 @@
+import math
+
+import pytest
+import torch
+
+from nemo_opd.losses import cross_entropy
+
+from . import oracle
+
+MASK = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 1]])
+IDS = torch.tensor([[0, 3, 9, 2], [4, 0, 1, 4]])
+
+
+def logits(dtype=torch.float64) -> torch.Tensor:
+    return (3 * torch.randn(2, 4, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)).to(dtype)
+
+
+def test_value_equals_the_loop():
+    """Token i by the logits at i−1, the head cut to 5 columns, and ids that are not scored never looked up."""
+    z = logits()
+    expected = 0.0
+    for b in range(2):
+        for i in range(1, 4):
+            if MASK[b, i]:
+                expected -= math.log(oracle.softmax(z[b, i - 1, :5].tolist(), 1)[IDS[b, i]])
+    out = cross_entropy(z, IDS, mask=MASK, vocab_size=5, chunk_size=2)
+    assert out.loss.item() == pytest.approx(expected / 3, rel=1e-12)
+    assert out.metrics["ce"].value() == pytest.approx(expected / 3, rel=1e-12)
+    given = cross_entropy(z, IDS, mask=MASK, vocab_size=5, normalizer=12)
+    assert given.loss.item() == pytest.approx(expected / 12, rel=1e-12)
+    assert given.metrics["ce"].value() == pytest.approx(expected / 3, rel=1e-12)
+
+
+def test_gradient():
+    assert torch.autograd.gradcheck(
+        lambda z: cross_entropy(z, IDS, mask=MASK, vocab_size=5, chunk_size=2).loss, logits().requires_grad_()
+    )
+
+
+def test_all_masked_stays_connected():
+    z = logits(torch.bfloat16).requires_grad_()
+    loss = cross_entropy(z, IDS, mask=torch.zeros_like(MASK)).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert not z.grad.any()

@@ -1,0 +1,128 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.divergence import Divergence, divergence
+
+from . import oracle
+
+logit = st.floats(-20, 20)
+
+
+def pair(seed: int = 0, units: int = 3, cells: int = 6) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(3 * torch.randn(units, cells, generator=generator, dtype=torch.float64) for _ in range(2))
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_value_equals_the_definition(kind, weights):
+    """A swapped direction, a β on the wrong side or a forgotten ½ changes the value."""
+    z_t, z_s = pair()
+    value = divergence(z_t.log_softmax(-1), z_s.log_softmax(-1), kind, **weights)
+    expected = [
+        oracle.divergence(oracle.softmax(t, 1), oracle.softmax(s, 1), kind, **weights)
+        for t, s in zip(z_t.tolist(), z_s.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(value.tolist(), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_gradient_is_that_of_the_value(kind, weights):
+    """The closed forms of the gradient are written by hand, also with respect to log s that is not normalised."""
+    z_t, z_s = pair(1)
+    log_t = z_t.log_softmax(-1)
+    of = Divergence(kind, **weights)
+    assert torch.autograd.gradcheck(lambda z: of(log_t, z.log_softmax(-1)), z_s.requires_grad_())
+    assert torch.autograd.gradcheck(lambda log_s: of(log_t, log_s), z_s.detach().log_softmax(-1).requires_grad_())
+
+
+def test_jsd_ends_are_the_two_kls():
+    log_t, log_s = (z.log_softmax(-1) for z in pair(2))
+    assert torch.equal(divergence(log_t, log_s, "jsd", beta=0), divergence(log_t, log_s, "forward_kl"))
+    assert torch.equal(divergence(log_t, log_s, "jsd", beta=1), divergence(log_t, log_s, "reverse_kl"))
+
+
+def test_mixed_of_forward_kl_alone_is_finite_where_the_reverse_is_not():
+    """0 · inf is NaN."""
+    log_t, log_s = torch.tensor([[0.0, -math.inf]]), torch.tensor([[0.5, 0.5]]).log()
+    assert torch.equal(divergence(log_t, log_s, "mixed", mixed_weight=1), divergence(log_t, log_s, "forward_kl"))
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_distributions_give_exactly_zero(kind, weights, dtype):
+    """Rounding noise of log m, or of Σt ≠ 1, would pull at a student that is already right."""
+    z = (20 * torch.randn(4, 1000, generator=torch.Generator().manual_seed(3))).to(dtype).requires_grad_()
+    value = divergence(z.detach().log_softmax(-1), z.log_softmax(-1), kind, **weights)
+    value.sum().backward()
+    assert not value.any()
+    assert not z.grad.any()
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_cells_empty_on_both_sides_count_nothing(kind, weights):
+    """−inf − −inf is NaN, and 0 · −inf too."""
+    z_t, z_s = pair(4)
+    empty = torch.full((3, 2), -math.inf, dtype=torch.float64)
+    of = Divergence(kind, **weights)
+    padded = torch.cat([z_s, empty], -1).requires_grad_()
+    value = of(torch.cat([z_t, empty], -1).log_softmax(-1), padded.log_softmax(-1))
+    torch.testing.assert_close(value, of(z_t.log_softmax(-1), z_s.log_softmax(-1)), rtol=1e-14, atol=0)
+    (gradient,) = torch.autograd.grad(value.sum(), padded)
+    assert gradient.isfinite().all()
+    assert not gradient[:, -2:].any()
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_a_cell_empty_on_the_teacher_side_alone_is_finite(kind, weights):
+    """Forward KL, JSD and TVD have a finite value there; the reverse KL is infinite by definition."""
+    log_t = torch.tensor([[0.0, -math.inf]])
+    log_s = torch.tensor([[0.5, 0.5]]).log().requires_grad_()
+    value = divergence(log_t, log_s, kind, **weights)
+    if kind in ("reverse_kl", "mixed"):
+        assert value.item() == math.inf
+    else:
+        expected = oracle.divergence([1.0, 0.0], [0.5, 0.5], kind, **weights)
+        assert value.item() == pytest.approx(expected, rel=1e-6)
+        (gradient,) = torch.autograd.grad(value, log_s)
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_extreme_logits_are_finite(kind, weights):
+    """Probabilities of e^−300 are 0 in fp32; a loss that leaves log space divides by them."""
+    z_t = torch.tensor([[150.0, -150.0, 0.0], [-150.0, 150.0, 150.0]])
+    z_s = (-z_t).requires_grad_()
+    value = divergence(z_t.log_softmax(-1), z_s.log_softmax(-1), kind, **weights)
+    value.sum().backward()
+    assert value.isfinite().all()
+    assert z_s.grad.isfinite().all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logits=st.lists(st.tuples(logit, logit), min_size=2, max_size=8),
+    kind=st.sampled_from(("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")),
+    share=st.floats(0, 1),
+)
+def test_not_negative(logits, kind, share):
+    """Rounding of Σ over n cells of at most 40 nats each is the only way below zero."""
+    log_t, log_s = torch.tensor(logits, dtype=torch.float64).t().log_softmax(-1)
+    value = divergence(log_t[None], log_s[None], kind, beta=share, mixed_weight=share)
+    assert value.item() >= -40 * len(logits) * torch.finfo(torch.float64).eps
+
+
+def test_low_precision_is_computed_in_fp32():
+    log_t, log_s = (z.log_softmax(-1).bfloat16() for z in pair(5))
+    assert divergence(log_t, log_s).dtype == torch.float32
+
+
+@pytest.mark.parametrize("wrong", [{"kind": "kl"}, {"kind": "jsd", "beta": 1.5}, {"kind": "mixed", "mixed_weight": -1}])
+def test_wrong_choices_are_named(wrong):
+    value = next(reversed(wrong.values()))
+    with pytest.raises(ConfigError, match=str(value)):
+        Divergence(**wrong)

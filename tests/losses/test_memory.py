@@ -1,0 +1,70 @@
+"""What a loss keeps for backward: the gradient and nothing else of that size (METHODS §8)."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_opd.losses import cross_entropy, p_kl, same_vocab
+
+from . import oracle
+
+B, S, V = 2, 64, 500
+MASK = torch.ones(B, S, dtype=torch.bool)
+IDS = torch.zeros(B, S, dtype=torch.long)
+CHUNK_ID = torch.arange(S, dtype=torch.int32).expand(B, S)
+MATRIX = oracle.Matrix.random(V, V, 4, seed=0)
+
+
+def bytes_saved(loss_of_logits) -> float:
+    """All that is packed during the call, as a multiple of the bf16 logits."""
+    student = torch.randn(B, S, V, generator=torch.Generator().manual_seed(0)).bfloat16().requires_grad_()
+    teacher = torch.randn(B, S, V, generator=torch.Generator().manual_seed(1)).bfloat16()
+    packed: list[int] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = loss_of_logits(student, teacher)
+    loss.backward()
+    assert student.grad.any()
+    return sum(packed) / (student.numel() * student.element_size())
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize("chunk_size", [16, None])
+def test_same_vocab(kind, weights, chunk_size):
+    def loss(student, teacher):
+        return same_vocab(student, teacher, mask=MASK, divergence=kind, chunk_size=chunk_size, **weights).loss
+
+    assert bytes_saved(loss) <= 1.1
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize("chunk_size", [16, None])
+def test_p_kl(kind, weights, chunk_size):
+    def loss(student, teacher):
+        return p_kl(
+            student,
+            teacher,
+            projection=MATRIX,
+            student_ids=IDS,
+            teacher_ids=IDS,
+            student_chunk_id=CHUNK_ID,
+            teacher_chunk_id=CHUNK_ID,
+            divergence=kind,
+            chunk_size=chunk_size,
+            **weights,
+        ).loss
+
+    assert bytes_saved(loss) <= 1.1
+
+
+def test_cross_entropy():
+    assert bytes_saved(lambda student, teacher: cross_entropy(student, IDS, mask=MASK).loss) <= 1.1
+
+
+def test_the_measure_sees_a_loss_that_keeps_more():
+    """A plain fp32 KL keeps at least its own log-softmax, twice the bytes of the logits."""
+    assert bytes_saved(lambda student, teacher: student.float().log_softmax(-1).exp().sum() + student.sum() * 0) >= 2

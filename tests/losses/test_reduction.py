@@ -1,0 +1,53 @@
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.reduction import chunk_units, count_chunks, count_label_tokens, label_rows
+
+from . import oracle
+
+
+def test_label_rows_are_the_predictors():
+    """The one shift of the system: token i by row i−1, and token 0 by none."""
+    mask = torch.tensor([[1, 0, 1, 1], [1, 1, 0, 0]])
+    assert label_rows(mask).tolist() == [1, 2, 4]
+    assert count_label_tokens(mask) == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_units_equal_the_loop(seed):
+    rng = np.random.default_rng(seed)
+    student, teacher = oracle.random_chunk_ids(rng, 4, 17, 12)
+    expected = oracle.units(student.tolist(), teacher.tolist())
+    units = chunk_units(student, teacher)
+    assert units.student_rows.tolist() == [b * 17 + i for b, i, _ in expected]
+    assert units.teacher_rows.tolist() == [b * 12 + j for b, _, j in expected]
+    assert count_chunks(student, teacher) == len(expected)
+
+
+def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
+    """Truncation leaves a chunk on one side; token 0 has no predictor on its own side, whatever the other has."""
+    student = torch.tensor([[0, 1, 1, 2, -1, 4], [-1, 0, 1, 2, -1, -1]])
+    teacher = torch.tensor([[-1, 0, 1, 3, 4], [0, 1, 2, 2, 5]])
+    assert oracle.units(student.tolist(), teacher.tolist()) == [(0, 0, 1), (0, 4, 3), (1, 1, 0), (1, 2, 1)]
+    units = chunk_units(student, teacher)
+    assert units.student_rows.tolist() == [0, 4, 7, 8]
+    assert units.teacher_rows.tolist() == [1, 3, 5, 6]
+    assert count_chunks(student, teacher) == 4
+
+
+def test_a_gap_does_not_begin_a_chunk_again():
+    units = chunk_units(torch.tensor([[-1, 3, -1, 3]]), torch.tensor([[-1, 3, 3]]))
+    assert units.student_rows.tolist() == [0]
+
+
+def test_no_chunks_at_all():
+    nothing = torch.full((2, 3), -1)
+    assert count_chunks(nothing, nothing) == 0
+    assert len(chunk_units(nothing, nothing).student_rows) == 0
+
+
+def test_batches_of_different_length_are_refused():
+    with pytest.raises(ConfigError, match="student_chunk_id 2, teacher_chunk_id 3"):
+        count_chunks(torch.zeros(2, 4), torch.zeros(3, 4))
