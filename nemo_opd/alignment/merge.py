@@ -135,10 +135,7 @@ def _resume(i: int, j: int, s_from: int, s_ends: Ends, t_ends: Ends, shift: int)
 
 @_jit
 def _only_text(kinds: Ints, start: int, stop: int) -> bool:
-    for k in range(start, stop):
-        if kinds[k] != TEXT:
-            return False
-    return True
+    return bool(np.all(kinds[start:stop] == TEXT))
 
 
 @_jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,7 +59,7 @@ class Pieces:
     def as_list(self) -> list[bytes]:
         """The bytes of ids 0, 1, …, V−1."""
         data, ends = self.buffer.tobytes(), self.offsets.tolist()
-        return [data[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+        return [data[start:end] for start, end in pairwise(ends)]
 
 
 _CACHE: dict[str, Pieces] = {}
@@ -90,7 +91,7 @@ def _build(backend: Backend) -> Pieces:
         is_special[added.id] = added.special
     if backend.unk_token in backend.vocab:
         is_special[backend.vocab[backend.unk_token]] = True
-    for token_id in np.flatnonzero(is_special):
+    for token_id in np.flatnonzero(is_special).tolist():
         pieces[token_id] = b""
     lengths = np.fromiter(map(len, pieces), np.int32, size)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
@@ -139,6 +140,6 @@ def _verify(pieces: Pieces, tokenizer: PreTrainedTokenizerBase) -> None:
         decoded = backend.decode(ids, skip_special_tokens=False)
         if spelled not in (decoded, " " + decoded):
             raise AlignmentError(
-                f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: its tokens for {line!r} spell {spelled!r}, "
-                f"but it decodes them to {decoded!r}"
+                f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: its tokens for {line!r} spell "
+                f"{spelled!r}, but it decodes them to {decoded!r}"
             )

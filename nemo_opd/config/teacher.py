@@ -19,8 +19,6 @@ class TeacherBase(Settings):
     """Weight in the sum over teachers."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights and of the forward pass."""
-    max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
     offload: bool = False
     """Move the parameters to host memory while others use the device."""
 
@@ -41,6 +39,8 @@ class CrossTokenizerTeacher(TeacherBase):
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
     """projection=auto: entries kept in a row."""
+    max_length: int | None = Field(None, ge=2)
+    """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
     loss: LossTerm | None = None
     """This teacher's own term instead of the one `loss` gives it."""
 

@@ -69,7 +69,7 @@ class Encoding:
     ends: NDArray[np.int64]
     """Bytes of text up to the end of each token."""
 
-    def start(self) -> NDArray[np.int64]:
+    def starts(self) -> NDArray[np.int64]:
         """Bytes of text before each token."""
         return np.concatenate(([0], self.ends[:-1])) if len(self.ends) else self.ends
 
@@ -97,8 +97,8 @@ class Encoder:
 
     def __call__(self, text: str) -> Encoding:
         """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none."""
-        # Explicit, because a tokenizer file may ask for truncation or padding; verbose is the warning about long texts.
-        encoded = self.tokenizer(text, truncation=False, padding=False, return_attention_mask=False, verbose=False)
+        # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
+        encoded = self.tokenizer(text, return_attention_mask=False, verbose=False)
         ids: list[int] = list(encoded["input_ids"])
         eos = self.tokenizer.eos_token_id
         if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
@@ -146,7 +146,7 @@ def _teacher_sample(
     if isinstance(teacher, SameTokenizer):
         return TeacherSample(student, None)
     whole = teacher.encoder(text)
-    inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.start(), num_bytes, side="left"))
+    inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
     tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
     return TeacherSample(tokens, _usable_chunks(teacher.aligner.align(student.ids, tokens.ids)))
 

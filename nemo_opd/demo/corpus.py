@@ -58,7 +58,8 @@ class Document:
 def arrow_file(split: Split) -> Path:
     """The Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
 
-    Raises DataError for another split, or where the interpreter has no sources. Safe in concurrent processes: each builds under its own name, and the rename puts the same bytes in place.
+    Raises DataError for another split, or where the interpreter has no sources. Safe in
+    concurrent processes: each writes under a name of its own, and the rename puts the same bytes in place.
     """
     if split not in get_args(Split):
         raise DataError(f"data demo:{split} is no demo data; use one of demo:train, demo:validation")
@@ -72,7 +73,7 @@ def arrow_file(split: Split) -> Path:
 
 
 def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
-    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent. Raises DataError when empty."""
+    """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent; DataError for no rows."""
     for split in get_args(Split):
         chosen = [source for source in sources if split_of(source.path) == split]
         if not chosen:

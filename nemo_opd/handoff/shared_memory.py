@@ -9,6 +9,7 @@ import mmap
 import os
 from dataclasses import dataclass
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -31,20 +32,18 @@ class FileDescriptor:
 
 class SharedMemorySender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, FileDescriptor]:
+        # The kernel would rather kill a process than refuse pages, so what cannot be had must not be asked for.
+        available = psutil.virtual_memory().available
+        if num_bytes > available:
+            raise no_memory(num_bytes, f"{available / 2**30:.2f} GiB are free")
         name = f"nemo_opd-{self.identity}-{self.allocation}"
         number = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
-            # Reserves the pages now: a write to pages that cannot be had later would kill the process.
             os.posix_fallocate(number, 0, num_bytes)
-            buffer = map_file(number, num_bytes)
+            return map_file(number, num_bytes), FileDescriptor(os.getpid(), number, name)
         except OSError as error:
             os.close(number)
-            reason = os.strerror(error.errno or errno.ENOMEM)
-            raise HandoffError(
-                f"no {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); "
-                "lower train.global_batch_size or train.max_length, or free memory"
-            ) from error
-        return buffer, FileDescriptor(os.getpid(), number, name)
+            raise no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
 
     def _release(self, token: object) -> None:
         assert isinstance(token, FileDescriptor)
@@ -77,6 +76,13 @@ class SharedMemoryReceiver(Receiver):
 
     def _collect(self) -> None:
         """Mappings go with their tensors."""
+
+
+def no_memory(num_bytes: int, reason: str) -> HandoffError:
+    return HandoffError(
+        f"no {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
+        "train.global_batch_size or train.max_length, or free memory"
+    )
 
 
 def map_file(number: int, num_bytes: int) -> Tensor:

@@ -62,7 +62,7 @@ class ClosingTable:
         return tuple(row for row in (self.before, self.after, *self.teachers) if row is not None)
 
     def change(self, row: ClosingRow) -> float | None:
-        """Bits per byte relative to the student before: −0.1 is a tenth fewer. None for that student, or where unknown."""
+        """Bits per byte relative to the student before: −0.1 is a tenth fewer. None for itself, or where unknown."""
         start = self.before.bits_per_byte if self.before else None
         if row is self.before or row.bits_per_byte is None or not start:
             return None

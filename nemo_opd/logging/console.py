@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -85,7 +85,21 @@ class Progression:
 
     @property
     def left(self) -> str:
-        return "-" if self._step_s is None else clock(self._step_s * (self.total - self.step))
+        if self._step_s is None:
+            return "-"
+        return clock(max(0.0, self._step_s * (self.total - self.step) - (time.monotonic() - self._moved)))
+
+
+class Times(ProgressColumn):
+    """Time gone by and time left, which move on between steps too."""
+
+    def __init__(self, progression: Progression) -> None:
+        super().__init__()
+        self._progression = progression
+
+    def render(self, task: Task) -> Text:
+        elapsed, left = clock(self._progression.elapsed_s), self._progression.left
+        return Text.assemble(("elapsed ", "dim"), elapsed, ("  left ", "dim"), left)
 
 
 class ConsoleLogger:
@@ -110,11 +124,11 @@ class ConsoleLogger:
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
             TaskProgressColumn(),
-            TextColumn("[dim]elapsed[/] {task.fields[elapsed]}  [dim]left[/] {task.fields[left]}"),
+            Times(self._progression),
             expand=True,
             auto_refresh=False,
         )
-        self._task = self._bar.add_task("", total=self._run.total_steps, completed=step, elapsed="0:00", left="-")
+        self._task = self._bar.add_task("", total=self._run.total_steps, completed=step)
         self._live = Live(self._bar, console=self._console, refresh_per_second=2)
         self._live.start()
 
@@ -138,17 +152,16 @@ class ConsoleLogger:
         return waited or step == self._run.total_steps or "val/loss" in values
 
     def _update_live(self, live: Live, values: Mapping[str, float]) -> None:
-        progression = self._progression
-        self._bar.update(
-            self._task, completed=progression.step, elapsed=clock(progression.elapsed_s), left=progression.left
-        )
+        self._bar.update(self._task, completed=self._progression.step)
         live.update(Group(self._bar, Line(Text(), TRAINING, values)))
 
     def _print_validation(self, step: int, values: Mapping[str, float]) -> None:
         bits = values.get("val/bits_per_byte", math.nan)
-        better, self._best = bits < self._best, min(bits, self._best)
+        better, first = bits < self._best, self._best == math.inf
+        if better:
+            self._best = bits
         lead = Text.assemble(f"step {self._counted(step)}  ", ("val", "bold green" if better else "bold yellow"))
-        self._console.print(Line(lead, VALIDATION, values, "  best" if better else ""))
+        self._console.print(Line(lead, VALIDATION, values, "  best" if better and not first else ""))
 
     def _counted(self, step: int) -> str:
         total = str(self._run.total_steps)

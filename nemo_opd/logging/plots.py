@@ -1,6 +1,6 @@
 """Curves of a run, as PNG in a light and a dark theme.
 
-Figures are made without pyplot: no global state, no display, usable in any thread.
+Figures are made without pyplot: it would look for a display and keep them open.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from nemo_opd.logging.base import ClosingTable
@@ -99,24 +100,26 @@ class Plot:
     """Its file is `<name>.png`."""
     title: str
     prefixes: tuple[str, ...]
-    """It is drawn where a record has a key that starts with one of these."""
+    """It is drawn where records have keys that start with one of these,"""
     draw: Draw
-    height: float = 3.7
-    """Inches; the width is 7."""
+    height: float = 3.5
+    """Inches; the width is 6.2."""
+    least: int = 1
+    """and at least this many of them."""
 
     def has_data(self, records: Records) -> bool:
-        return any(key.startswith(self.prefixes) for record in records for key in record)
+        return len({key for record in records for key in record if key.startswith(self.prefixes)}) >= self.least
 
     def png(self, records: Records, closing: ClosingTable, theme: Theme) -> bytes:
-        """The figure, 160 dots an inch."""
+        """The figure, 180 dots an inch."""
         import matplotlib
         from matplotlib.figure import Figure
 
         with matplotlib.rc_context(theme.rc):
-            figure = Figure(figsize=(7, self.height), layout="constrained")
+            figure = Figure(figsize=(6.2, self.height), layout="constrained")
             self.draw(figure, records, closing, theme)
             buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=160)
+            figure.savefig(buffer, format="png", dpi=180)
         return buffer.getvalue()
 
 
@@ -127,14 +130,17 @@ def series(records: Records, key: str) -> tuple[list[float], list[float]]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Moving average (exponential, unbiased at the start) over about a fiftieth of the curve; skips NaN and infinity."""
-    decay = 1 - 1 / max(2.0, len(values) / 50)
-    mean = weight = 0.0
+    """Mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
+    finite = [math.isfinite(value) for value in values]
+    totals = [0.0, *accumulate(value if kept else 0.0 for value, kept in zip(values, finite, strict=True))]
+    counts = [0, *accumulate(map(int, finite))]
+    last, widest = len(values) - 1, len(values) // 80
     averages = []
-    for value in values:
-        if math.isfinite(value):
-            mean, weight = decay * mean + (1 - decay) * value, decay * weight + 1 - decay
-        averages.append(mean / weight if weight else math.nan)
+    for i in range(len(values)):
+        # symmetric, because a window that only looks back lags behind a falling curve
+        half = min(widest, i, last - i)
+        count = counts[i + half + 1] - counts[i - half]
+        averages.append((totals[i + half + 1] - totals[i - half]) / count if count else math.nan)
     return averages
 
 
@@ -162,7 +168,8 @@ def _steps_below(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
@@ -196,6 +203,7 @@ def draw_validation(figure: Figure, records: Records, closing: ClosingTable, the
         if row.bits_per_byte is not None:
             colour = theme.cycle[1 + i % (len(theme.cycle) - 1)]
             axes.axhline(row.bits_per_byte, color=colour, linestyle=(0, (5, 3)), linewidth=1.5, label=row.name)
+    axes.margins(y=0.08)
     axes.set_ylabel("bits per byte")
     _legend(axes)
     _steps_below(axes)
@@ -208,7 +216,7 @@ def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, them
     steps, rates = series(records, "train/lr")
     lower.plot(steps, rates, color=theme.cycle[2], label="learning rate")
     lower.set_ylim(bottom=0)
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(-2, 2), useMathText=True)
+    lower.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
     for axes in (upper, lower):
         _legend(axes)
     _steps_below(lower)
@@ -245,7 +253,7 @@ def step_parts(records: Records) -> tuple[list[float], list[str], list[list[floa
 PLOTS = (
     Plot("loss", "Training loss", ("train/loss", "train/kd", "train/ce"), draw_loss),
     Plot("validation", "Validation", ("val/bits_per_byte",), draw_validation),
-    Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers),
-    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.6),
-    Plot("speed", "Speed", ("perf/",), draw_speed, height=4.6),
+    Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers, least=2),
+    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.4),
+    Plot("speed", "Speed", ("perf/",), draw_speed, height=4.4),
 )

@@ -85,7 +85,7 @@ def _result_tile(closing: ClosingTable) -> Iterable[tuple[str, str]]:
         return
     yield "bits per byte", f"{after.bits_per_byte:.4f}"
     if before is not None and before.bits_per_byte is not None:
-        yield "against the start", _change_html(closing, after)
+        yield "vs start", _change_html(closing, after)
 
 
 def _progress_tiles(records: Records) -> Iterable[tuple[str, str]]:
@@ -96,7 +96,7 @@ def _progress_tiles(records: Records) -> Iterable[tuple[str, str]]:
     for label, key, pool, form in (
         ("student tokens", "train/student_tokens", sum, amount),
         ("in training steps", "perf/step_s", sum, clock),
-        ("tokens per second", "perf/tokens_per_s", statistics.median, amount),
+        ("tokens / second", "perf/tokens_per_s", statistics.median, amount),
         ("GB at the peak", "perf/peak_memory_gb", max, "{:.1f}".format),
     ):
         known = [record[key] for record in trained if key in record and record[key] == record[key]]
@@ -109,9 +109,9 @@ def _closing_section(closing: ClosingTable) -> str:
         return ""
     rows = "".join(_closing_row(closing, row) for row in closing.rows)
     return (
-        '<section><h2>Validation text</h2><div class="scroll"><table><thead><tr><th>model</th>'
-        '<th class="number">bits per byte</th><th class="number">against the start</th><th></th></tr></thead>'
-        f"<tbody>{rows}</tbody></table></div></section>"
+        "<section><h2>Validation text</h2><table><thead><tr><th>model</th>"
+        '<th class="number">bits per byte</th><th class="number">vs start</th></tr></thead>'
+        f"<tbody>{rows}</tbody></table></section>"
     )
 
 
@@ -119,8 +119,8 @@ def _closing_row(closing: ClosingTable, row: ClosingRow) -> str:
     kind = ' class="after"' if row is closing.after else ""
     bits = "–" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
     return (
-        f'<tr{kind}><td class="model">{escape(row.name)}</td><td class="number">{bits}</td>'
-        f'<td class="number">{_change_html(closing, row)}</td><td class="note">{escape(row.note)}</td></tr>'
+        f"<tr{kind}><td>{escape(row.name)}<small>{escape(row.note)}</small></td>"
+        f'<td class="number">{bits}</td><td class="number">{_change_html(closing, row)}</td></tr>'
     )
 
 
@@ -134,8 +134,8 @@ def _change_html(closing: ClosingTable, row: ClosingRow) -> str:
 def _facts_section(title: str, facts: list[Fact]) -> str:
     if not facts:
         return ""
-    rows = "".join(f"<tr><th>{escape(label)}</th><td>{escape(value)}</td></tr>" for label, value in facts)
-    return f'<section><h2>{title}</h2><table class="facts">{rows}</table></section>'
+    items = "".join(f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in facts)
+    return f'<section class="{title.lower()}"><h2>{title}</h2><dl>{items}</dl></section>'
 
 
 def _config_section(config_text: str) -> str:

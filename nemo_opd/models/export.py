@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
@@ -17,7 +18,11 @@ def save_pretrained(
     """
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if dist.get_rank() == 0:
-        weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+        weights = {name: stored(value, dtype) for name, value in state.items() if isinstance(value, Tensor)}
         model.save_pretrained(folder, state_dict=weights)
         tokenizer.save_pretrained(folder)
     dist.barrier()
+
+
+def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value

@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher
 
 MASTER_WEIGHT, GRADIENT, ADAM_MOMENTS = 4, 4, 8
 """Bytes per parameter of the student, in fp32."""
@@ -50,7 +51,9 @@ def estimate(
     parts["student: logits and their gradients"] = positions * student.vocab_size * compute_bytes * (1 + terms)
     rows = config.train.global_batch_size // num_ranks
     for settings, size in zip(config.active_teachers, teachers, strict=True):
-        width = settings.max_length or config.train.max_length
+        width = config.train.max_length
+        if isinstance(settings, CrossTokenizerTeacher) and settings.max_length is not None:
+            width = settings.max_length
         item_bytes: int = getattr(torch, settings.dtype).itemsize
         parts[f"{settings.name}: weights"] = size.parameters * item_bytes // num_ranks
         parts[f"{settings.name}: logits handed over"] = rows * width * size.vocab_size * BF16

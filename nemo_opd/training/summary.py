@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from nemo_opd.logging import RunSummary, TeacherSummary
-from nemo_opd.projection import audit_table
+from nemo_opd.projection.report import audit_table
 from nemo_opd.training.plan import Plan
 
 
@@ -46,9 +46,9 @@ def device_name(device: str) -> str:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """The audit of every teacher's pair, the batch grid and the memory estimate."""
-    for settings, teacher in zip(plan.config.active_teachers, plan.teachers, strict=True):
+    for teacher in plan.teachers:
         if teacher.audit is not None:
-            console.print(audit_table(teacher.audit, title=f"student × teacher {settings.name}"))
+            console.print(audit_table(teacher.audit))
     console.print(batch_grid(plan))
     console.print(memory_table(plan))
 

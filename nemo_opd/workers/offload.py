@@ -15,14 +15,14 @@ def resident(model: nn.Module, device: str, *, offload: bool) -> Iterator[None]:
         yield
         return
     try:
-        model.to(device)
+        move(model, device)
         yield
     finally:
-        to_host(model)
+        move(model, "cpu")
 
 
-def to_host(model: nn.Module) -> None:
-    model.to("cpu")
+def move(model: nn.Module, device: str) -> None:
+    model.to(device)
     release_cached_memory()
 
 

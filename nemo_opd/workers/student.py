@@ -28,7 +28,7 @@ from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from nemo_opd.models.parallelize import shard
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
-from nemo_opd.workers.offload import move_optimizer, resident
+from nemo_opd.workers.offload import move, move_optimizer, resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +60,19 @@ class StudentWorker:
         device: str,
         transport: str,
     ) -> None:
-        """`vocab_size` is the tokenizer's; `projections` has an entry per active teacher, None for one that shares it."""
+        """`projections` has an entry per active teacher, None for the student's tokenizer, whose size is `vocab_size`."""
         self.config = config
-        self.terms = [build(config.term(i), projection) for i, projection in enumerate(projections)]
+        self.terms = [
+            build(config.term(i), projection, student_vocab_size=vocab_size)
+            for i, projection in enumerate(projections)
+        ]
         self.vocab_size = vocab_size
         self.device = device
         self.offload = config.student.offload
         self.model = load_model(config.student.model, torch.float32, key="student.model")
         shard(self.model, data_parallel_mesh(device), compute_dtype=compute_dtype(config.student.dtype, device))
         if not self.offload:
-            self.model.to(device)
+            move(self.model, device)
         optimizer = config.student.optimizer
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),

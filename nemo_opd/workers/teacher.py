@@ -14,7 +14,7 @@ from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.load import load_model
 from nemo_opd.models.parallelize import shard
 from nemo_opd.types import Mean, TokenRows
-from nemo_opd.workers.offload import resident, to_host
+from nemo_opd.workers.offload import move, resident
 
 
 class TeacherWorker:
@@ -42,7 +42,7 @@ class TeacherWorker:
         self.model = load_model(settings.model, dtype, key=key).eval().requires_grad_(False)
         shard(self.model, data_parallel_mesh(device), compute_dtype=dtype)
         if not self.offload:
-            self.model.to(device)
+            move(self.model, device)
         sender, _ = TRANSPORTS[transport]
         self.sender = sender()
 
@@ -74,4 +74,4 @@ class TeacherWorker:
     def close(self) -> None:
         """Release the buffer; the student must have dropped its mapping."""
         self.sender.close()
-        to_host(self.model)
+        move(self.model, "cpu")

@@ -29,7 +29,7 @@ def piece(tokenizer: Any, token_id: int) -> bytes:
 
 def whole(tokenizer: Any, text: str, append_eos: bool) -> list[int]:
     ids = tokenizer.backend_tokenizer.encode(text).ids
-    return ids + [EOS] if append_eos else ids
+    return [*ids, EOS] if append_eos else ids
 
 
 def assert_tokens(tokens: Tokens, ids: list[int], tokenizer: Any) -> None:

@@ -4,7 +4,7 @@ import gzip
 import json
 import logging
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import datasets
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     assert not list(tmp_path.rglob("cache-*"))
 
 
-def table(texts: list[str | None], column: str = "text") -> pa.Table:
+def table(texts: Sequence[str | None], column: str = "text") -> pa.Table:
     return pa.table({column: pa.array(texts, pa.string()), "n": range(len(texts))})
 
 

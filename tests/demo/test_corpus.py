@@ -1,6 +1,10 @@
 """The demo corpus: what is in it, and that building it twice, or twice at once, gives the same bytes."""
 
 import multiprocessing
+import os
+import sysconfig
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pyarrow as pa
@@ -56,8 +60,6 @@ def test_splits_share_no_file_and_have_several(own_cache: Path) -> None:
 
 def test_every_line_is_in_exactly_one_document(own_cache: Path) -> None:
     """Bug: a lost or repeated line at a cut. Oracle: the file read as text, cut nowhere."""
-    import sysconfig
-
     parts: dict[str, list[str]] = {}
     for split in SPLITS:
         for row in rows_of(corpus.arrow_file(split)):
@@ -129,12 +131,10 @@ def test_an_interpreter_without_sources_is_explained(tmp_path: Path) -> None:
 
 def test_an_unknown_split_is_explained(own_cache: Path) -> None:
     with pytest.raises(DataError, match=r"demo:test .*demo:train, demo:validation"):
-        corpus.arrow_file("test")  # type: ignore[arg-type]
+        corpus.arrow_file("test")
 
 
-def _build_and_read(cache: str, ready: "multiprocessing.synchronize.Barrier", results: "multiprocessing.Queue") -> None:  # type: ignore[type-arg]
-    import os
-
+def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[corpus.Split, bytes]]") -> None:
     os.environ["NEMO_OPD_CACHE"] = cache
     ready.wait()
     results.put({split: corpus.arrow_file(split).read_bytes() for split in SPLITS})

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from recipes import SEQUENCE
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 BATCH = 16
 
@@ -15,7 +15,8 @@ BATCH = 16
 def bits_per_byte(folder: Path, texts: list[str]) -> float:
     """Nats over byte-carrying label tokens / ln 2 / their bytes, in fp32.
 
-    Documents are cut into sequences of SEQUENCE tokens. A token is a label where it is not special and has a predecessor in its sequence.
+    Documents are cut into sequences of SEQUENCE tokens. A token is a label where it is not special
+    and has a predecessor in its sequence.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -34,7 +35,7 @@ def bits_per_byte(folder: Path, texts: list[str]) -> float:
     return nats / math.log(2) / num_bytes
 
 
-def _bytes_of_id(tokenizer: AutoTokenizer, size: int) -> torch.Tensor:
+def _bytes_of_id(tokenizer: PreTrainedTokenizerBase, size: int) -> torch.Tensor:
     """Bytes each id [size] stands for: one a character in the byte-level alphabet, none for special and padding ids."""
     pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     special = set(tokenizer.all_special_ids)

@@ -1,0 +1,178 @@
+"""Cuts, chunks and flags against the set oracle, on canonical, arbitrary, cut and differing sequences."""
+
+import pickle
+import random
+import time
+import unicodedata
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.alignment import Pieces, TokenAligner
+from nemo_opd.errors import AlignmentError
+from tests.alignment.conftest import SMALL, Pair, small_pair
+from tests.alignment.oracle import chunks_of, expected_chunks
+from tests.tokenizers_fixture import byte_level, corpus_texts, encode, real_tokenizer
+
+HOSTILE = st.sampled_from(
+    (
+        *(
+            "e\u0301",
+            "é",
+            "\u0301",
+            "Å",
+            "ß",
+            "ﬁ",
+            "한",
+            "東京",
+            "👩‍👩‍👧‍👦",
+            "👍🏽",
+            "\u200d",
+            "\ufeff",
+            "\ufffd",
+            "\U0010ffff",
+        ),
+        *("\x00", "▁", "▁▁", "  ", "    ", "\t\t", "\r\n", "\u3000", "11", "123", "<0x0A>", "<|im_", "Ġ", "Ċ"),
+    )
+)
+TEXTS = st.lists(HOSTILE | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=12).map("".join)
+quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def spelled(pieces: Pieces, ids: list[int]) -> list[bytes]:
+    return [pieces.bytes_of(token_id) for token_id in ids]
+
+
+def check(aligner: TokenAligner, student_ids: list[int], teacher_ids: list[int]) -> None:
+    """Compare with the oracle; special tokens, whose names a random text may contain, are left out."""
+    student_ids = [i for i in student_ids if aligner.student_pieces.lengths[i]]
+    teacher_ids = [i for i in teacher_ids if aligner.teacher_pieces.lengths[i]]
+    alignment = aligner.align(student_ids, teacher_ids)
+    student, teacher = spelled(aligner.student_pieces, student_ids), spelled(aligner.teacher_pieces, teacher_ids)
+    assert chunks_of(alignment) == expected_chunks(student, teacher)
+    for c, (i, k, j, m) in enumerate(alignment.bounds.tolist()):
+        left, right = b"".join(student[i:k]), b"".join(teacher[j:m])
+        exact = not alignment.inexact[c]
+        assert (left == right) or not exact
+        assert alignment.one_to_one[c] == (k - i == 1 and m - j == 1)
+        assert alignment.whitespace[c] == (exact and left.isspace())
+        assert alignment.digit[c] == (exact and left.isdigit())
+        assert not alignment.special[c]
+
+
+@pytest.mark.parametrize("name", SMALL)
+@quick
+@given(text=TEXTS)
+def test_any_text(name: str, text: str) -> None:
+    """Catches cuts inside characters that one side splits and the other does not."""
+    student, teacher = small_pair(name)
+    check(aligner_of(name), encode(student, text), encode(teacher, text))
+
+
+def test_real_pairs_on_the_corpus(real_pair: Pair) -> None:
+    """Catches wrong pieces in real vocabularies: runs of spaces, newlines, emoji, half characters."""
+    aligner = TokenAligner(*real_pair)
+    for text in corpus_texts()[::3]:
+        check(aligner, encode(real_pair[0], text[:1500]), encode(real_pair[1], text[:1500]))
+
+
+@quick
+@given(seed=st.integers(0, 2**32), cut=st.integers(0, 60))
+def test_sequences_no_tokenizer_would_produce(seed: int, cut: int) -> None:
+    """On-policy ids are not canonical and end anywhere; catches a merge that tokenizes again or drops the cut end."""
+    aligner = aligner_of("byte-byte")
+    random.seed(seed)
+    text_ids = np.flatnonzero(aligner.student_pieces.lengths > 0).tolist()
+    student_ids = random.choices(text_ids, k=30)
+    data = b"".join(spelled(aligner.student_pieces, student_ids))
+    by_bytes = {piece: i for i, piece in enumerate(aligner.teacher_pieces.as_list()) if piece}
+    teacher_ids = []
+    while data:
+        starts = [piece for piece in (data[:n] for n in range(1, 9)) if piece in by_bytes]
+        piece = random.choice(starts)
+        teacher_ids.append(by_bytes[piece])
+        data = data[len(piece) :]
+    check(aligner, student_ids, teacher_ids[:cut])
+    check(aligner, student_ids[: cut // 2], teacher_ids)
+
+
+@quick
+@given(text=TEXTS, other=TEXTS, position=st.integers(0, 40))
+def test_streams_that_differ(text: str, other: str, position: int) -> None:
+    """A normaliser or another rendering changes the middle; catches exact chunks claimed over unequal bytes."""
+    student, teacher = small_pair("byte-byte")
+    changed = text[:position] + other + text[position + 2 :]
+    check(aligner_of("byte-byte"), encode(student, text), encode(teacher, changed))
+
+
+def test_a_normaliser_costs_only_the_tokens_it_touches() -> None:
+    student, teacher = small_pair("nfc-byte")
+    text = "The quick brown e\u0301 fox jumps"
+    assert unicodedata.normalize("NFC", text) != text
+    alignment = aligner_of("nfc-byte").align(encode(student, text), encode(teacher, text))
+    assert alignment.inexact.sum() == 1
+    assert (alignment.student_chunk_id >= 0).all()
+    assert (alignment.teacher_chunk_id >= 0).all()
+
+
+def test_whatever_follows_a_cut_has_no_partner() -> None:
+    """Catches a last chunk that is whole on one side only."""
+    tokenizer = byte_level()
+    ids = encode(tokenizer, "The quick brown fox jumps over the lazy dog.")
+    alignment = TokenAligner(tokenizer, tokenizer).align(ids, ids[:4])
+    assert alignment.student_chunk_id.tolist() == [0, 1, 2, 3] + [-1] * (len(ids) - 4)
+    assert alignment.inexact.sum() == 0
+
+
+@pytest.mark.parametrize(("student_ids", "teacher_ids"), [([], []), ([], [300, 301]), ([300], [])])
+def test_empty_sequences(aligner: TokenAligner, student_ids: list[int], teacher_ids: list[int]) -> None:
+    alignment = aligner.align(student_ids, teacher_ids)
+    assert alignment.num_chunks == 0
+    assert (len(alignment.student_chunk_id), len(alignment.teacher_chunk_id)) == (len(student_ids), len(teacher_ids))
+    assert alignment.student_chunk_id.dtype == alignment.teacher_chunk_id.dtype == np.int32
+
+
+@pytest.mark.parametrize("bad", [-1, 10**6])
+def test_an_id_outside_the_vocabulary_is_named(aligner: TokenAligner, bad: int) -> None:
+    size = aligner.student_pieces.vocab_size
+    with pytest.raises(AlignmentError, match=rf"student_ids\[1\] is {bad}, outside the vocabulary of size {size}"):
+        aligner.align([300, bad], [300])
+
+
+@pytest.mark.parametrize("bad", [[[300, 301]], [0.5], [True, False]])
+def test_what_is_no_sequence_of_ids(aligner: TokenAligner, bad: list[object]) -> None:
+    with pytest.raises(AlignmentError, match="1-D sequence of integers"):
+        aligner.align([300], bad)  # type: ignore[arg-type]
+
+
+def test_pickled_for_a_loader_worker(pair: Pair, aligner: TokenAligner) -> None:
+    copy = pickle.loads(pickle.dumps(aligner))
+    text = "The quick brown fox 123"
+    ids = encode(pair[0], text), encode(pair[1], text)
+    assert copy.align(*ids).student_chunk_id.tolist() == aligner.align(*ids).student_chunk_id.tolist()
+
+
+def test_two_thousand_tokens_take_less_than_a_millisecond() -> None:
+    """Catches a quadratic merge and work in Python per token; the best of many runs, as the machine may be busy."""
+    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    text = "".join(corpus_texts())
+    s_ids, t_ids = encode(student, text[:40_000])[:2048], encode(teacher, text[:40_000])[:2048]
+    aligner = TokenAligner(student, teacher)
+    aligner.align(s_ids, t_ids)
+    times = []
+    for _ in range(50):
+        start = time.perf_counter()
+        aligner.align(s_ids, t_ids)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3
+
+
+_ALIGNERS: dict[str, TokenAligner] = {}
+
+
+def aligner_of(name: str) -> TokenAligner:
+    if name not in _ALIGNERS:
+        _ALIGNERS[name] = TokenAligner(*small_pair(name))
+    return _ALIGNERS[name]

@@ -1,0 +1,153 @@
+"""Special tokens: their roles, their pairing by role and place, and that they are walls for bytes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemo_opd.alignment import TokenAligner, roles_of
+from nemo_opd.errors import AlignmentError
+from tests.alignment.conftest import Pair, small_pair
+from tests.tokenizers_fixture import byte_level, encode, real_tokenizer, sentencepiece
+
+
+@pytest.fixture(scope="module")
+def tokenizers() -> Pair:
+    """eos `<|eot_id|>` against eos `<|im_end|>`."""
+    return small_pair("byte-byte")
+
+
+def ids_of(tokenizer: object, *parts: str) -> list[int]:
+    """Ids of a sequence of texts and special tokens."""
+    ids: list[int] = []
+    for part in parts:
+        ids += [tokenizer.convert_tokens_to_ids(part)] if part.startswith("<|") else encode(tokenizer, part)
+    return ids
+
+
+def test_eos_finds_eos_whatever_it_is_called(tokenizers: Pair) -> None:
+    """Catches pairing by spelling, which leaves the end of every document without a target."""
+    student, teacher = tokenizers
+    alignment = TokenAligner(*tokenizers).align(
+        ids_of(student, "The fox", "<|eot_id|>"), ids_of(teacher, "The fox", "<|im_end|>")
+    )
+    assert alignment.special[-1]
+    assert alignment.one_to_one[-1]
+    assert alignment.student_chunk_id[-1] == alignment.teacher_chunk_id[-1] == alignment.num_chunks - 1
+
+
+def test_a_special_token_pairs_only_at_the_same_byte(tokenizers: Pair) -> None:
+    student, teacher = tokenizers
+    s_ids, t_ids = ids_of(student, "The", "<|eot_id|>", " fox"), ids_of(teacher, "The fox", "<|im_end|>")
+    alignment = TokenAligner(*tokenizers).align(s_ids, t_ids)
+    assert not alignment.special.any()
+    assert alignment.student_chunk_id[s_ids.index(student.eos_token_id)] == -1
+    assert alignment.teacher_chunk_id[-1] == -1
+    assert alignment.student_chunk_id[-1] == alignment.teacher_chunk_id[-2]
+
+
+def test_no_chunk_spans_a_special_token(tokenizers: Pair) -> None:
+    """`東|京` against `東京`: the teacher's token stands for both, but the student has a wall inside."""
+    student, teacher = tokenizers
+    whole = ids_of(teacher, "東京")
+    halves = [*encode(student, "東"), student.eos_token_id, *encode(student, "京")]
+    aligner = TokenAligner(*tokenizers)
+    expected = -1 if len(whole) == 1 else 0
+    assert aligner.align(halves, whole).student_chunk_id.max() <= expected
+    bytes_of = aligner.student_pieces.bytes_of
+    assert b"".join(map(bytes_of, halves)) == "東京".encode()
+
+
+def test_several_special_tokens_at_one_place_pair_in_order(tokenizers: Pair) -> None:
+    student, teacher = tokenizers
+    s_ids = ids_of(student, "<|eot_id|>", "<|begin_of_text|>", "<|eot_id|>", "fox")
+    t_ids = ids_of(teacher, "<|im_start|>", "<|im_end|>", "<|im_end|>", "fox")
+    alignment = TokenAligner(*tokenizers).align(s_ids, t_ids)
+    assert alignment.student_chunk_id[:3].tolist() == [0, -1, 1]
+    assert alignment.teacher_chunk_id[:3].tolist() == [-1, 0, 1]
+
+
+def test_a_difference_with_special_tokens_inside_makes_no_chunk(tokenizers: Pair) -> None:
+    student, teacher = tokenizers
+    s_ids = ids_of(student, "The ab", "<|eot_id|>", "cd fox")
+    t_ids = ids_of(teacher, "The xy", "<|im_end|>", "zw fox")
+    alignment = TokenAligner(*tokenizers).align(s_ids, t_ids)
+    assert not alignment.inexact.any()
+    wall = s_ids.index(student.eos_token_id)
+    assert (alignment.student_chunk_id[wall - 1 : wall + 2] == -1).all()
+    assert alignment.student_chunk_id[0] == 0
+    assert alignment.student_chunk_id[-1] == alignment.num_chunks - 1
+
+
+def test_eos_stays_eos_where_pad_is_the_same_token() -> None:
+    tokenizer = byte_level(430, extra=("<|x|>",))
+    tokenizer.pad_token = tokenizer.eos_token
+    assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos", "end_of_turn")
+
+
+def test_the_chat_template_tells_that_eos_ends_a_turn() -> None:
+    tokenizer = byte_level(440, eos="<|stop|>")
+    assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos",)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '<|stop|>' }}{% endfor %}"
+    try:
+        assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos", "end_of_turn")
+    finally:
+        tokenizer.chat_template = None
+
+
+def test_overrides_pair_what_nothing_else_would(tokenizers: Pair) -> None:
+    student, teacher = tokenizers
+    s_ids, t_ids = ids_of(student, "<|begin_of_text|>", "fox"), ids_of(teacher, "<|im_start|>", "fox")
+    assert TokenAligner(*tokenizers).align(s_ids, t_ids).student_chunk_id[0] == -1
+    roles = {"<|begin_of_text|>": "opening", "<|im_start|>": ["start_of_turn", "opening"]}
+    assert TokenAligner(*tokenizers, roles=roles).align(s_ids, t_ids).student_chunk_id[0] == 0
+    with pytest.raises(AlignmentError, match="<nowhere>"):
+        TokenAligner(*tokenizers, roles={"<nowhere>": "x"})
+
+
+def test_added_tokens_are_text_unless_both_sides_mean_them() -> None:
+    """Qwen's `<think>` is added but not special: bytes against a plain vocabulary, a pair against its like."""
+    plain, thinking, other = byte_level(460), byte_level(470), byte_level(480)
+    thinking.add_tokens(["<think>"])
+    other.add_tokens(["[THINK]"])
+    ids = encode(thinking, "a<think>b")
+    assert TokenAligner(thinking, plain).align(ids, encode(plain, "a<think>b")).special.sum() == 0
+    paired = TokenAligner(thinking, other).align(ids, encode(other, "a[THINK]b"))
+    assert paired.special.tolist() == [False, True, False]
+    assert not paired.inexact.any()
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "student_token", "teacher_token"),
+    [
+        ("llama3_1", "qwen3", "<|eot_id|>", "<|im_end|>"),
+        ("llama3_1", "qwen3", "<|end_of_text|>", "<|endoftext|>"),
+        ("llama3_1", "qwen3", "<|start_header_id|>", "<|im_start|>"),
+        ("gemma3", "llama3_1", "<end_of_turn>", "<|eot_id|>"),
+        ("gemma3", "llama3_1", "<bos>", "<|begin_of_text|>"),
+        ("qwen3", "gemma3", "<|endoftext|>", "<eos>"),
+        ("qwen3", "gpt4o", "<|im_end|>", "<|endoftext|>"),
+    ],
+)
+def test_real_special_tokens_pair(student: str, teacher: str, student_token: str, teacher_token: str) -> None:
+    tokenizers = real_tokenizer(student), real_tokenizer(teacher)
+    ids = [t.convert_tokens_to_ids(token) for t, token in zip(tokenizers, (student_token, teacher_token), strict=True)]
+    assert TokenAligner(*tokenizers).align(ids[:1], ids[1:]).special.tolist() == [True]
+
+
+def test_an_html_tag_is_no_special_token() -> None:
+    """Gemma has an added token `</s>` for HTML; catches pairing it with another's end of text."""
+    gemma = real_tokenizer("gemma3")
+    assert gemma.convert_tokens_to_ids("</s>") not in roles_of(gemma)
+
+
+def test_unknown_token_is_a_wall() -> None:
+    tokenizer = sentencepiece()
+    alignment = TokenAligner(tokenizer, byte_level()).align([tokenizer.unk_token_id], encode(byte_level(), "x"))
+    assert alignment.student_chunk_id.tolist() == [-1]
+
+
+def test_alignment_imports_no_torch() -> None:
+    """Loader workers and the driver start without it."""
+    code = "import sys, nemo_opd.alignment; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,144 @@
+"""Padding, empty rows and shards keep every sample: the oracle is the list of samples itself."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_opd.data.collate import collate, pad_rows, shards
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+from nemo_opd.types import Batch, TokenRows
+
+Row = list[list[int]]
+
+
+def make_tokens(length: int, rng: np.random.Generator) -> Tokens:
+    return Tokens(
+        rng.integers(1, 9, length).astype(np.int32),
+        np.arange(length) > 0,
+        rng.integers(1, 9, length).astype(np.int32),
+    )
+
+
+def make_sample(student_length: int, teacher_length: int, rng: np.random.Generator) -> Sample:
+    student, teacher = make_tokens(student_length, rng), make_tokens(teacher_length, rng)
+    chunks = Chunks(np.arange(student_length, dtype=np.int32), np.arange(teacher_length, dtype=np.int32))
+    return Sample(student, (TeacherSample(teacher, chunks), TeacherSample(student, None)))
+
+
+@st.composite
+def sample_lists(draw: st.DrawFn) -> list[Sample]:
+    lengths = draw(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 7)), min_size=1, max_size=12))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    return [make_sample(student, teacher, rng) for student, teacher in lengths]
+
+
+def expected(sample: Sample) -> list[Row]:
+    """Everything a sample holds, as lists."""
+    rows = [[sample.student.ids, sample.student.loss_mask, sample.student.num_bytes]]
+    for teacher in sample.teachers:
+        rows.append([teacher.tokens.ids, teacher.tokens.loss_mask, teacher.tokens.num_bytes])
+        if teacher.chunks is not None:
+            rows.append([teacher.chunks.student, teacher.chunks.teacher])
+    return [[array.tolist() for array in row] for row in rows]
+
+
+def unpadded(batch: Batch) -> list[list[Row]]:
+    """Everything a batch holds, a list per row, without the padding."""
+
+    def cut(tensor: Tensor, lengths: Tensor) -> list[list[int]]:
+        return [row[:length].tolist() for row, length in zip(tensor, lengths, strict=True)]
+
+    def of(tokens: TokenRows) -> list[Row]:
+        parts = [cut(part, tokens.lengths) for part in (tokens.ids, tokens.loss_mask, tokens.num_bytes)]
+        return [list(row) for row in zip(*parts, strict=True)]
+
+    columns = [of(batch.student)]
+    for teacher in batch.teachers:
+        columns.append(of(teacher.tokens))
+        if teacher.chunks is not None:
+            student_ids = cut(teacher.chunks.student, batch.student.lengths)
+            teacher_ids = cut(teacher.chunks.teacher, teacher.tokens.lengths)
+            columns.append([list(row) for row in zip(student_ids, teacher_ids, strict=True)])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def all_tokens(batch: Batch) -> list[TokenRows]:
+    return [batch.student, *(teacher.tokens for teacher in batch.teachers)]
+
+
+def assert_trimmed_and_masked(batch: Batch) -> None:
+    for tokens in all_tokens(batch):
+        width = tokens.ids.shape[1]
+        assert width == max([1, *tokens.lengths.tolist()])
+        padding = torch.arange(width) >= tokens.lengths[:, None]
+        assert not (tokens.loss_mask & padding).any()
+        assert not tokens.num_bytes[padding].any()
+    for teacher in batch.teachers:
+        if teacher.chunks is not None:
+            for chunk_ids, tokens in (
+                (teacher.chunks.student, batch.student),
+                (teacher.chunks.teacher, teacher.tokens),
+            ):
+                assert chunk_ids.shape == tokens.ids.shape
+                padding = torch.arange(chunk_ids.shape[1]) >= tokens.lengths[:, None]
+                assert (chunk_ids[padding] == -1).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(sample_lists())
+def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
+    batch = collate(samples)
+    assert unpadded(batch) == [expected(sample) for sample in samples]
+    assert_trimmed_and_masked(batch)
+    assert batch.student.ids.dtype == batch.student.lengths.dtype == torch.int64
+    assert batch.student.loss_mask.dtype == torch.bool
+    assert batch.student.num_bytes.dtype == torch.int32
+    chunks = batch.teachers[0].chunks
+    assert chunks is not None
+    assert chunks.student.dtype == chunks.teacher.dtype == torch.int32
+    assert batch.teachers[1].chunks is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(sample_lists(), st.integers(0, 5))
+def test_padding_rows_are_empty(samples: list[Sample], missing: int) -> None:
+    """A padding row that scored a token, or a chunk, would change every normalizer."""
+    batch = collate(samples)
+    padded = pad_rows(batch, len(samples) + missing)
+    assert unpadded(padded)[: len(samples)] == unpadded(batch)
+    assert_trimmed_and_masked(padded)
+    for tokens in all_tokens(padded):
+        assert tokens.lengths[len(samples) :].tolist() == [0] * missing
+
+
+def test_pad_rows_refuses_to_drop_rows() -> None:
+    batch = collate([make_sample(2, 2, np.random.default_rng(0))] * 3)
+    with pytest.raises(ValueError, match="rows=2 is fewer than the 3 rows"):
+        pad_rows(batch, 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sample_lists(), st.integers(1, 5))
+def test_shards_are_disjoint_complete_and_in_order(samples: list[Sample], num_ranks: int) -> None:
+    """Joined, the shards are the batch, for any number of ranks; after pad_rows they are of one size."""
+    batch = collate(samples)
+    parts = shards(batch, num_ranks)
+    assert len(parts) == num_ranks
+    assert [row for part in parts for row in unpadded(part)] == unpadded(batch)
+    for part in parts:
+        assert_trimmed_and_masked(part)
+    even = shards(pad_rows(batch, -(-len(samples) // num_ranks) * num_ranks), num_ranks)
+    assert len({len(part) for part in even}) == 1
+
+
+def test_a_pickled_shard_carries_its_own_rows_only() -> None:
+    """A view of the batch would pickle the memory of the whole batch, once for each rank."""
+    rng = np.random.default_rng(0)
+    batch = collate([make_sample(1_000, 1_000, rng) for _ in range(8)])
+    sizes = [len(pickle.dumps(part)) for part in shards(batch, 8)]
+    assert sum(sizes) < 1.2 * len(pickle.dumps(batch))

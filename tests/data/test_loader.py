@@ -1,0 +1,215 @@
+"""The order of training data: a function of the seed and the step, whatever was interrupted or done in parallel."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.data.collate import pad_rows, shards
+from nemo_opd.data.loader import TrainLoader, validation_batches
+from nemo_opd.data.order import BatchOrder
+from nemo_opd.data.samples import Sample, Tokens
+from nemo_opd.errors import CheckpointError, DataError
+
+NUM_DOCUMENTS, BATCH_SIZE = 7, 3
+STEPS_PER_EPOCH = 3
+
+
+class FakeDocuments:
+    """Document i is the text of the number i + 1."""
+
+    def __init__(self, num_documents: int = NUM_DOCUMENTS) -> None:
+        self.num_documents = num_documents
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def __getitem__(self, indices: list[int]) -> dict[str, list[str]]:
+        return {"text": [str(i + 1) for i in indices]}
+
+
+def number_sample(text: str) -> Sample:
+    """As many tokens as the number says, each the number."""
+    number = int(text)
+    return Sample(
+        Tokens(
+            np.full(number, number, np.int32),
+            np.arange(number) > 0,
+            np.ones(number, np.int32),
+        ),
+        (),
+    )
+
+
+def worker_report(text: str) -> Sample:
+    """The process, its threads and whether it blocks SIGINT, as ids."""
+    blocked = signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    serial = os.environ.get("TOKENIZERS_PARALLELISM") == "false"
+    ids = np.array([os.getpid(), torch.get_num_threads(), blocked, serial], np.int32)
+    return Sample(Tokens(ids, ids > 0, ids), ())
+
+
+def refuse(text: str) -> Sample:
+    raise DataError(f"document {text} is bad")
+
+
+def train_loader(
+    num_workers: int = 0,
+    seed: int = 5,
+    shuffle: bool = True,
+    batch_size: int = BATCH_SIZE,
+    num_documents: int = NUM_DOCUMENTS,
+) -> TrainLoader:
+    return TrainLoader(FakeDocuments(num_documents), number_sample, batch_size, seed, shuffle, num_workers)
+
+
+def numbers(loader: TrainLoader, steps: int) -> list[list[int]]:
+    return [loader.next().student.lengths.tolist() for _ in range(steps)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> list[list[int]]:
+    """Three epochs, read without workers."""
+    return numbers(train_loader(), 3 * STEPS_PER_EPOCH)
+
+
+def children() -> set[int]:
+    return {child.pid for child in multiprocessing.active_children() if child.pid}
+
+
+def epochs(batches: list[list[int]]) -> Iterator[list[list[int]]]:
+    for start in range(0, len(batches), STEPS_PER_EPOCH):
+        yield batches[start : start + STEPS_PER_EPOCH]
+
+
+def test_every_epoch_has_every_document_once_and_keeps_its_short_batch(uninterrupted: list[list[int]]) -> None:
+    for epoch in epochs(uninterrupted):
+        assert [len(batch) for batch in epoch] == [3, 3, 1]
+        assert sorted(number for batch in epoch for number in batch) == list(range(1, NUM_DOCUMENTS + 1))
+    first, second, third = epochs(uninterrupted)
+    assert first != second != third
+
+
+def test_order_without_shuffling_and_of_another_seed(uninterrupted: list[list[int]]) -> None:
+    assert numbers(train_loader(shuffle=False), 4) == [[1, 2, 3], [4, 5, 6], [7], [1, 2, 3]]
+    assert numbers(train_loader(seed=6), 9) != uninterrupted
+
+
+def test_order_is_independent_of_global_random_state(uninterrupted: list[list[int]]) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    assert numbers(train_loader(), 9) == uninterrupted
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_order_is_independent_of_the_number_of_ranks(uninterrupted: list[list[int]], num_ranks: int) -> None:
+    loader = train_loader()
+    for batch in uninterrupted:
+        parts = shards(pad_rows(loader.next(), 12), num_ranks)
+        assert [n for part in parts for n in part.student.lengths.tolist()] == batch + [0] * (12 - len(batch))
+
+
+def test_resume_at_every_step(uninterrupted: list[list[int]]) -> None:
+    """Includes step 0, and both sides of the end of an epoch."""
+    first = train_loader()
+    for step in range(len(uninterrupted)):
+        resumed = train_loader()
+        resumed.load_state_dict(first.state_dict())
+        assert resumed.epoch == first.epoch
+        assert numbers(resumed, len(uninterrupted) - step) == uninterrupted[step:]
+        first.next()
+
+
+def test_rewind(uninterrupted: list[list[int]]) -> None:
+    loader = train_loader()
+    start = loader.state_dict()
+    numbers(loader, 4)
+    loader.load_state_dict(start)
+    assert numbers(loader, 2) == uninterrupted[:2]
+
+
+def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
+    """Workers read ahead; a state taken from what they have read, not from what was returned, would skip batches.
+
+    A state taken with workers serves a run without them and the other way round.
+    """
+    start = train_loader()
+    numbers(start, 1)
+    with closing(train_loader(num_workers=2)) as loader:
+        loader.load_state_dict(start.state_dict())
+        for step in range(1, len(uninterrupted) - 1):
+            assert numbers(loader, 1) == [uninterrupted[step]]
+            resumed = train_loader()
+            resumed.load_state_dict(loader.state_dict())
+            assert numbers(resumed, 1) == [uninterrupted[step + 1]]
+        # Its own state, with what was read ahead thrown away.
+        loader.load_state_dict(loader.state_dict())
+        assert numbers(loader, 1) == [uninterrupted[-1]]
+        assert len(children()) == 2
+    assert not children()
+
+
+def test_workers_are_spawned_serial_and_deaf_to_interrupts() -> None:
+    """Ctrl-C reaches the whole process group: a worker that dies of it takes the batch being read with it."""
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    with TrainLoader(FakeDocuments(), worker_report, 1, 0, True, 1) as loader:
+        loader._iterator = loader._start()
+        (pid,) = children()
+        os.kill(pid, signal.SIGINT)
+        reported, num_threads, blocked, serial = loader.next().student.ids[0].tolist()
+        os.kill(pid, signal.SIGINT)
+        assert loader.next().student.ids[0, 0] == pid
+    assert reported == pid
+    assert (num_threads, blocked, serial) == (1, True, True)
+    assert not children()
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_an_error_in_a_worker_keeps_its_type_and_leaves_no_process() -> None:
+    def read() -> None:
+        with TrainLoader(FakeDocuments(), refuse, 1, 0, False, 1) as loader:
+            loader.next()
+
+    with pytest.raises(DataError, match="document 1 is bad"):
+        read()
+    assert not children()
+
+
+def test_epoch_is_that_of_the_last_batch() -> None:
+    loader = train_loader()
+    assert (loader.epoch, loader.steps_per_epoch) == (0, STEPS_PER_EPOCH)
+    seen = []
+    for _ in range(2 * STEPS_PER_EPOCH + 1):
+        loader.next()
+        seen.append(loader.epoch)
+    assert seen == [0, 0, 0, 1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("changed", [{"num_documents": 8}, {"batch_size": 2}, {"seed": 6}, {"shuffle": False}])
+def test_a_state_of_another_order_is_refused(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(CheckpointError, match=f"{name}=.*this run has {name}={int(changed[name])}"):
+        train_loader(**changed).load_state_dict(train_loader().state_dict())
+
+
+def test_batch_larger_than_the_data() -> None:
+    assert [len(batch) for batch in numbers(train_loader(batch_size=100), 2)] == [7, 7]
+
+
+def test_the_order_is_reached_without_reading_what_is_before() -> None:
+    order = BatchOrder(num_documents=10, batch_size=4, seed=0, shuffle=True)
+    assert list(islice(order.starting_at(3 * 10**6), 3)) == list(islice(order.starting_at(3 * 10**6), 3))
+    assert sorted(i for batch in islice(order.starting_at(3 * 10**6), 3) for i in batch) == list(range(10))
+
+
+def test_validation_is_every_document_once_in_order() -> None:
+    batches = list(validation_batches(FakeDocuments(), number_sample, 3))
+    assert [batch.student.lengths.tolist() for batch in batches] == [[1, 2, 3], [4, 5, 6], [7]]

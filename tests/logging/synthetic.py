@@ -1,0 +1,42 @@
+"""A run that never happened: its facts, records and closing table."""
+
+from pathlib import Path
+
+from nemo_opd.logging import ClosingRow, ClosingTable, RunSummary, TeacherSummary
+
+
+def summary(output_dir: Path, total_steps: int = 20) -> RunSummary:
+    teachers = (
+        TeacherSummary("phi4mini", "microsoft/Phi-4-mini-instruct", "cross_tokenizer", 1.0, "p_kl", overlap=0.674),
+        TeacherSummary("llama3b", "meta-llama/Llama-3.2-3B", "same_tokenizer", 0.8, "same_vocab"),
+    )
+    return RunSummary("demo", "llama-1b", teachers, "cpu", 2, total_steps, 64, 1, 2048, output_dir)
+
+
+def record(step: int) -> dict[str, float]:
+    return {
+        "epoch": step / 10,
+        "train/loss": 3.0 - step / 10,
+        "train/kd": 1.0 - step / 30,
+        "train/ce": 2.0 - step / 15,
+        "train/kd/phi4mini": 0.5,
+        "train/kd/llama3b": 0.4,
+        "train/grad_norm": 1.25,
+        "train/lr": 5e-5,
+        "train/student_tokens": 4096,
+        "perf/tokens_per_s": 2048.0,
+        "perf/step_s": 2.0,
+        "perf/teacher_s": 0.75,
+        "perf/data_wait_s": 0.25,
+    }
+
+
+def validation(bits_per_byte: float) -> dict[str, float]:
+    return {"val/loss": 3.0, "val/kd": 1.0, "val/ce": 2.0, "val/bits_per_byte": bits_per_byte}
+
+
+CLOSING = ClosingTable(
+    before=ClosingRow("student before", 2.0, "llama-1b"),
+    after=ClosingRow("student after", 1.5, "step 20"),
+    teachers=(ClosingRow("phi4mini", 1.25), ClosingRow("llama3b", None, "not measured")),
+)

@@ -1,0 +1,100 @@
+"""Catches lines that wrap, control codes in log files, silence, and floods."""
+
+import io
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_opd.config.logging import Console as ConsoleSettings
+from nemo_opd.logging import ClosingTable
+from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.formats import amount, change, clock, figure
+from tests.logging.synthetic import CLOSING, record, summary, validation
+
+
+def shown(console: Console, steps: int = 20, interval_s: float = 3600, closing: ClosingTable = CLOSING) -> str:
+    logger = ConsoleLogger(ConsoleSettings(interval_s=interval_s), console)
+    logger.start(summary(Path("/outputs/demo"), steps), 0)
+    logger.log(0, validation(2.0))
+    for step in range(1, steps + 1):
+        logger.log(step, record(step) | (validation(2.0 - step / 40) if step % 10 == 0 else {}))
+    logger.summary(closing)
+    logger.close()
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_validation_marks_the_best_so_far_also_after_nan() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(summary(Path("/outputs/demo")), 0)
+    for step, bits in enumerate([math.nan, 2.0, 1.5, 1.75, 1.25]):
+        logger.log(step, validation(bits))
+    lines = [line for line in console.file.getvalue().splitlines() if " val " in line]
+    assert [line.endswith("best") for line in lines] == [False, False, True, False, True]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> None:
+    text = shown(Console(file=io.StringIO(), width=width))
+    assert "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert all(word in text for word in ("llama-1b", "phi4mini", "0.674", "2.0000", "1.5000", "-25.0 %", "report"))
+
+
+def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> None:
+    lines = shown(Console(file=io.StringIO(), width=80)).splitlines()
+    steps = [line.split("/")[0].split()[-1] for line in lines if line.startswith("step") and " val " not in line]
+    validated = [line.split("/")[0].split()[-1] for line in lines if line.startswith("step") and " val " in line]
+    assert steps == ["1", "10", "20"]
+    assert all("  left " in line for line in lines if "  grad " in line)
+    assert validated == ["0", "10", "20"]
+    assert sum(line.startswith("step") for line in shown(Console(file=io.StringIO()), interval_s=0).splitlines()) == 23
+
+
+def test_a_terminal_gets_a_live_bar_that_reaches_the_end() -> None:
+    text = shown(Console(file=io.StringIO(), width=80, force_terminal=True, _environ={"TERM": "xterm-256color"}))
+    assert "20/20" in text
+    assert "100%" in text
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1  # the cursor was hidden and given back
+
+
+def test_output_stays_possible_where_only_ascii_can_be_written() -> None:
+    raw = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    logger = ConsoleLogger(ConsoleSettings(), Console(file=raw, width=80))
+    logger.start(summary(Path("/outputs/demo")), 0)
+    logger.log(1, record(1) | validation(1.0) | {"train/loss": math.nan})
+    logger.summary(CLOSING)
+    logger.close()
+    raw.flush()
+    assert b"loss nan" in raw.buffer.getvalue()
+
+
+def test_without_validation_there_is_no_closing_table() -> None:
+    nothing = ClosingTable(before=None, after=None)
+    assert "bits per byte" not in shown(Console(file=io.StringIO(), width=80), closing=nothing)
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "text"),
+    [
+        (figure, 2.0, "2.000"),
+        (figure, 0.0, "0.000"),
+        (figure, 0.01234, "0.0123"),
+        (figure, 1.5e-7, "1.50e-07"),
+        (figure, 123456.0, "1.23e+05"),
+        (amount, 950.0, "950"),
+        (amount, 12345.0, "12.3k"),
+        (amount, 4_560_000.0, "4.56M"),
+        (clock, 65.0, "1:05"),
+        (clock, 7384.0, "2:03:04"),
+        (clock, 3 * 86400 + 7200.0, "3d 02:00"),
+        (clock, math.nan, "-"),
+        (change, -0.123, "-12.3 %"),
+        (change, None, ""),
+    ],
+)
+def test_numbers_for_people(form, value, text) -> None:
+    assert form(value) == text

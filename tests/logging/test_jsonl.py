@@ -1,0 +1,87 @@
+"""Catches invalid JSON, records that outlive a resume, and lines lost to a killed process."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.errors import DataError
+from nemo_opd.logging.jsonl import JsonlLogger, read
+from tests.logging.synthetic import summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def logged(path: Path, steps: range, start: int = 0) -> None:
+    logger = JsonlLogger(path)
+    logger.start(summary(path.parent), start)
+    for step in steps:
+        logger.log(step, {"train/loss": step / 2, "val/loss": math.nan, "train/student_tokens": 7})
+    logger.close()
+
+
+def refuse_constant(name: str) -> float:
+    raise AssertionError(f"{name} is not JSON")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_values_that_json_lacks_become_null(tmp_path: Path, value: float) -> None:
+    logger = JsonlLogger(tmp_path / "metrics.jsonl")
+    logger.start(summary(tmp_path), 0)
+    logger.log(3, {"train/loss": value, "train/kd": 0.1})
+    logger.close()
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line, parse_constant=refuse_constant) == {"step": 3, "train/loss": None, "train/kd": 0.1}
+    (back,) = read(tmp_path / "metrics.jsonl")
+    assert math.isnan(back["train/loss"])
+
+
+def test_continuing_drops_what_was_written_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logged(path, range(11))
+    whole = path.read_bytes()
+    logged(path, range(7, 11), start=6)
+    assert path.read_bytes() == whole
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_starting_afresh_drops_the_records_of_an_earlier_run(tmp_path: Path) -> None:
+    logged(tmp_path / "metrics.jsonl", range(5))
+    logged(tmp_path / "metrics.jsonl", range(2))
+    assert [record["step"] for record in read(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+@pytest.mark.parametrize("cut", range(1, 20, 3))
+def test_a_torn_last_line_is_left_out_and_removed_on_resume(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "metrics.jsonl"
+    logged(path, range(4))
+    path.write_bytes(path.read_bytes()[: -1 - cut])
+    assert [record["step"] for record in read(path)] == [0, 1, 2]
+    logged(path, range(3, 5), start=3)
+    assert [record["step"] for record in read(path)] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_line_elsewhere_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read(tmp_path / "metrics.jsonl")
+
+
+def test_every_finished_line_survives_sigkill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    script = (
+        "import sys; from pathlib import Path\n"
+        "from nemo_opd.logging.jsonl import JsonlLogger; from tests.logging.synthetic import summary\n"
+        "path = Path(sys.argv[1]); logger = JsonlLogger(path); logger.start(summary(path.parent), 0)\n"
+        "[logger.log(step, {'train/loss': 1.0}) for step in range(5)]; print('logged', flush=True); sys.stdin.read()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=ROOT, **pipes) as process:
+        assert process.stdout.readline() == b"logged\n"
+        os.kill(process.pid, signal.SIGKILL)
+    assert [record["step"] for record in read(path)] == [0, 1, 2, 3, 4]

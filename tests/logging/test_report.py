@@ -1,0 +1,116 @@
+"""Catches a page that needs other files or the network, text that becomes markup, and runs that break the report."""
+
+import base64
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.logging import ClosingRow, ClosingTable, write_report
+from nemo_opd.logging.plots import smooth, step_parts
+from tests.logging.synthetic import CLOSING, record, validation
+
+PNG = b"\x89PNG\r\n\x1a\n"
+CONFIG = """
+run: {name: "<b>demo</b>", seed: 3}
+student: {model: llama-1b}
+teachers:
+- {name: phi4mini, model: microsoft/Phi-4-mini-instruct, type: cross_tokenizer, weight: 0.8, loss: null}
+loss: {type: p_kl}
+"""
+
+
+def write_run(folder: Path, records: list[dict[str, float]]) -> None:
+    (folder / "config.yaml").write_text(CONFIG)
+    lines = [json.dumps({name: None if value != value else value for name, value in line.items()}) for line in records]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def a_run() -> list[dict[str, float]]:
+    trained = [{"step": step, **record(step)} for step in range(1, 21)]
+    trained[9] |= validation(1.75) | {"train/grad_norm": math.nan}
+    trained[19] |= validation(1.5)
+    return [{"step": 0, **validation(2.0)}, *trained]
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.tags: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.loads += [value or "" for name, value in attrs if name in ("src", "srcset", "href", "data", "poster")]
+
+
+def test_the_page_holds_its_figures_and_loads_nothing(tmp_path: Path) -> None:
+    write_run(tmp_path, a_run())
+    page = write_report(tmp_path, CLOSING)
+    assert page == tmp_path / "report" / "report.html"
+    text = page.read_text()
+    parsed = Page(text)
+    assert all(url.startswith("data:") for url in parsed.loads)
+    assert not re.search(r"https?://|@import|url\(|<script", text)
+    images = [base64.b64decode(url.split(",")[1]) for url in parsed.loads if url.startswith("data:image/png")]
+    files = {file.name: file.read_bytes() for file in (tmp_path / "report").glob("*.png")}
+    assert set(files) == {"loss.png", "validation.png", "teachers.png", "optimizer.png", "speed.png"}
+    assert all(content.startswith(PNG) for content in (*images, *files.values()))
+    assert set(files.values()) <= set(images)
+    assert len(images) == 2 * len(files)  # a light and a dark one each
+
+
+def test_the_page_tells_results_facts_and_config(tmp_path: Path) -> None:
+    write_run(tmp_path, a_run())
+    text = write_report(tmp_path, CLOSING).read_text()
+    # 20 steps of 4,096 tokens and 2 s; bits per byte 2.0 → 1.5
+    for shown in ("1.5000", "−25.0 %", "81.9k", "0:40", "1.2500", "microsoft/Phi-4-mini-instruct", "weight 0.8"):
+        assert shown in text
+    assert "<b>demo" not in text
+    assert "&lt;b&gt;demo&lt;/b&gt;" in text
+    assert "None" not in text
+
+
+def test_text_of_a_closing_row_is_escaped(tmp_path: Path) -> None:
+    write_run(tmp_path, a_run())
+    closing = ClosingTable(None, ClosingRow("<script>x</script>", 1.0, "<i>"))
+    assert not {"script", "i"} & set(Page(write_report(tmp_path, closing).read_text()).tags)
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        [],
+        [{"step": 0, **validation(2.0)}],
+        [{"step": 1, "train/loss": math.nan}],
+        [{"step": 1, "perf/step_s": 1.0}, {"step": 2, "train/lr": 0.0}],
+    ],
+    ids=["nothing", "start_only", "nan_only", "few_keys"],
+)
+def test_a_report_is_made_of_whatever_is_there(tmp_path: Path, records: list[dict[str, float]]) -> None:
+    if records:
+        write_run(tmp_path, records)
+    assert "</html>" in write_report(tmp_path).read_text()
+    assert not [file for file in (tmp_path / "report").iterdir() if file.name.startswith(".")]
+
+
+def test_smoothing_is_the_mean_of_a_symmetric_window_without_nan() -> None:
+    values = [float(i * i % 17) for i in range(240)]
+    values[100] = math.nan
+    averages = smooth(values)
+    for i in (0, 1, 50, 99, 101, 239):
+        half = min(240 // 80, i, 239 - i)
+        window = [value for value in values[i - half : i + half + 1] if not math.isnan(value)]
+        assert averages[i] == pytest.approx(sum(window) / len(window), rel=1e-12)
+
+
+def test_parts_of_a_step_add_up_to_its_time() -> None:
+    records = [{"step": 1, **record(1)}, {"step": 2, "train/loss": 1.0}, {"step": 3, "perf/step_s": 1.0}]
+    steps, names, parts = step_parts(records)
+    assert steps == [1, 3]
+    assert names == ["teachers", "data", "other"]
+    assert [sum(part) for part in zip(*parts, strict=True)] == [2.0, 1.0]

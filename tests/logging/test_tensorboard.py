@@ -1,0 +1,42 @@
+"""Catches values under wrong tags or steps, and steps that a resume should have hidden."""
+
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemo_opd.logging.tensorboard import TensorBoardLogger
+from tests.logging.synthetic import CLOSING, record, summary
+
+
+def read_back(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_scalars_read_back_and_a_continued_run_hides_the_steps_after_its_checkpoint(tmp_path: Path) -> None:
+    first = TensorBoardLogger(tmp_path)
+    first.start(summary(tmp_path), 0)
+    for step in range(1, 6):
+        first.log(step, {"train/loss": 100.0 + step})
+    first.close()
+    second = TensorBoardLogger(tmp_path)
+    second.start(summary(tmp_path), 3)
+    for step in range(4, 6):
+        second.log(step, {"train/loss": 200.0 + step})
+    second.summary(CLOSING)
+    second.close()
+    events = read_back(tmp_path)
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert points == [(1, 101.0), (2, 102.0), (3, 103.0), (4, 204.0), (5, 205.0)]
+    (result,) = events.Tensors("result/text_summary")
+    assert b"student after | 1.5000" in result.tensor_proto.string_val[0]
+
+
+def test_every_metric_is_a_scalar_of_its_own_name(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    logger.start(summary(tmp_path), 0)
+    logger.log(7, record(7))
+    logger.close()
+    events = read_back(tmp_path)
+    assert {tag: events.Scalars(tag)[0].step for tag in events.Tags()["scalars"]} == dict.fromkeys(record(7), 7)

@@ -1,0 +1,107 @@
+"""Tokenizers for tests: real ones from a folder where there is one, and small ones trained here."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+SHARED = Path(__file__).resolve().parents[2] / "shared"
+REAL = ("llama3_1", "qwen3", "gemma3", "gpt4o")
+DIGITS_BY_THREE = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+| ?\p{L}+|\s+"
+DIGITS_ONE_BY_ONE = r"\p{N}|[^\s\p{L}\p{N}]+|\s?\p{L}+|\s+"
+CORPUS = [
+    "The quick brown fox jumps over the lazy dog. The dog sleeps; the fox doesn't. 2024 12 123 45 777 11 100",
+    "def f(x):\n    return x + 1\n\n    # the function of the fox\n",
+    "Größe, naïve, año, Čeština. Ein schöner Tag, ein schöner Abend.",
+    "東京タワーは東京にある。東京の天気。你好，世界。你好。 한국어 한국",
+    "Русский текст о русском языке. Ещё текст. 👍🏽 👩‍👩‍👧‍👦 👍🏽",
+] * 4
+
+
+@cache
+def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """A real tokenizer of `$NEMO_OPD_TOKENIZERS`, or skip the test."""
+    folder = Path(os.environ.get("NEMO_OPD_TOKENIZERS", SHARED / "tokenizers")) / name
+    if not folder.is_dir():
+        pytest.skip(f"no tokenizer at {folder}; set NEMO_OPD_TOKENIZERS")
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def corpus_texts() -> tuple[str, ...]:
+    """Documents of `$NEMO_OPD_CORPUS`, or skip the test."""
+    file = Path(os.environ.get("NEMO_OPD_CORPUS", SHARED / "corpus")) / "multidomain.jsonl"
+    if not file.is_file():
+        pytest.skip(f"no corpus at {file}; set NEMO_OPD_CORPUS")
+    return tuple(json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines())
+
+
+@cache
+def byte_level(
+    size: int = 600,
+    pattern: str = DIGITS_BY_THREE,
+    eos: str = "<|eot_id|>",
+    extra: tuple[str, ...] = ("<|begin_of_text|>",),
+    nfc: bool = False,
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE with all 256 bytes; `extra` are further special tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[eos, *extra],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
+
+
+@cache
+def sentencepiece(size: int = 700) -> PreTrainedTokenizerFast:
+    """A BPE with `▁`, `<0xHH>` for what has no piece, and runs of spaces kept as added tokens in normalised form."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)]
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Replace(" ", "▁")
+    trained.pre_tokenizer = pre_tokenizers.Split(Regex(r"▁?[^▁\d]+|\d|▁+"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*special, *fallback, "▁▁"], show_progress=False)
+    trained.train_from_iterator(CORPUS, trainer)
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(model["vocab"], merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = trained.normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens([AddedToken(content, special=True) for content in special])
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end_of_turn>", bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
+    )
+
+
+def word_piece() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens do not spell the text."""
+    tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "the": 1, "##s": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.decoder = decoders.WordPiece()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids without the special tokens a post-processor adds."""
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
