@@ -72,8 +72,11 @@ def byte_level(
 
 
 @cache
-def sentencepiece(size: int = 700) -> PreTrainedTokenizerFast:
-    """A BPE with `▁`, `<0xHH>` for what has no piece, and runs of spaces kept as added tokens in normalised form."""
+def sentencepiece(size: int = 700, dummy_prefix: bool = False) -> PreTrainedTokenizerFast:
+    """A BPE with `▁`, `<0xHH>` for what has no piece, and runs of spaces kept as added tokens in normalised form.
+
+    dummy_prefix: a space goes before every text and is stripped by the decoder, as Llama-2 does.
+    """
     special = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]
     trained = Tokenizer(models.BPE())
@@ -87,6 +90,10 @@ def sentencepiece(size: int = 700) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = trained.normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if dummy_prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(content, special=True) for content in special])
     tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
     return PreTrainedTokenizerFast(

@@ -95,7 +95,8 @@ def _build(backend: Backend) -> Pieces:
         pieces[token_id] = b""
     lengths = np.fromiter(map(len, pieces), np.int32, size)
     offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    return Pieces(np.frombuffer(b"".join(pieces), np.uint8), offsets, lengths, is_special, origin, backend.fingerprint)
+    buffer = np.frombuffer(b"".join(pieces), np.uint8).copy()  # writable: Numba compiles anew for read-only arrays
+    return Pieces(buffer, offsets, lengths, is_special, origin, backend.fingerprint)
 
 
 def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:

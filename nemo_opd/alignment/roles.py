@@ -77,11 +77,11 @@ def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None
 
 def _named_ids(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, int]]:
     """The tokenizer's own map (`eos_token` → id), as roles: `eos`."""
-    for name, content in sorted(tokenizer.special_tokens_map.items(), key=lambda item: item[0] != "eos_token"):
-        for token in content if isinstance(content, list) else [content]:
-            token_id = tokenizer.convert_tokens_to_ids(str(token))
-            if isinstance(token_id, int) and name != "additional_special_tokens":
-                yield name.removesuffix("_token"), token_id
+    named = [(name, str(token)) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)]
+    for name, content in sorted(named, key=lambda item: item[0] != "eos_token"):
+        token_id = tokenizer.convert_tokens_to_ids(content)
+        if isinstance(token_id, int):
+            yield name.removesuffix("_token"), token_id
 
 
 def _template_writes(tokenizer: PreTrainedTokenizerBase, content: str) -> bool:

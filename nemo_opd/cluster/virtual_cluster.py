@@ -40,7 +40,8 @@ class VirtualCluster:
         self.num_ranks = num_ranks
         self.timeout_s = settings.timeout_s
         self.gpu_share = int(10_000 / num_groups) / 10_000 if device == "cuda" else 0.0
-        self.threads = max(1, num_cores() // num_ranks) if device == "cpu" else 1
+        # Threads that wait for each other on busy cores cost more than they bring.
+        self.threads = max(1, num_cores() // (num_ranks * num_groups)) if device == "cpu" else 1
         self._folder: str | None = None
         self._placement: Any = None
         self._start(settings, num_ranks * num_groups)

@@ -111,9 +111,10 @@ class ProjectionMatrix:
         Raises ProjectionError for a file that is missing, damaged, of another version or of another pair.
         """
         header, arrays = io.read(path)
-        if len(arrays.indices) != header.student_vocab_size:
+        if arrays.indices.shape[:1] != (header.student_vocab_size,):
             raise ProjectionError(
-                f"{path} has {len(arrays.indices)} rows and a header for {header.student_vocab_size}; build it again"
+                f"{path} has indices {arrays.indices.shape} and a header for {header.student_vocab_size} rows; "
+                "build it again"
             )
         _check_pair(path, "student", header.student_fingerprint, student_tokenizer)
         _check_pair(path, "teacher", header.teacher_fingerprint, teacher_tokenizer)

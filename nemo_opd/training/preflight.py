@@ -191,17 +191,16 @@ def require_same_tokenizer(
 def build_sample_maker(
     config: RunConfig, student: PreTrainedTokenizerFast, tokenizers: Sequence[PreTrainedTokenizerFast]
 ) -> SampleMaker:
-    def encoder(tokenizer: PreTrainedTokenizerFast, max_length: int) -> Encoder:
-        return Encoder(tokenizer, pieces_of(tokenizer).lengths, max_length, config.data.append_eos)
-
     def side(settings: Teacher, tokenizer: PreTrainedTokenizerFast) -> SameTokenizer | CrossTokenizer:
         if not isinstance(settings, CrossTokenizerTeacher):
             return SameTokenizer()
         max_length = settings.max_length or config.train.max_length
-        return CrossTokenizer(encoder(tokenizer, max_length), TokenAligner(student, tokenizer))
+        return CrossTokenizer(
+            Encoder.of(tokenizer, max_length, config.data.append_eos), TokenAligner(student, tokenizer)
+        )
 
     teachers = tuple(map(side, config.active_teachers, tokenizers))
-    return SampleMaker(encoder(student, config.train.max_length), teachers)
+    return SampleMaker(Encoder.of(student, config.train.max_length, config.data.append_eos), teachers)
 
 
 def estimate_memory(config: RunConfig, device: str, num_ranks: int) -> MemoryEstimate:

@@ -7,7 +7,7 @@ from nemo_opd.alignment import TokenAligner
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, REAL, byte_level, real_tokenizer, sentencepiece
 
 Pair = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
-SMALL = ("byte-byte", "byte-sentencepiece", "sentencepiece-byte", "nfc-byte", "byte-itself")
+SMALL = ("byte-byte", "byte-sentencepiece", "sentencepiece-byte", "nfc-byte", "prefix-byte", "byte-itself")
 
 
 def small_pair(name: str) -> Pair:
@@ -19,6 +19,7 @@ def small_pair(name: str) -> Pair:
         "byte-sentencepiece": (first, sentencepiece()),
         "sentencepiece-byte": (sentencepiece(), second),
         "nfc-byte": (nfc, first),
+        "prefix-byte": (sentencepiece(dummy_prefix=True), first),
         "byte-itself": (first, first),
     }[name]
 

@@ -74,7 +74,7 @@ def test_any_text(name: str, text: str) -> None:
 def test_real_pairs_on_the_corpus(real_pair: Pair) -> None:
     """Catches wrong pieces in real vocabularies: runs of spaces, newlines, emoji, half characters."""
     aligner = TokenAligner(*real_pair)
-    for text in corpus_texts()[::3]:
+    for text in corpus_texts()[::6]:
         check(aligner, encode(real_pair[0], text[:1500]), encode(real_pair[1], text[:1500]))
 
 
@@ -115,6 +115,14 @@ def test_a_normaliser_costs_only_the_tokens_it_touches() -> None:
     assert alignment.inexact.sum() == 1
     assert (alignment.student_chunk_id >= 0).all()
     assert (alignment.teacher_chunk_id >= 0).all()
+
+
+def test_a_dummy_prefix_costs_only_the_first_token() -> None:
+    student, teacher = small_pair("prefix-byte")
+    text = "The quick brown fox"
+    alignment = aligner_of("prefix-byte").align(encode(student, text), encode(teacher, text))
+    assert alignment.inexact.tolist() == [True] + [False] * (alignment.num_chunks - 1)
+    assert alignment.num_chunks > 3
 
 
 def test_whatever_follows_a_cut_has_no_partner() -> None:

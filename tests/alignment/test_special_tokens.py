@@ -47,15 +47,13 @@ def test_a_special_token_pairs_only_at_the_same_byte(tokenizers: Pair) -> None:
 
 
 def test_no_chunk_spans_a_special_token(tokenizers: Pair) -> None:
-    """`東|京` against `東京`: the teacher's token stands for both, but the student has a wall inside."""
+    """`T|he` against `The`: one teacher token stands for both halves, but the student has a wall inside."""
     student, teacher = tokenizers
-    whole = ids_of(teacher, "東京")
-    halves = [*encode(student, "東"), student.eos_token_id, *encode(student, "京")]
+    (whole,) = ids_of(teacher, "The")
+    first, second = ids_of(student, "T"), ids_of(student, "he")
     aligner = TokenAligner(*tokenizers)
-    expected = -1 if len(whole) == 1 else 0
-    assert aligner.align(halves, whole).student_chunk_id.max() <= expected
-    bytes_of = aligner.student_pieces.bytes_of
-    assert b"".join(map(bytes_of, halves)) == "東京".encode()
+    assert aligner.align([*first, *second], [whole]).num_chunks == 1
+    assert aligner.align([*first, student.eos_token_id, *second], [whole]).num_chunks == 0
 
 
 def test_several_special_tokens_at_one_place_pair_in_order(tokenizers: Pair) -> None:

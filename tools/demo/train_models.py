@@ -6,6 +6,7 @@ Two models train at a time, a process and a thread each.
 """
 
 import argparse
+import math
 import os
 import shutil
 import uuid
@@ -25,7 +26,7 @@ from recipes import RECIPES, SEQUENCE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
-from training import save, train
+from training import Budget, save, train
 from transformers.utils.logging import disable_progress_bar
 
 from nemo_opd.demo.corpus import arrow_file
@@ -49,6 +50,7 @@ class Trained:
 
     model: str
     parameters: int
+    steps: int
     train_tokens: int
     bits_per_byte: float
     size_bytes: int
@@ -58,19 +60,27 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train the chosen models and print their validation bits per byte."""
     options = _parser().parse_args(arguments)
     arrow_file("train")
-    names = sorted(options.only, key=lambda name: name == "student")
+    seconds = options.minutes * 60
+    budgets = {name: Budget(options.steps or RECIPES[name].steps, seconds) for name in options.only}
     context = get_context("spawn")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with context.Manager() as manager, ProcessPoolExecutor(WORKERS, context, _be_nice) as pool:
-        _print_results(_run(names, options.steps, options.output, manager, pool))
+        _print_results(_run(budgets, options.output, manager, pool))
 
 
-def make_model(name: str, steps: int, output: Path, report: Callable[[Step], None]) -> Trained:
-    """Train `name` for `steps` steps, replace its folder below `output` with the result, and measure it."""
+def make_model(name: str, budget: Budget, output: Path, report: Callable[[Step], None]) -> Trained:
+    """Train `name` within `budget`, replace its folder below `output` with the result, and measure it."""
     recipe = RECIPES[name]
     texts = _texts("train")
     tokenizer = train_bpe(recipe.bpe, iter(texts))
-    model = train(recipe, tokenizer, texts, steps, lambda step, loss: report(Step(name, step, loss)))
+    steps = 0
+
+    def count(step: int, loss: float) -> None:
+        nonlocal steps
+        steps = step
+        report(Step(name, step, loss))
+
+    model = train(recipe, tokenizer, texts, budget, count)
     folder = output / name
     partial = output / f".{name}.{uuid.uuid4().hex}"
     save(model, tokenizer, recipe, partial)
@@ -79,6 +89,7 @@ def make_model(name: str, steps: int, output: Path, report: Callable[[Step], Non
     return Trained(
         model=name,
         parameters=model.num_parameters(),
+        steps=steps,
         train_tokens=steps * recipe.batch * SEQUENCE,
         bits_per_byte=bits_per_byte(folder, _texts("validation")),
         size_bytes=sum(file.stat().st_size for file in folder.iterdir()),
@@ -92,12 +103,13 @@ def _parser() -> argparse.ArgumentParser:
         "--only", nargs="+", choices=RECIPES, default=list(RECIPES), help="models to make (default: all)"
     )
     parser.add_argument("--steps", type=int, help="steps of every chosen model (default: its recipe's)")
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="end a model's training, decayed, after this time"
+    )
     return parser
 
 
-def _run(
-    names: list[str], steps: int | None, output: Path, manager: SyncManager, pool: ProcessPoolExecutor
-) -> list[Trained]:
+def _run(budgets: dict[str, Budget], output: Path, manager: SyncManager, pool: ProcessPoolExecutor) -> list[Trained]:
     queue: Queue[Step] = manager.Queue()
     columns = (
         "[bold]{task.description}",
@@ -108,10 +120,9 @@ def _run(
     with Progress(*columns, TimeRemainingColumn()) as progress:
         tasks: dict[str, TaskID] = {}
         futures: list[Future[Trained]] = []
-        for name in names:
-            num_steps = steps or RECIPES[name].steps
-            tasks[name] = progress.add_task(name, total=num_steps, loss=float("nan"))
-            futures.append(pool.submit(make_model, name, num_steps, output, queue.put))
+        for name, budget in budgets.items():
+            tasks[name] = progress.add_task(name, total=budget.steps, loss=float("nan"))
+            futures.append(pool.submit(make_model, name, budget, output, queue.put))
         while not (queue.empty() and all(future.done() for future in futures)):
             try:
                 done = queue.get(timeout=1.0)
@@ -132,11 +143,12 @@ def _texts(split: str) -> list[str]:
 
 
 def _print_results(results: list[Trained]) -> None:
-    table = Table("model", "parameters", "trained tokens", "validation bits/byte", "bytes on disk")
+    table = Table("model", "parameters", "steps", "trained tokens", "validation bits/byte", "bytes on disk")
     for result in results:
         table.add_row(
             result.model,
             f"{result.parameters:,}",
+            f"{result.steps:,}",
             f"{result.train_tokens:,}",
             f"{result.bits_per_byte:.4f}",
             f"{result.size_bytes:,}",

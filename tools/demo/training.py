@@ -1,7 +1,9 @@
 """Trains one demo model: plain next-token prediction on packed sequences, AdamW, fp32, one thread."""
 
 import math
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,6 +19,14 @@ GRADIENT_CLIP = 1.0
 INIT_STD = 0.06
 FINAL_RATE = 0.01
 """The cosine ends at this fraction of the peak learning rate."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Training and its cosine end at the first of `steps` and `seconds`; only steps give the same model again."""
+
+    steps: int
+    seconds: float = math.inf
 
 
 def build_model(recipe: ModelRecipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -74,10 +84,10 @@ def train(
     recipe: ModelRecipe,
     tokenizer: Tokenizer,
     texts: list[str],
-    steps: int,
+    budget: Budget,
     report: Callable[[int, float], None],
 ) -> LlamaForCausalLM:
-    """The model of `recipe` after `steps` steps; `report(step, loss in nats per token)` is called after each."""
+    """The model of `recipe` at the end of `budget`; `report(step, nats per token)` is called after each step."""
     torch.manual_seed(SEED)
     model = build_model(recipe, tokenizer)
     documents = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
@@ -85,15 +95,18 @@ def train(
         documents, tokenizer.token_to_id(recipe.bpe.eos), recipe.batch, torch.Generator().manual_seed(SEED)
     )
     optimizer = _optimizer(model, recipe.learning_rate)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps, recipe.warmup))
-    for step in range(1, steps + 1):
+    started, step, spent = time.monotonic(), 0, 0.0
+    while spent < 1:
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _rate(step, recipe.warmup, spent)
         ids = batches.next()
         loss = F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
         optimizer.step()
-        schedule.step()
         optimizer.zero_grad()
+        step += 1
+        spent = max(step / budget.steps, (time.monotonic() - started) / budget.seconds)
         report(step, loss.item())
     return model
 
@@ -116,8 +129,6 @@ def _optimizer(model: LlamaForCausalLM, learning_rate: float) -> torch.optim.Ada
     return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
 
 
-def _rate(step: int, steps: int, warmup: int) -> float:
-    if step < warmup:
-        return (step + 1) / warmup
-    progress = (step - warmup) / max(1, steps - warmup)
-    return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+def _rate(step: int, warmup: int, spent: float) -> float:
+    cosine = FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * spent))
+    return min(1.0, (step + 1) / warmup) * cosine

@@ -1,0 +1,20 @@
+"""The matrices several tests look at, built once."""
+
+import pytest
+
+from nemo_opd.projection import ProjectionMatrix, build_projection
+from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, real_tokenizer, sentencepiece
+
+SMALL = {
+    "three_digits": byte_level(),
+    "one_digit": byte_level(450, DIGITS_ONE_BY_ONE, eos="<|im_end|>", extra=("<|endoftext|>", "<|im_start|>")),
+    "nfc": byte_level(500, DIGITS_ONE_BY_ONE, eos="</s>", extra=(), nfc=True),
+    "sentencepiece": sentencepiece(),
+    "dummy_prefix": sentencepiece(dummy_prefix=True),
+}
+PAIRS = [(a, b) for a in SMALL for b in SMALL]
+
+
+@pytest.fixture(scope="session")
+def llama_qwen() -> ProjectionMatrix:
+    return build_projection(real_tokenizer("llama3_1"), real_tokenizer("qwen3"))

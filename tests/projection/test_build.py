@@ -1,0 +1,162 @@
+"""What every row of a built projection must be, checked row by row from the tokenizers themselves."""
+
+import resource
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from nemo_opd.alignment import pieces_of
+from nemo_opd.alignment.backend import read_backend
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection import ProjectionMatrix, build_projection
+from nemo_opd.projection.byte_bpe import ByteBPE
+from nemo_opd.projection.multi_token import decayed_row
+from tests.projection.conftest import PAIRS, SMALL
+from tests.tokenizers_fixture import byte_level, encode, real_tokenizer, sentencepiece
+
+
+def entries(matrix: ProjectionMatrix, token_id: int) -> dict[int, float]:
+    return {
+        t: w
+        for t, w in zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
+        if t >= 0
+    }
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_every_row(names: tuple[str, str]) -> None:
+    """Catches mass on unrelated ids: each entry's bytes occur in the student's, and the heaviest begins them."""
+    student, teacher = SMALL[names[0]], SMALL[names[1]]
+    matrix = build_projection(student, teacher, top_k=3)
+    left, right = pieces_of(student), pieces_of(teacher)
+    assert matrix.indices.shape == (left.vocab_size, 3)
+    assert matrix.teacher_vocab_size == right.vocab_size
+    targets = matrix.indices[matrix.exact, 0]
+    assert len(set(targets.tolist())) == len(targets)
+    for token_id, piece in enumerate(left.as_list()):
+        row = entries(matrix, token_id)
+        if left.is_special[token_id]:
+            assert all(right.is_special[t] for t in row)
+            continue
+        assert row, f"{piece!r} has no row, though every byte is a token of the teacher"
+        assert sum(row.values()) == pytest.approx(1, abs=3 * 2**-23)  # three float32 roundings
+        assert piece.startswith(right.bytes_of(max(row, key=row.__getitem__)))
+        assert all(right.bytes_of(t) in piece for t in row)
+        if matrix.exact[token_id]:
+            assert [right.bytes_of(t) for t in row] == [piece]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_all_shared_bytes_are_exact(names: tuple[str, str]) -> None:
+    """Oracle: intersection of the two sides' bytes as Python sets."""
+    left, right = pieces_of(SMALL[names[0]]), pieces_of(SMALL[names[1]])
+    matrix = build_projection(SMALL[names[0]], SMALL[names[1]])
+    shared = (set(left.as_list()) & set(right.as_list())) - {b""}
+    exact = {left.bytes_of(i) for i in np.flatnonzero(matrix.exact & (left.lengths > 0)).tolist()}
+    assert exact == shared
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_tokenizer_onto_itself_is_the_identity(name: str) -> None:
+    """Byte-fallback twins of ordinary pieces included."""
+    matrix = build_projection(SMALL[name], SMALL[name])
+    assert matrix.indices[:, 0].tolist() == list(range(matrix.student_vocab_size))
+    assert matrix.exact.all()
+
+
+def test_numerals_lead_with_their_first_digit() -> None:
+    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
+    matrix = build_projection(student, teacher)
+    numerals = {token: i for token, i in student.get_vocab().items() if token.isdigit() and len(token) > 1}
+    assert "12" in numerals
+    for numeral, token_id in numerals.items():
+        assert teacher.convert_ids_to_tokens(next(iter(entries(matrix, token_id)))) == numeral[0]
+    one, two = (teacher.convert_tokens_to_ids(digit) for digit in "12")
+    assert entries(matrix, numerals["12"]) == pytest.approx({one: 0.9 / 0.99, two: 0.09 / 0.99}, abs=2**-23)
+
+
+def test_a_repeated_piece_is_one_entry_and_not_exact() -> None:
+    """`11` → `1`, `1` also sums to 1 in one entry; catches exactness read off the weight."""
+    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
+    matrix = build_projection(student, teacher)
+    eleven = student.convert_tokens_to_ids("11")
+    assert entries(matrix, eleven) == {teacher.convert_tokens_to_ids("1"): 1.0}
+    assert not matrix.exact[eleven]
+
+
+def test_weights_decay_add_up_and_are_cut() -> None:
+    row = decayed_row([7, 8, 7, 9, 10], top_k=2)
+    assert row.ids == (7, 8)
+    assert row.weights == pytest.approx((0.909 / 0.999, 0.09 / 0.999), rel=1e-12)
+
+
+def test_special_tokens_go_by_role_or_stay_empty() -> None:
+    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
+    matrix = build_projection(student, teacher)
+    assert entries(matrix, student.eos_token_id) == {teacher.eos_token_id: 1.0}
+    assert matrix.exact[student.eos_token_id]
+    assert entries(matrix, student.convert_tokens_to_ids("<|begin_of_text|>")) == {}
+    roles = {"<|begin_of_text|>": "opening", "<|im_start|>": "opening"}
+    overridden = build_projection(student, teacher, roles=roles)
+    opening = student.convert_tokens_to_ids("<|begin_of_text|>")
+    assert entries(overridden, opening) == {teacher.convert_tokens_to_ids("<|im_start|>"): 1.0}
+
+
+def test_two_student_tokens_may_share_a_teacher_token_but_not_be_exact() -> None:
+    """`<|endoftext|>` and eos both mean the end to a teacher with one such token."""
+    student, teacher = SMALL["one_digit"], byte_level(430, eos="<|endoftext|>", extra=())
+    matrix = build_projection(student, teacher)
+    end = student.convert_tokens_to_ids("<|endoftext|>")
+    for token_id in (student.eos_token_id, end):
+        assert entries(matrix, token_id) == {teacher.eos_token_id: 1.0}
+    assert matrix.exact[[student.eos_token_id, end]].tolist() == [True, False]
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("piece", [b"\xe6", b" \xe6\x9d", b"a\xff", b"\x80\x80", "京\U0001f600".encode()[:-1]])
+def test_half_characters_keep_their_bytes(tokenizer: object, piece: bytes) -> None:
+    """Catches a detour through U+FFFD."""
+    pieces = pieces_of(tokenizer)
+    ids = ByteBPE(read_backend(tokenizer)).encode(piece)
+    assert b"".join(map(pieces.bytes_of, ids)) == piece
+
+
+def test_merges_alone_agree_with_the_tokenizer_on_words() -> None:
+    """Oracle: the backend's own BPE, on words that its pre-tokenizer leaves whole."""
+    tokenizer = byte_level()
+    by_merges = ByteBPE(read_backend(tokenizer))
+    for word in ("The", " quick", " function", "Größe", "東京タワー", " Русский", "...", "123"):
+        assert by_merges.encode(word.encode()) == encode(tokenizer, word)
+
+
+def test_progress_reaches_the_end() -> None:
+    seen: list[tuple[int, int]] = []
+    build_projection(SMALL["three_digits"], SMALL["one_digit"], progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1][0] == seen[-1][1] > 0
+
+
+def test_a_row_needs_room() -> None:
+    with pytest.raises(ProjectionError, match="top_k is 0"):
+        build_projection(SMALL["three_digits"], SMALL["one_digit"], top_k=0)
+
+
+def test_llama_numerals_on_qwen_lead_with_their_first_digit(llama_qwen: ProjectionMatrix) -> None:
+    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    for value in range(1000):
+        row = entries(llama_qwen, student.convert_tokens_to_ids(f"{value:03d}"))
+        heaviest = max(row, key=row.__getitem__)
+        assert teacher.convert_ids_to_tokens(heaviest) == f"{value:03d}"[0]
+    assert entries(llama_qwen, 128009) == {151645: 1.0}
+
+
+def test_real_vocabularies_build_in_seconds_and_little_memory() -> None:
+    """The dense map of this pair is 39 GB. Processor time, as the machine may be busy."""
+    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    build_projection(student, teacher)
+    assert time.process_time() - start < 20
+    kilobytes = 1 if sys.platform != "darwin" else 1024
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2e6 * kilobytes
