@@ -14,6 +14,7 @@ A suffix such as `logits_BSV` names a tensor's axes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -187,12 +188,13 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """Merging keeps the larger."""
+    """Merging keeps the larger; a NaN stays."""
 
     maximum: Number
 
     def merge(self, other: Self) -> Max:
-        return Max(max(self.value(), other.value()))
+        ours, theirs = self.value(), other.value()
+        return Max(math.nan if math.isnan(ours) or math.isnan(theirs) else max(ours, theirs))
 
     def value(self) -> float:
         return float(self.maximum)

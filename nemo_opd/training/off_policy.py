@@ -26,7 +26,9 @@ def distil(config: RunConfig) -> None:
             session.loggers.log(step, record)
             if session.is_due(config.train.save_every) or session.interrupt.requested:
                 session.save()
-        if not session.interrupt.requested:
+        if session.interrupt.requested:
+            session.say_how_to_continue()
+        else:
             session.finish()
 
 

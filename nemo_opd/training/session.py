@@ -133,6 +133,12 @@ class Session:
         with self.checkpoints.writing(progress) as folder:
             self.models.save(folder)
 
+    def say_how_to_continue(self) -> None:
+        print(
+            f"interrupted after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
+            f"run.output_dir={self.plan.output_dir} run.resume=auto"
+        )
+
     def finish(self) -> None:
         """Export the student, write the report and print the closing table."""
         export_whole(self.models, self.plan.output_dir / "final")
