@@ -95,7 +95,7 @@ def sentencepiece(size: int = 700, dummy_prefix: bool = False) -> PreTrainedToke
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
         tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens([AddedToken(content, special=True) for content in special])
-    tokenizer.add_tokens([AddedToken("▁▁", normalized=False)])
+    tokenizer.add_tokens([AddedToken("▁▁", normalized=False), AddedToken("▁▁▁▁▁▁▁", normalized=True)])
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end_of_turn>", bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
     )

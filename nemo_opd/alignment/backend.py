@@ -20,7 +20,8 @@ META_SPACE = "▁"
 @dataclass(frozen=True, slots=True)
 class AddedToken:
     id: int
-    content: str
+    stored: str
+    """Its content as the normaliser left it, which is what is matched in a text and decoded."""
     special: bool
 
 
@@ -66,7 +67,8 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def read_backend(tokenizer: PreTrainedTokenizerBase) -> Backend:
     """Raises AlignmentError where a token's bytes cannot be told from its text."""
-    text = rust_tokenizer(tokenizer).to_str()
+    backend = rust_tokenizer(tokenizer)
+    text = backend.to_str()
     data = json.loads(text)
     model = data["model"]
     decoders = _decoders(data["decoder"])
@@ -81,7 +83,10 @@ def read_backend(tokenizer: PreTrainedTokenizerBase) -> Backend:
         vocab=vocab,
         merges=tuple((left, right) for left, right in model.get("merges", ())),
         unk_token=_unk_token(model),
-        added=tuple(AddedToken(t["id"], t["content"], t["special"]) for t in data["added_tokens"]),
+        added=tuple(
+            AddedToken(t["id"], backend.id_to_token(t["id"]) or t["content"], t["special"])
+            for t in data["added_tokens"]
+        ),
         fingerprint=_digest(text),
     )
 

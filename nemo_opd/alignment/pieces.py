@@ -87,7 +87,7 @@ def _build(backend: Backend) -> Pieces:
         pieces[token_id], origin[token_id] = _ordinary(token, backend)
     for added in backend.added:
         if origin[added.id] == HOLE:
-            pieces[added.id], origin[added.id] = _added(added.content, backend), ADDED
+            pieces[added.id], origin[added.id] = _added(added.stored, backend), ADDED
         is_special[added.id] = added.special
     if backend.unk_token in backend.vocab:
         is_special[backend.vocab[backend.unk_token]] = True
@@ -108,9 +108,9 @@ def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:
     return token.replace(META_SPACE, " ").encode(), ORDINARY
 
 
-def _added(content: str, backend: Backend) -> bytes:
-    """Added tokens are kept as text, which a SentencePiece normaliser has already rewritten."""
-    return content.encode() if backend.kind == "byte_level" else content.replace(META_SPACE, " ").encode()
+def _added(stored: str, backend: Backend) -> bytes:
+    """Added tokens are text, never the byte alphabet."""
+    return stored.encode() if backend.kind == "byte_level" else stored.replace(META_SPACE, " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError
 
@@ -45,6 +46,19 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         return
     for key, inner in items:
         yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
+
+
+def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig) -> Progress | None:
+    """The newest checkpoint, from which `config` can continue; None where there is none.
+
+    Raises CheckpointError where it is of another run or cannot be read.
+    """
+    steps = checkpoints.steps()
+    if not steps:
+        return None
+    progress = checkpoints.read(steps[-1])
+    require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
+    return progress
 
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:

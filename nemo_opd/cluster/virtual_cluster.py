@@ -2,12 +2,11 @@
 
 import logging
 import os
-import shutil
-import tempfile
 from typing import Any, Self
 
 import psutil
 
+from nemo_opd.cluster.session_folder import SessionFolder
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 
@@ -42,7 +41,7 @@ class VirtualCluster:
         self.gpu_share = int(10_000 / num_groups) / 10_000 if device == "cuda" else 0.0
         # Threads that wait for each other on busy cores cost more than they bring.
         self.threads = max(1, num_cores() // (num_ranks * num_groups)) if device == "cpu" else 1
-        self._folder: str | None = None
+        self._folder: SessionFolder | None = None
         self._placement: Any = None
         self._start(settings, num_ranks * num_groups)
         try:
@@ -62,13 +61,12 @@ class VirtualCluster:
                     "`ray start --head`, or leave the key out to run on this machine"
                 ) from error
             return
-        # Our own, so that the session's logs and sockets can be removed; short, because socket paths are limited.
-        self._folder = tempfile.mkdtemp(prefix="opd_", dir="/tmp")
+        self._folder = SessionFolder()
         ray.init(
             address="local",
             num_cpus=num_actors,
             object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=self._folder,
+            _temp_dir=str(self._folder.path),
             **quiet,
         )
 
@@ -97,7 +95,7 @@ class VirtualCluster:
                 remove_placement_group(self._placement)
             ray.shutdown()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder.close()
 
     def __enter__(self) -> Self:
         return self

@@ -100,7 +100,7 @@ def outcome(reference: Any, call: Pending, rank: int) -> Any:
         reason = str(error).strip().splitlines()[0]
         raise ClusterError(
             f"{call.group} rank {rank} died during {call.method!r} ({reason}); if memory ran out, lower "
-            " train.micro_batch_size or train.max_length"
+            "train.micro_batch_size or train.max_length"
         ) from error
     except ray.exceptions.RayTaskError as error:
         raise WorkerError(call.group, rank, str(error.cause), str(error)) from error

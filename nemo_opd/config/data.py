@@ -38,7 +38,7 @@ class Source(Settings):
     @model_validator(mode="after")
     def one_kind_of_source(self) -> "Source":
         if len(self.given) > 1:
-            raise ValueError(f"give one kind of source, not {' and '.join(self.given)}; convert the others to it")
+            raise ValueError(f"give one kind of source, not {' and '.join(self.given)}; set the others to null")
         return self
 
 

@@ -1,16 +1,19 @@
 """From the command line to a validated RunConfig: Hydra composes, pydantic checks."""
 
 import difflib
+import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
 import hydra
 import yaml
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -46,10 +49,40 @@ def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, confi
         except Exception as error:
             failures.append(error)
 
-    sys.argv[1:] = hydra_arguments(sys.argv[1:], config_dir)
-    hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(validated)()
+    given = sys.argv[1:]
+    sys.argv[1:] = hydra_arguments(given, config_dir)
+    with composition_errors(given):
+        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(validated)()
     if failures:
         raise failures[0]
+
+
+@contextmanager
+def composition_errors(arguments: Sequence[str]) -> Iterator[None]:
+    """What Hydra and OmegaConf raise inside becomes a ConfigError; Hydra's own report has no clear last line."""
+    previous = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises only when asked to
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(explain_composition(error, arguments)) from error
+    finally:
+        if previous is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = previous
+
+
+def explain_composition(error: Exception, arguments: Sequence[str]) -> str:
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        return f"{group}={name}: there is no such file in the group; choose one of {', '.join(error.options)}"
+    if isinstance(error, OverrideParseException):
+        override = error.override.removeprefix("++")
+        return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
+    reason = "; ".join(lines[:2]).replace("++", "") or type(error).__name__
+    return f"{' '.join(arguments)}: the configuration cannot be composed ({reason}); correct the override it names"
 
 
 def hydra_arguments(arguments: Sequence[str], config_dir: Path) -> list[str]:
@@ -93,8 +126,11 @@ def is_group(key: str, config_dir: Path) -> bool:
 def from_omegaconf(cfg: DictConfig) -> RunConfig:
     try:
         data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{error.full_key}: required, but not given; write {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{error.full_key or 'the config'}: {error.msg or error}") from error
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
     assert isinstance(data, dict)
     return from_dict({str(key): value for key, value in data.items()})
 
@@ -119,20 +155,24 @@ def to_yaml(config: RunConfig) -> str:
 
 def explain(problem: ErrorDetails, data: Mapping[str, Any]) -> str:
     """`key=value: reason; way out`, with the key as it is written on the command line."""
+    kind, value = problem["type"], problem["input"]
     path = real_path(problem["loc"], data)
     key = ".".join(map(str, path))
-    if problem["type"] == "extra_forbidden":
-        return f"{key}={problem['input']!r}: there is no such key{suggestion(path, data)}"
-    if problem["type"] == "missing":
-        return f"{key}: required, but not given"
-    reason = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "union_tag_invalid":
-        return f"{key}.type={problem['input']['type']!r}: choose one of {problem['ctx']['expected_tags']}"
-    if problem["type"] == "union_tag_not_found":
-        return f"{key}.type: required, but not given"
-    if problem["type"] == "value_error":
+    shown = "null" if value is None else repr(value)
+    reason = re.sub("^(Input|String) should", "must", problem["msg"].removeprefix("Value error, "))
+    if kind == "extra_forbidden":
+        return f"{key}={shown}: there is no such key{suggestion(path, data)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
+    if kind == "union_tag_invalid":
+        return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
+    if kind in ("model_type", "model_attributes_type"):
+        return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {', '.join(known_keys(path, data))}"
+    if kind == "value_error":
         return f"{key}: {reason}" if key else reason
-    return f"{key}={problem['input']!r}: {reason[0].lower()}{reason[1:]}"
+    if kind == "string_type" and isinstance(value, int | float):
+        reason += f"; to make text of it, write {key}=\"'{value}'\""
+    return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
 
 
 def real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
@@ -146,7 +186,7 @@ def real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
         if isinstance(data, Mapping):
             data = data.get(part)
         elif isinstance(data, Sequence) and isinstance(part, int):
-            data = data[part]
+            data = data[part] if part < len(data) else None  # an element that is missing has a place too
     return path
 
 

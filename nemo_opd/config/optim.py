@@ -1,17 +1,19 @@
 """Optimizer and learning-rate schedule of the student."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from nemo_opd.config.base import Settings
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Settings):
     type: Literal["adamw"] = "adamw"
     lr: float = Field(5e-5, gt=0)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(1e-3, ge=0)
 

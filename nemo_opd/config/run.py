@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.aggregation import WeightedSum
 from nemo_opd.config.base import Settings
@@ -26,6 +26,13 @@ class Run(Settings):
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False
     """Stop after the checks and print what would run."""
+
+    @field_validator("output_dir", mode="before")
+    @classmethod
+    def output_dir_is_not_empty(cls, value: object) -> object:
+        if value == "":  # an unset shell variable, which would put the run into the current directory
+            raise ValueError("it is empty; name a directory, or leave the key out for outputs/<name>/<time>")
+        return value
 
 
 class RunConfig(Settings):
@@ -65,8 +72,14 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def something_is_trained_on(self) -> Self:
-        if self.loss.kd_weight == 0 and self.loss.ce_weight == 0:
+        if self.loss.ce_weight > 0:
+            return self
+        if self.loss.kd_weight == 0:
             raise ValueError("loss.kd_weight and loss.ce_weight are both 0, so there is nothing to learn; raise one")
+        if not any(teacher.weight for teacher in self.teachers):
+            raise ValueError(
+                "loss.ce_weight and the weight of every teacher are 0, so there is nothing to learn; raise one"
+            )
         return self
 
     @property

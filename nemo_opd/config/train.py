@@ -27,6 +27,11 @@ class Train(Settings):
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":
-        if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("set max_steps or epochs, one of them")
+        if self.max_steps is None and self.epochs is None:
+            raise ValueError("neither max_steps nor epochs is set, so the run has no end; set one of them")
+        if self.max_steps is not None and self.epochs is not None:
+            raise ValueError(
+                f"max_steps={self.max_steps} and epochs={self.epochs} are both set, and only one can hold; write "
+                "train.max_steps=null or train.epochs=null"
+            )
         return self

@@ -1,9 +1,13 @@
 """Models and tokenizers from a folder, the hub, or the demo."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -46,15 +50,23 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def load_config(reference: str, *, key: str) -> PretrainedConfig:
-    """The model's configuration, once its folder is seen to hold weights. Raises ModelError naming `key`."""
+    """The configuration of a causal language model whose folder, where it is one, holds whole weights.
+
+    Raises ModelError naming `key`.
+    """
     check_folder(reference, key=key)
     try:
-        return AutoConfig.from_pretrained(resolve(reference))
+        config = AutoConfig.from_pretrained(resolve(reference))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"{key}={reference}: no model configuration could be read ({first_line(error)}); give a folder in Hugging "
             "Face form, or a hub name that this machine can reach"
         ) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError(
+            f"{key}={reference}: {config.model_type} is no causal language model; name a model that continues text"
+        )
+    return config
 
 
 def check_folder(reference: str, *, key: str) -> None:
@@ -70,15 +82,51 @@ def check_folder(reference: str, *, key: str) -> None:
             f"{key}={reference}: the folder has no weights (none of {', '.join(WEIGHT_FILES)}); copy them there or "
             "name another folder"
         )
+    try:
+        files = safetensors_files(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{key}={reference}: {WEIGHT_FILES[1]} is damaged ({first_line(error)}); copy it there again"
+        ) from error
+    for file in files:
+        try:
+            with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
+                pass
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"{key}={reference}: {file.name} is missing or damaged ({first_line(error)}); copy it there again"
+            ) from error
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The files that the weights are read from; none where they are in another format."""
+    if (folder / WEIGHT_FILES[0]).is_file():
+        return [folder / WEIGHT_FILES[0]]
+    index = folder / WEIGHT_FILES[1]
+    if not index.is_file():
+        return []
+    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    return [folder / shard for shard in sorted(set(shards))]
 
 
 def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
-    """A causal language model on the CPU in `dtype`. Raises ModelError naming `key` where weights are unreadable."""
+    """A causal language model on the CPU in `dtype`.
+
+    Raises ModelError naming `key` where weights are unreadable or, which transformers would draw at random, missing.
+    """
     try:
-        model = AutoModelForCausalLM.from_pretrained(resolve(reference), dtype=dtype)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(reference), dtype=dtype, output_loading_info=True)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
-        raise ModelError(f"{key}={reference}: the weights could not be loaded ({first_line(error)})") from error
-    assert isinstance(model, PreTrainedModel)
+        raise ModelError(
+            f"{key}={reference}: the weights could not be loaded ({first_line(error)}); copy them there again, or name "
+            "another model"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    if missing := sorted(loaded[1]["missing_keys"]):
+        raise ModelError(
+            f"{key}={reference}: {len(missing)} weights are missing ({', '.join(missing[:3])}); name a folder with all "
+            "weights of its config.json"
+        )
     return model
 
 

@@ -29,5 +29,6 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 
 def fail(message: str, status: int) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    for line in message.splitlines():  # several problems of a configuration have a line each
+        print(f"error: {line}", file=sys.stderr)
     sys.exit(status)

@@ -18,6 +18,12 @@ from nemo_opd.workers.teacher import TeacherWorker
 RankHandles = tuple[Handle, ...]
 
 
+def split(batch: Batch, num_ranks: int, micro_batch_size: int) -> list[Batch]:
+    """The batch's rows by rank; empty rows are added so that every rank has the same number of microbatches."""
+    unit = num_ranks * micro_batch_size
+    return shards(pad_rows(batch, -(-len(batch) // unit) * unit), num_ranks)
+
+
 class Models:
     """Worker groups of the student and of every active teacher, on the same ranks.
 
@@ -35,10 +41,8 @@ class Models:
             self.student.gather([group.ready for group in (self.student, *self.teachers)])
             self._stack = stack.pop_all()
 
-    def split(self, batch: Batch) -> list[Batch]:
-        """The batch's rows by rank; empty rows are added so that every rank has the same number of microbatches."""
-        unit = self._num_ranks * self._micro_batch_size
-        return shards(pad_rows(batch, -(-len(batch) // unit) * unit), self._num_ranks)
+    def _split(self, batch: Batch) -> list[Batch]:
+        return split(batch, self._num_ranks, self._micro_batch_size)
 
     def score(self, parts: Sequence[Batch]) -> list[RankHandles]:
         """Every teacher's forward pass, side by side: the handles by rank."""
@@ -51,7 +55,7 @@ class Models:
 
     def train_step(self, batch: Batch, normalizers: Normalizers, kd_scale: float, timer: Timer) -> dict[str, Metric]:
         """Teachers, then the student's optimizer step: the metrics of the global batch."""
-        parts = self.split(batch)
+        parts = self._split(batch)
         with timer.span("teacher_s"):
             handles = self.score(parts)
         with timer.span("student_s"):
@@ -59,11 +63,11 @@ class Models:
             return merge(self.student.call("train_step", steps))
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        parts = self.split(batch)
+        parts = self._split(batch)
         return merge(self.student.call("evaluate", list(zip(parts, self.score(parts), strict=True))))
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
-        parts = self.split(batch)
+        parts = self._split(batch)
         calls = [
             group.submit("bits_per_byte", [(part.teachers[i].tokens,) for part in parts])
             for i, group in enumerate(self.teachers)

@@ -11,18 +11,20 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.checkpoint.identity import newest_of_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager
 from nemo_opd.cluster.virtual_cluster import num_cores
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.config.model import Student
+from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.samples import CrossTokenizer, Encoder, SameTokenizer, SampleMaker
 from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import ConfigError, ModelError
+from nemo_opd.errors import ConfigError, ModelError, ProjectionError
 from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, audit, cached_projection
-from nemo_opd.training.memory import MemoryEstimate, estimate, model_size
+from nemo_opd.training.memory import ModelSize, estimate, model_size
 from nemo_opd.training.plan import Plan, StudentPlan, TeacherPlan
 
 
@@ -32,17 +34,14 @@ def preflight(config: RunConfig) -> Plan:
     num_ranks = resolve_ranks(config.cluster, device)
     require_batch_divides(config, num_ranks)
     transport = transport_for(config.handoff, device)
-    output_dir = resolve_output_dir(config.run)
-    memory = estimate_memory(config, device, num_ranks)
-    student = load_tokenizer(config.student.tokenizer or config.student.model, key="student.tokenizer")
-    tokenizers = [
-        load_tokenizer(teacher.tokenizer or teacher.model, key=f"teachers.{i}.tokenizer")
-        for i, teacher in enumerate(config.active_teachers)
-    ]
+    output_dir = resolve_output_dir(config)
+    student_size, student = check_model(config.student, "student")
+    checked = [check_model(teacher, f"teachers.{i}") for i, teacher in enumerate(config.active_teachers)]
+    sizes, tokenizers = [size for size, _ in checked], [tokenizer for _, tokenizer in checked]
     train_documents, validation_documents = load_data(config)
     teachers = tuple(
-        plan_teacher(i, teacher, student, tokenizer)
-        for i, (teacher, tokenizer) in enumerate(zip(config.active_teachers, tokenizers, strict=True))
+        plan_teacher(i, teacher, student, tokenizer, size)
+        for i, (teacher, (size, tokenizer)) in enumerate(zip(config.active_teachers, checked, strict=True))
     )
     steps_per_epoch = -(-len(train_documents) // config.train.global_batch_size)
     return Plan(
@@ -58,7 +57,7 @@ def preflight(config: RunConfig) -> Plan:
         sample_maker=build_sample_maker(config, student, tokenizers),
         steps_per_epoch=steps_per_epoch,
         total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
-        memory=memory,
+        memory=estimate(config, student_size, sizes, num_ranks=num_ranks, compute_bytes=4 if device == "cpu" else 2),
     )
 
 
@@ -111,8 +110,13 @@ def require_batch_divides(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def resolve_output_dir(run: Run) -> Path:
-    """The run's directory, not yet created. Raises ConfigError where it cannot be written or holds another run."""
+def resolve_output_dir(config: RunConfig) -> Path:
+    """The run's directory, not yet created.
+
+    Raises ConfigError where it cannot be written or holds a run that is not to be continued, and CheckpointError where
+    it is to be continued and cannot be.
+    """
+    run = config.run
     folder = run.output_dir or default_output_dir(run.name)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -124,8 +128,11 @@ def resolve_output_dir(run: Run) -> Path:
             f"run.output_dir={folder}: {existing} is not writable ({reason}); name another directory, or change its "
             "permissions"
         ) from error
-    steps = CheckpointManager(folder / "checkpoints", 1).steps()
-    if steps and run.resume == "never":
+    checkpoints = CheckpointManager(folder / "checkpoints", config.train.keep_last)
+    steps = checkpoints.steps()
+    if run.resume == "auto":
+        newest_of_same_run(checkpoints, config)
+    elif steps:
         raise ConfigError(
             f"run.output_dir={folder} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
             "continue it, or another run.output_dir"
@@ -143,6 +150,20 @@ def default_output_dir(name: str) -> Path:
     return folder
 
 
+def check_model(settings: Student | Teacher, key: str) -> tuple[ModelSize, PreTrainedTokenizerFast]:
+    """Size and tokenizer. Raises ModelError where one is not readable or the model has too few token embeddings."""
+    size = model_size(load_config(settings.model, key=f"{key}.model"))
+    source, source_key = settings.tokenizer or settings.model, f"{key}.{'tokenizer' if settings.tokenizer else 'model'}"
+    tokenizer = load_tokenizer(source, key=source_key)
+    vocab_size = pieces_of(tokenizer).vocab_size
+    if vocab_size > size.vocab_size:
+        raise ModelError(
+            f"{source_key}={source}: its tokenizer has ids up to {vocab_size - 1}, but {settings.model} has "
+            f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
+        )
+    return size, tokenizer
+
+
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
     train = load_documents(config.data.train, config.data.text_key, key="data.train")
     if not config.data.validation.given:
@@ -151,23 +172,32 @@ def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
 
 
 def plan_teacher(
-    i: int, settings: Teacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
+    i: int,
+    settings: Teacher,
+    student: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast,
+    size: ModelSize,
 ) -> TeacherPlan:
     vocab_size = pieces_of(tokenizer).vocab_size
     if not isinstance(settings, CrossTokenizerTeacher):
         require_same_tokenizer(i, settings, student, tokenizer)
+        require_room_for_ids(i, settings, pieces_of(student).vocab_size, size)
         return TeacherPlan(vocab_size, None, None)
-    matrix = load_projection(settings, student, tokenizer)
+    matrix = load_projection(i, settings, student, tokenizer)
     return TeacherPlan(vocab_size, matrix, audit(student, tokenizer, matrix))
 
 
 def load_projection(
-    settings: CrossTokenizerTeacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
+    i: int, settings: CrossTokenizerTeacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
 ) -> ProjectionMatrix:
+    """Raises ProjectionError naming the key where the file given is not of this pair or not readable."""
     if settings.projection == "auto":
         matrix, _ = cached_projection(student, tokenizer, settings.top_k)
         return matrix
-    return ProjectionMatrix.load(settings.projection, student_tokenizer=student, teacher_tokenizer=tokenizer)
+    try:
+        return ProjectionMatrix.load(settings.projection, student_tokenizer=student, teacher_tokenizer=tokenizer)
+    except ProjectionError as error:
+        raise ProjectionError(f"teachers.{i}.projection: {error}") from error
 
 
 def require_same_tokenizer(
@@ -188,6 +218,15 @@ def require_same_tokenizer(
         )
 
 
+def require_room_for_ids(i: int, settings: Teacher, student_vocab_size: int, size: ModelSize) -> None:
+    """Raises ModelError where the student's tokenizer has ids that the teacher cannot read."""
+    if student_vocab_size > size.vocab_size:
+        raise ModelError(
+            f"teachers.{i}.type=same_tokenizer: {settings.name} has {size.vocab_size} token embeddings, but the "
+            f"student's tokenizer has ids up to {student_vocab_size - 1}; write type: cross_tokenizer"
+        )
+
+
 def build_sample_maker(
     config: RunConfig, student: PreTrainedTokenizerFast, tokenizers: Sequence[PreTrainedTokenizerFast]
 ) -> SampleMaker:
@@ -201,13 +240,3 @@ def build_sample_maker(
 
     teachers = tuple(map(side, config.active_teachers, tokenizers))
     return SampleMaker(Encoder.of(student, config.train.max_length, config.data.append_eos), teachers)
-
-
-def estimate_memory(config: RunConfig, device: str, num_ranks: int) -> MemoryEstimate:
-    student = model_size(load_config(config.student.model, key="student.model"))
-    teachers = [
-        model_size(load_config(teacher.model, key=f"teachers.{i}.model"))
-        for i, teacher in enumerate(config.active_teachers)
-    ]
-    compute_bytes = 4 if device == "cpu" else 2
-    return estimate(config, student, teachers, num_ranks=num_ranks, compute_bytes=compute_bytes)

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from nemo_opd.checkpoint.identity import identity, require_same_run
+from nemo_opd.checkpoint.identity import identity, newest_of_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
@@ -74,12 +74,7 @@ class Session:
 
     def _progress_to_resume(self) -> Progress | None:
         """Raises CheckpointError where the newest checkpoint is of another run or not readable."""
-        steps = self.checkpoints.steps() if self.config.run.resume == "auto" else []
-        if not steps:
-            return None
-        progress = self.checkpoints.read(steps[-1])
-        require_same_run(progress.settings, identity(self.config), str(self.checkpoints.path(steps[-1])))
-        return progress
+        return newest_of_same_run(self.checkpoints, self.config) if self.config.run.resume == "auto" else None
 
     def _restore_driver(self, progress: Progress) -> None:
         self.step = progress.step

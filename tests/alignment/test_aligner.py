@@ -107,6 +107,20 @@ def test_streams_that_differ(text: str, other: str, position: int) -> None:
     check(aligner_of("byte-byte"), encode(student, text), encode(teacher, changed))
 
 
+@quick
+@given(seed=st.integers(0, 2**32), lengths=st.tuples(st.integers(0, 12), st.integers(0, 12)))
+def test_repetitive_streams(seed: int, lengths: tuple[int, int]) -> None:
+    """Tokens of spaces and `o`, in which equal prefix and equal suffix overlap; catches bytes that are used twice."""
+    random.seed(seed)
+    aligner = aligner_of("sentencepiece-byte")
+    sides = []
+    for pieces, length in zip((aligner.student_pieces, aligner.teacher_pieces), lengths, strict=True):
+        ids = [i for i, piece in enumerate(pieces.as_list()) if piece and set(piece) <= set(b" o")]
+        assert max(pieces.lengths[ids]) > 1
+        sides.append(random.choices(ids, k=length))
+    check(aligner, *sides)
+
+
 def test_a_normaliser_costs_only_the_tokens_it_touches() -> None:
     student, teacher = small_pair("nfc-byte")
     text = "The quick brown e\u0301 fox jumps"

@@ -1,7 +1,9 @@
 """id → bytes: spelled by the tokenizer itself, for each kind of vocabulary."""
 
+import copy
+
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint, pieces_of
@@ -46,7 +48,19 @@ def test_real_pieces_spell_the_corpus(name: str) -> None:
 def test_runs_of_spaces_stored_in_normalised_form_are_spaces() -> None:
     """Catches Gemma's added token `▁▁` taken for six bytes of U+2581."""
     tokenizer = sentencepiece()
-    assert pieces_of(tokenizer).bytes_of(tokenizer.convert_tokens_to_ids("▁▁")) == b"  "
+    pieces = pieces_of(tokenizer)
+    assert pieces.bytes_of(tokenizer.convert_tokens_to_ids("▁▁")) == b"  "
+    outside_the_model = tokenizer.convert_tokens_to_ids("▁" * 7)
+    assert (pieces.origin[outside_the_model], pieces.bytes_of(outside_the_model)) == (ADDED, b" " * 7)
+    assert outside_the_model in encode(tokenizer, "a" + " " * 7 + "b")
+
+
+def test_an_added_token_spells_what_the_normaliser_made_of_it() -> None:
+    """A dummy prefix is put before an added token's content too, once and for all."""
+    tokenizer = copy.deepcopy(sentencepiece(dummy_prefix=True))
+    tokenizer.add_tokens([AddedToken("<think>", normalized=True)])
+    (token_id,) = set(encode(tokenizer, "a <think>b")) - set(encode(tokenizer, "ab"))
+    assert pieces_of(tokenizer).bytes_of(token_id) == b" <think>"
 
 
 def test_special_tokens_have_no_bytes() -> None:

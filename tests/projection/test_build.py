@@ -104,6 +104,22 @@ def test_special_tokens_go_by_role_or_stay_empty() -> None:
     assert entries(overridden, opening) == {teacher.convert_tokens_to_ids("<|im_start|>"): 1.0}
 
 
+def test_of_equal_bytes_the_natural_piece_is_exact() -> None:
+    """An ordinary piece before a byte-fallback piece, and before an added token, whatever their ids."""
+    student, teacher = byte_level(520), sentencepiece()
+    student.add_tokens([" fox"])
+    matrix = build_projection(student, teacher)
+    letter = teacher.convert_tokens_to_ids("T")
+    assert teacher.convert_tokens_to_ids("<0x54>") < letter
+    assert entries(matrix, student.convert_tokens_to_ids("T")) == {letter: 1.0}
+    ordinary, added = student.convert_tokens_to_ids("Ġfox"), student.convert_tokens_to_ids(" fox")
+    assert matrix.exact[[ordinary, added]].tolist() == [True, False]
+    assert entries(matrix, ordinary) == entries(matrix, added) == {teacher.convert_tokens_to_ids("▁fox"): 1.0}
+    back = build_projection(teacher, student)
+    assert entries(back, teacher.convert_tokens_to_ids("▁fox")) == {ordinary: 1.0}
+    assert back.exact[[letter, teacher.convert_tokens_to_ids("<0x54>")]].tolist() == [True, False]
+
+
 def test_two_student_tokens_may_share_a_teacher_token_but_not_be_exact() -> None:
     """`<|endoftext|>` and eos both mean the end to a teacher with one such token."""
     student, teacher = SMALL["one_digit"], byte_level(430, eos="<|endoftext|>", extra=())

@@ -33,9 +33,6 @@ class ModelRecipe:
 
 
 RECIPES = {
-    "student": ModelRecipe(
-        LLAMA_LIKE, 96, layers=2, heads=3, kv_heads=1, mlp_width=256, steps=200, batch=8, learning_rate=2e-3, warmup=20
-    ),
     "teacher_same": ModelRecipe(
         LLAMA_LIKE,
         144,
@@ -43,7 +40,7 @@ RECIPES = {
         heads=4,
         kv_heads=2,
         mlp_width=320,
-        steps=3000,
+        steps=2763,
         batch=4,
         learning_rate=3e-3,
         warmup=100,
@@ -59,5 +56,8 @@ RECIPES = {
         batch=4,
         learning_rate=3e-3,
         warmup=100,
+    ),
+    "student": ModelRecipe(
+        LLAMA_LIKE, 96, layers=2, heads=3, kv_heads=1, mlp_width=256, steps=200, batch=8, learning_rate=2e-3, warmup=20
     ),
 }

@@ -1,0 +1,40 @@
+"""The folder of a local Ray session: its sockets and logs, which nobody needs after the run."""
+
+import fcntl
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+PREFIX = "opd_"
+LOCK = "owner.lock"
+
+
+class SessionFolder:
+    """A new folder under /tmp, removed by `close`, or by the next run of this user where its owner was killed.
+
+    The owner holds a lock on a file inside, which the kernel releases with the process.
+    """
+
+    def __init__(self, root: Path = Path("/tmp")) -> None:
+        """Under /tmp and not `$TMPDIR`, because the paths of sockets are limited to 107 bytes."""
+        remove_abandoned(root)
+        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        unnamed = self.path / f"{LOCK}.new"
+        self._lock = unnamed.open("w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        # Under its own name only once it is locked: others take a lock that is free for one whose owner is gone.
+        unnamed.rename(self.path / LOCK)
+
+    def close(self) -> None:
+        """Remove the folder; may be called again."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_abandoned(root: Path) -> None:
+    """Remove session folders whose owners are gone; those of other users stay."""
+    for file in root.glob(f"{PREFIX}*/{LOCK}"):
+        with suppress(OSError), file.open("r+") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(file.parent, ignore_errors=True)

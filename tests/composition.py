@@ -1,0 +1,36 @@
+"""What a command line configures, without a process of its own."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_opd.config import RunConfig
+from nemo_opd.config.load import run_with_hydra
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "configs"
+DEMO = "off_policy_demo"
+PRODUCTION = "off_policy_distillation"
+
+
+def compose(*arguments: str, config_name: str = DEMO) -> RunConfig:
+    (config,) = compose_all(*arguments, config_name=config_name)
+    return config
+
+
+def compose_all(*arguments: str, config_name: str = DEMO) -> list[RunConfig]:
+    """The configuration of every job: several with --multirun, none with --help."""
+    jobs: list[RunConfig] = []
+    with command_line(arguments):
+        run_with_hydra(jobs.append, config_dir=CONFIGS, config_name=config_name)
+    return jobs
+
+
+@contextmanager
+def command_line(arguments: tuple[str, ...]) -> Iterator[None]:
+    previous, sys.argv = sys.argv, ["distil", *arguments]
+    try:
+        yield
+    finally:
+        sys.argv = previous

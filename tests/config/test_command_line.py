@@ -1,0 +1,204 @@
+"""The command line is plain Hydra, with `--config FILE` beside it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.config.load import hydra_arguments, run_with_hydra, to_yaml
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError, ModelError
+from tests.composition import CONFIGS, PRODUCTION, ROOT, command_line, compose, compose_all
+from tests.conftest import cache  # noqa: F401
+
+
+def test_overrides_reach_their_keys() -> None:
+    config = compose("train.max_steps=7", "student.optimizer.lr=1e-3", "run.output_dir=/runs/a", "loss.divergence=jsd")
+
+    assert (config.train.max_steps, config.student.optimizer.lr) == (7, 1e-3)
+    assert (config.run.output_dir, config.loss.divergence) == (Path("/runs/a"), "jsd")
+
+
+def test_the_last_of_two_overrides_holds() -> None:
+    assert compose("train.max_steps=7", "train.max_steps=8").train.max_steps == 8
+
+
+def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
+    """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
+    assert compose("cluster.timeout_s=5").cluster.timeout_s == 5
+    assert compose("+cluster.timeout_s=5").cluster.timeout_s == 5
+    assert compose("++cluster.timeout_s=5").cluster.timeout_s == 5
+
+
+def test_a_key_is_taken_away() -> None:
+    assert compose("~train.validate_every").train.validate_every is None
+
+
+def test_one_teacher_of_the_list_is_changed() -> None:
+    config = compose("teachers.0.weight=0.8", "teachers.1.dtype=bfloat16")
+
+    assert [teacher.weight for teacher in config.teachers] == [0.8, 0.5]
+    assert [teacher.dtype for teacher in config.teachers] == ["float32", "bfloat16"]
+    assert [teacher.model for teacher in config.teachers] == ["demo:teacher_cross", "demo:teacher_same"]
+
+
+def test_groups_are_swapped_whole() -> None:
+    """Also together with a key of the new option, whatever their order on the command line."""
+    assert [teacher.name for teacher in compose("teachers=demo_single").teachers] == ["cross"]
+    config = compose("teachers.0.weight=0.8", "teachers=phi4mini_llama3b", "student=llama3_2_1b", "cluster=gpu")
+
+    assert [(teacher.name, teacher.weight) for teacher in config.teachers] == [("phi4mini", 0.8), ("llama3b", 0.5)]
+    assert (config.student.model, config.cluster.device) == ("meta-llama/Llama-3.2-1B", "cuda")
+
+
+@pytest.mark.parametrize("text", ["/data/a.arrow", "[/data/a.arrow]"])
+def test_one_file_or_a_list_of_files(text: str) -> None:
+    assert compose(f"data.train.arrow_files={text}").data.train.arrow_files == ("/data/a.arrow",)
+
+
+def test_globs_and_quoted_paths_arrive_unchanged() -> None:
+    """A shell leaves a quoted pattern alone, and so must we."""
+    for path in ("/data/**/*.arrow", "/data/part-[0-9].arrow", "/my data/a (1).arrow"):
+        assert compose(f'data.train.arrow_files="{path}"').data.train.arrow_files == (path,)
+
+
+@pytest.mark.parametrize("form", [("--config", "FILE"), ("--config=FILE",)], ids=["two words", "one word"])
+def test_a_config_file_anywhere_finds_the_groups(form: tuple[str, ...], tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [{student: demo}, {teachers: demo_multi}, {data: demo}, _self_]\ntrain: {max_steps: 3}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = compose(*(word.replace("FILE", "mine.yaml") for word in form), "teachers=qwen3_4b", "train.max_length=64")
+
+    assert (config.train.max_steps, config.train.max_length) == (3, 64)
+    assert [teacher.model for teacher in config.teachers] == ["Qwen/Qwen3-4B"]
+
+
+def test_a_config_file_brings_options_of_its_own(tmp_path: Path) -> None:
+    """`teachers=<your file>`: the group in the file's folder is searched beside that of configs/."""
+    (tmp_path / "mine.yaml").write_text((CONFIGS / "off_policy_demo.yaml").read_text())
+    (tmp_path / "teachers").mkdir()
+    (tmp_path / "teachers" / "own.yaml").write_text(
+        "# @package _global_\nteachers: [{name: own, type: same_tokenizer, model: /models/own}]\n"
+    )
+    config = compose("--config", str(tmp_path / "mine.yaml"), "teachers=own")
+
+    assert [teacher.model for teacher in config.teachers] == ["/models/own"]
+
+
+def test_a_config_file_of_this_repository_by_its_path() -> None:
+    assert compose("--config", str(CONFIGS / f"{PRODUCTION}.yaml")) == compose(config_name=PRODUCTION)
+
+
+def test_a_runs_own_config_repeats_it(tmp_path: Path) -> None:
+    config = compose("run.output_dir=/runs/a", "teachers.0.weight=0.8")
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    again = compose("--config", str(tmp_path / "config.yaml"), "run.output_dir=/runs/b")
+
+    assert again.model_copy(update={"run": config.run}) == config
+    assert again.run.output_dir == Path("/runs/b")
+
+
+@pytest.mark.parametrize("arguments", [["--config", "nowhere.yaml"], ["--config"], ["--config=."]])
+def test_a_config_file_that_is_not_there(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^--config=.*: there is no such file; give the path of a YAML file"):
+        compose(*arguments)
+
+
+def test_options_of_hydra_are_not_taken_for_overrides() -> None:
+    arguments = hydra_arguments(["--cfg", "job", "train.max_steps=1", "-m", "teachers=demo_single", "~run.name"], CONFIGS)
+
+    assert arguments[:3] == ["--cfg", "job", "-m"]
+    assert arguments[-3:] == ["++train.max_steps=1", "teachers=demo_single", "~run.name"]
+
+
+def test_cfg_job_prints_the_config_and_runs_nothing(capsys) -> None:
+    assert compose_all("--cfg", "job", "train.max_steps=7") == []
+    printed = capsys.readouterr().out
+    assert "max_steps: 7" in printed
+    assert "model: demo:student" in printed
+
+
+def test_help_names_the_groups_and_runs_nothing(capsys) -> None:
+    assert compose_all("--help") == []
+    printed = capsys.readouterr().out
+    for group in sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir()):
+        assert f"{group}: " in printed
+
+
+def test_multirun_is_a_job_for_each_combination(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    jobs = compose_all("--multirun", "train.max_steps=1,2", "loss.temperature=1.0,2.0")
+
+    assert [(job.train.max_steps, job.loss.temperature) for job in jobs] == [(1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)]
+
+
+def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) -> None:
+    """The first error is raised at the end, as it is, and no job is lost."""
+    monkeypatch.chdir(tmp_path)
+    done: list[int] = []
+
+    def task(config: RunConfig) -> None:
+        if config.train.max_steps == 1:
+            raise ModelError("the first job's problem")
+        done.append(config.train.max_steps or 0)
+
+    with command_line(("-m", "train.max_steps=1,0,2")), pytest.raises(ModelError, match="the first job's problem"):
+        run_with_hydra(task, config_dir=CONFIGS, config_name="off_policy_demo")
+    assert done == [2]
+
+
+def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
+    """No outputs/<date>/<time>/.hydra beside the run's own directory."""
+    monkeypatch.chdir(tmp_path)
+    compose("train.max_steps=1")
+
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["loss=nope"], r"^loss=nope: there is no such file in the group; choose one of p_kl, same_vocab"),
+        (["teachers=phi"], r"^teachers=phi: .* choose one of demo_multi, .*phi4mini_llama3b"),
+        (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),
+        (["train"], r"^train: cannot be read as key=value"),
+        (["~train.nope"], r"^~train\.nope: .*'train\.nope' does not exist"),
+        (["teachers.7.weight=1"], r"^teachers\.7\.weight=1: "),
+        (["teachers.weight=1"], r"^teachers\.weight=1: "),
+        (["loss=null"], r"^loss=null: "),
+        (["student.model=???"], r"^student\.model: required, but not given"),
+        (["student.model=${nope}"], r"^student\.model: Interpolation key 'nope' not found"),
+    ],
+)
+def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: str) -> None:
+    """Hydra itself prints several lines, the last of which is about HYDRA_FULL_ERROR."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        compose(*arguments)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_the_environment_is_as_before(monkeypatch) -> None:
+    """HYDRA_FULL_ERROR is the user's; it would otherwise be in the environment of every worker."""
+    import os
+
+    for value in (None, "0"):
+        if value is None:
+            monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+        else:
+            monkeypatch.setenv("HYDRA_FULL_ERROR", value)
+        compose()
+        with pytest.raises(ConfigError):
+            compose("loss=nope")
+        assert os.environ.get("HYDRA_FULL_ERROR") == value
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]], ids=["help", "cfg"])
+def test_the_example_answers_from_any_directory(arguments: list[str], tmp_path: Path) -> None:
+    script = ROOT / "examples" / "run_off_policy_distillation.py"
+    done = subprocess.run([sys.executable, str(script), *arguments], cwd=tmp_path, capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr
+    assert "max_steps" in done.stdout
+    assert list(tmp_path.iterdir()) == []

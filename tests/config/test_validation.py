@@ -1,0 +1,265 @@
+"""What settings refuse, each with the key as it is typed, the value, the reason and the way out."""
+
+import copy
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from nemo_opd.config import RunConfig
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.loss import PKLTerm, SameVocabTerm
+from nemo_opd.errors import ConfigError, OPDError
+
+CROSS = {"name": "cross", "type": "cross_tokenizer", "model": "/c"}
+SAME = {"name": "same", "type": "same_tokenizer", "model": "/s"}
+VALID: dict[str, Any] = {
+    "train": {"max_steps": 3},
+    "student": {"model": "/m"},
+    "teachers": [CROSS, SAME],
+    "loss": {"type": "p_kl"},
+    "data": {"train": {"arrow_files": "/a.arrow"}},
+}
+
+
+def changed(key: str, value: Any) -> dict[str, Any]:
+    """VALID with one key set, as an override would do it."""
+    data = copy.deepcopy(VALID)
+    *path, last = key.split(".")
+    node: Any = data
+    for part in path:
+        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
+    node[last] = value
+    return data
+
+
+def message_of(data: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        from_dict(data)
+    return str(caught.value)
+
+
+def test_the_smallest_config() -> None:
+    config = from_dict(VALID)
+
+    assert config.data.train.arrow_files == ("/a.arrow",)
+    assert (config.run.resume, config.cluster.placement, config.handoff.transport) == ("never", "colocated", "auto")
+
+
+def test_settings_are_frozen_all_the_way_down() -> None:
+    config = from_dict(VALID)
+
+    for settings, key in ((config, "train"), (config.train, "max_steps"), (config.teachers[0], "weight")):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(settings, key, None)
+    hash(config)
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("trian", "train"),
+        ("train.max_step", "train.max_steps"),
+        ("train.micro_batchsize", "train.micro_batch_size"),
+        ("student.optimiser", "student.optimizer"),
+        ("student.optimizer.beta", "student.optimizer.betas"),
+        ("teachers.0.wieght", "teachers.0.weight"),
+        ("teachers.0.projecton", "teachers.0.projection"),
+        ("loss.temprature", "loss.temperature"),
+        ("loss.coverage_coeff", "loss.coverage_coef"),
+        ("data.train.arrow_file", "data.train.arrow_files"),
+        ("data.validation.max_sample", "data.validation.max_samples"),
+        ("logging.wandb.enable", "logging.wandb.enabled"),
+    ],
+)
+def test_a_typo_is_told_what_was_meant(typo: str, meant: str) -> None:
+    assert message_of(changed(typo, 3)) == f"{typo}=3: there is no such key; did you mean {meant}?"
+
+
+def test_a_strange_key_is_told_what_is_known() -> None:
+    message = message_of(changed("handoff", {"type": "logits", "zzz": 1}))
+
+    assert message == "handoff.zzz=1: there is no such key; known here: type, transport"
+
+
+def test_a_key_of_the_other_kind_of_teacher_is_unknown() -> None:
+    """Suggestions follow the tag: a same-tokenizer teacher has no projection."""
+    message = message_of(changed("teachers.1.projection", "auto"))
+
+    assert message.startswith("teachers.1.projection='auto': there is no such key; known here: name, model")
+    assert "projection," not in message.partition("known here")[2]
+
+
+def test_a_key_of_the_other_loss_is_unknown() -> None:
+    data = changed("loss", {"type": "same_vocab", "coverage_coef": 1.0}) | {"teachers": [SAME]}
+
+    assert message_of(data).startswith("loss.coverage_coef=1.0: there is no such key")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("train.max_steps", "three", "train.max_steps='three': must be a valid integer"),
+        ("train.max_steps", 2.5, "train.max_steps=2.5: must be a valid integer"),
+        ("train.max_steps", 0, "train.max_steps=0: must be greater than or equal to 1"),
+        ("train.global_batch_size", None, "train.global_batch_size=null: must be a valid integer"),
+        ("train.max_length", 1, "train.max_length=1: must be greater than or equal to 2"),
+        ("train.gradient_clip", 0, "train.gradient_clip=0: must be greater than 0"),
+        ("train.gradient_clip", float("inf"), "train.gradient_clip=inf: must be a finite number"),
+        ("student.optimizer.lr", -1, "student.optimizer.lr=-1: must be greater than 0"),
+        ("student.optimizer.lr", float("nan"), "student.optimizer.lr=nan: must be a finite number"),
+        ("student.optimizer.betas", [0.9], "student.optimizer.betas.1: required, but not given"),
+        ("student.optimizer.betas", [0.9, 1.0], "student.optimizer.betas.1=1.0: must be less than 1"),
+        ("student.dtype", "fp8", "student.dtype='fp8': must be 'auto', 'bfloat16' or 'float32'"),
+        ("student.model", None, "student.model=null: must be a valid string"),
+        ("student.optimizer", "adamw", "student.optimizer='adamw': a group of keys, not one value; set"),
+        ("loss.temperature", 0, "loss.temperature=0: must be greater than 0"),
+        ("loss.beta", 1.5, "loss.beta=1.5: must be less than or equal to 1"),
+        ("loss.divergence", "kl", "loss.divergence='kl': must be 'forward_kl', 'reverse_kl', 'jsd'"),
+        ("teachers.1.weight", -0.5, "teachers.1.weight=-0.5: must be greater than or equal to 0"),
+        ("teachers.0.name", "a b", "teachers.0.name='a b': must match pattern"),
+        ("run.name", "a/b", "run.name='a/b': must match pattern"),
+        ("run.name", 2024, "run.name=2024: must be a valid string; to make text of it, write run.name=\"'2024'\""),
+        ("run.resume", "yes", "run.resume='yes': must be 'auto' or 'never'"),
+        ("run.output_dir", "", "run.output_dir: it is empty; name a directory"),
+        ("cluster.device", "tpu", "cluster.device='tpu': must be 'auto', 'cuda' or 'cpu'"),
+        ("cluster.cpu_ranks", 0, "cluster.cpu_ranks=0: must be greater than or equal to 1"),
+        ("data.train.arrow_files", 7, "data.train.arrow_files=7: must be a valid"),
+        ("data.train.arrow_files", ["/a", 7], "data.train.arrow_files.1=7: must be a valid string"),
+        ("handoff.type", "hidden", "handoff.type='hidden': must be 'logits'"),
+        ("teachers", [], "teachers=[]: "),
+        ("teachers", 3, "teachers=3: "),
+        ("teachers.0", 7, "teachers.0=7: a group of keys, not one value; set teachers.0.KEY of name"),
+    ],
+)
+def test_a_wrong_value(key: str, value: Any, says: str) -> None:
+    message = message_of(changed(key, value))
+
+    assert message.startswith(says)
+    assert len(message.splitlines()) == 1
+    assert "pydantic" not in message
+
+
+@pytest.mark.parametrize(
+    ("key", "choices"),
+    [
+        ("loss.type", "'same_vocab', 'p_kl'"),
+        ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer'"),
+        ("teachers.0.loss", "'same_vocab', 'p_kl'"),
+    ],
+)
+def test_a_wrong_tag_is_told_the_choices(key: str, choices: str) -> None:
+    if key.endswith("loss"):
+        data, key = changed(key, {"type": "nope"}), f"{key}.type"
+    else:
+        data = changed(key, "nope")
+
+    assert message_of(data) == f"{key}='nope': choose one of {choices}"
+
+
+def test_a_tag_that_is_missing() -> None:
+    data = copy.deepcopy(VALID)
+    del data["teachers"][1]["type"]
+
+    assert message_of(data) == "teachers.1.type: required, but not given"
+
+
+@pytest.mark.parametrize("key", ["student", "teachers", "data", "train"])
+def test_a_section_that_is_missing(key: str) -> None:
+    data = copy.deepcopy(VALID)
+    del data[key]
+
+    assert message_of(data) == f"{key}: required, but not given"
+
+
+def test_every_problem_has_a_line() -> None:
+    data = changed("train.max_steps", 0)
+    data["teachers"][0]["wieght"] = 1
+    data["run"] = {"seed": -1}
+
+    assert sorted(line.partition(":")[0] for line in message_of(data).splitlines()) == [
+        "run.seed=-1",
+        "teachers.0.wieght=1",
+        "train.max_steps=0",
+    ]
+
+
+def test_it_is_one_of_our_errors_and_a_value_error() -> None:
+    for kind in (OPDError, ValueError):
+        with pytest.raises(kind):
+            from_dict({})
+
+
+def test_steps_or_epochs() -> None:
+    assert message_of(changed("train", {})).startswith("train: neither max_steps nor epochs is set")
+    both = message_of(changed("train.epochs", 2))
+    assert both.startswith("train: max_steps=3 and epochs=2 are both set")
+    assert both.endswith("write train.max_steps=null or train.epochs=null")
+    assert from_dict(changed("train", {"epochs": 2})).train.epochs == 2
+
+
+def test_one_kind_of_source() -> None:
+    assert message_of(changed("data.train.jsonl_files", "/b.jsonl")) == (
+        "data.train: give one kind of source, not arrow_files and jsonl_files; set the others to null"
+    )
+    data = changed("data.train.jsonl_files", "/b.jsonl")
+    data["data"]["train"]["arrow_files"] = None
+    assert from_dict(data).data.train.given == {"jsonl_files": ("/b.jsonl",)}
+
+
+def test_teacher_names_are_unique() -> None:
+    message = message_of(changed("teachers.1.name", "cross"))
+
+    assert message == "teachers: 2 teachers are named 'cross'; metrics need one name each"
+
+
+def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
+    shared = message_of(changed("loss", {"type": "same_vocab"}))
+    assert shared.startswith("loss.type=same_vocab compares equal vocabularies, but teachers.0 (cross) is of type cross")
+    assert "use loss=p_kl" in shared
+    assert message_of(changed("teachers.0.loss", {"type": "same_vocab"})).startswith("teachers.0.loss.type=same_vocab")
+
+    own = changed("loss", {"type": "same_vocab"})
+    own["teachers"][0]["loss"] = {"type": "p_kl"}
+    assert from_dict(own).term(0).type == "p_kl"
+
+
+def test_something_is_trained_on() -> None:
+    loss = {"type": "p_kl", "kd_weight": 0, "ce_weight": 0}
+    assert message_of(changed("loss", loss)).startswith("loss.kd_weight and loss.ce_weight are both 0")
+
+    weightless = changed("loss", {"type": "p_kl", "ce_weight": 0})
+    for teacher in weightless["teachers"]:
+        teacher["weight"] = 0
+    assert message_of(weightless).startswith("loss.ce_weight and the weight of every teacher are 0")
+    weightless["loss"]["ce_weight"] = 1
+    assert from_dict(weightless).active_teachers
+
+
+def test_teachers_without_a_say_are_not_loaded() -> None:
+    config = from_dict(changed("loss", {"type": "p_kl", "kd_weight": 0}))
+
+    assert config.active_teachers == ()
+    assert len(config.teachers) == 2
+
+
+def test_terms_follow_the_tokenizers() -> None:
+    """A teacher's own term goes first; else the run's, as same_vocab where the vocabularies are equal."""
+    loss = {"type": "p_kl", "divergence": "jsd", "beta": 0.2, "temperature": 2.0, "coverage_coef": 0.3}
+    data = changed("loss", loss)
+    config = from_dict(data)
+    shared = {"divergence": "jsd", "beta": 0.2, "temperature": 2.0}
+
+    cross, same = config.term(0), config.term(1)
+    assert isinstance(cross, PKLTerm)
+    assert cross.coverage_coef == 0.3
+    assert same == SameVocabTerm(**shared)
+
+    data["teachers"][1]["loss"] = {"type": "same_vocab", "temperature": 4.0}
+    assert from_dict(data).term(1) == SameVocabTerm(temperature=4.0)
+
+
+def test_defaults_are_valid() -> None:
+    """A default that its own bounds refuse would show up in no other test."""
+    assert RunConfig.model_config["validate_default"]
+    assert from_dict(from_dict(VALID).model_dump()) == from_dict(VALID)

@@ -1,0 +1,138 @@
+"""The table of who may import whom (DESIGN §2): imports run one way, and heavy libraries stay in their corners."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import nemo_opd
+
+PACKAGE = Path(nemo_opd.__file__).parent
+LEVELS = (
+    {"errors", "types", "paths"},
+    {"config"},
+    {"alignment", "distributed", "demo"},
+    {"projection"},
+    {"data", "models", "losses", "aggregation", "handoff", "checkpoint", "logging", "rollout"},
+    {"workers"},
+    {"cluster", "evaluation"},
+    {"training"},
+)
+LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "wandb": {"logging"}}
+"""Library → the only packages that import it."""
+WITHOUT_TORCH = {"errors", "types", "paths", "config", "alignment"}
+OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
+
+
+@dataclass(frozen=True)
+class Import:
+    file: Path
+    module: str
+    at_run_time: bool
+    """False under `if TYPE_CHECKING`."""
+
+    @property
+    def importer(self) -> str:
+        return part_of(self.file)
+
+    def __str__(self) -> str:
+        return f"{self.file.relative_to(PACKAGE.parent)} imports {self.module}"
+
+
+def part_of(file: Path) -> str:
+    """The package, or the module, directly under nemo_opd; empty for nemo_opd/__init__.py."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py").removesuffix("__init__")
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    tree = ast.parse(file.read_text(encoding="utf-8"))
+    for_types = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for statement in node.body
+        for inner in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file} has a relative import, which this test does not follow"
+            module = node.module or ""
+            # `from nemo_opd import data` names a package, `from nemo_opd.data import …` what is in one.
+            modules = [f"{module}.{alias.name}" for alias in node.names] if module == "nemo_opd" else [module]
+        else:
+            continue
+        yield from (Import(file, module, node not in for_types) for module in modules)
+
+
+IMPORTS = [found for file in sorted(PACKAGE.rglob("*.py")) for found in imports_of(file)]
+OWN = [found for found in IMPORTS if found.module.startswith("nemo_opd.")]
+
+
+def shown(imports: list[Import]) -> str:
+    return "\n".join(map(str, imports))
+
+
+def test_the_table_names_every_package() -> None:
+    parts = {part_of(file) for file in PACKAGE.rglob("*.py")} - {""}
+
+    assert parts - LEVEL.keys() == set()
+    assert len(OWN) > 100  # the walk itself works
+
+
+def test_imports_run_one_way() -> None:
+    upward = [found for found in OWN if LEVEL[found.module.split(".")[1]] > LEVEL.get(found.importer, -1)]
+
+    assert not upward, shown(upward)
+
+
+def test_the_package_does_not_import_its_users() -> None:
+    wrong = [found for found in IMPORTS if found.module.split(".")[0] in OUTSIDE]
+
+    assert not wrong, shown(wrong)
+
+
+@pytest.mark.parametrize("library", HOME)
+def test_a_library_stays_in_its_packages(library: str) -> None:
+    importers = [found for found in IMPORTS if found.module.split(".")[0] == library]
+    wrong = [found for found in importers if found.importer not in HOME[library]]
+
+    assert importers
+    assert not wrong, shown(wrong)
+
+
+def test_config_and_alignment_import_no_torch() -> None:
+    wrong = [
+        found
+        for found in IMPORTS
+        if found.at_run_time and found.module.split(".")[0] == "torch" and found.importer in WITHOUT_TORCH
+    ]
+
+    assert not wrong, shown(wrong)
+
+
+def test_importing_config_and_alignment_leaves_torch_out() -> None:
+    """Also through a library: a command line's mistakes are to be told before seconds of imports."""
+    script = (
+        "import sys, nemo_opd.config, nemo_opd.config.load, nemo_opd.alignment, nemo_opd.training.cli\n"
+        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+
+    assert done.stdout.strip() == "[]"
+
+
+def test_losses_know_no_config_but_where_they_are_built() -> None:
+    wrong = [
+        found
+        for found in OWN
+        if found.importer == "losses" and found.module.startswith("nemo_opd.config") and found.file.name != "build.py"
+    ]
+
+    assert not wrong, shown(wrong)

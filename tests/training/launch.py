@@ -1,0 +1,148 @@
+"""Runs of the example script as a user starts them, and a look at everything they leave on the machine.
+
+Other runs may share the machine, so whatever belongs to a run is told by a variable that its processes inherit.
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from nemo_opd.logging.jsonl import read
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "run_off_policy_distillation.py"
+MARK = "NEMO_OPD_TEST_RUN"
+START_S, END_S, CLEAN_S = 180.0, 120.0, 20.0
+"""Generous: the machine may be busy. A healthy run needs a tenth."""
+
+
+@dataclass
+class Run:
+    """A started run and what has been seen of it."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    output_dir: Path
+    segments_before: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    ray_folders: set[Path] = field(default_factory=set)
+    seen: dict[int, str] = field(default_factory=dict)
+    """Command lines by process id, of all processes that were found alive."""
+    output: str = ""
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        return read(self.output_dir / "metrics.jsonl")
+
+    @property
+    def last_line(self) -> str:
+        return self.output.strip().splitlines()[-1]
+
+    @property
+    def checkpoints(self) -> list[str]:
+        return sorted(entry.name for entry in (self.output_dir / "checkpoints").iterdir())
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the run, the driver included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) != self.mark or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                self.seen[process.pid] = command = " ".join(process.cmdline())
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            found.append(process)
+            self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
+        return found
+
+    def workers(self, group: str = "") -> list[psutil.Process]:
+        """The Ray actors, which the kernel knows by their class."""
+        return [process for process in self.processes() if "RankActor" in self.seen[process.pid]]
+
+    def wait_for_step(self, step: int) -> None:
+        """Returns as soon as metrics.jsonl has the record of a step."""
+        file = self.output_dir / "metrics.jsonl"
+
+        def reached() -> bool:
+            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[0]}"
+            return file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8")
+
+        wait_until(reached, START_S, f"step {step}", every_s=0.005)
+
+    def end(self) -> int:
+        """Wait for the driver to end by itself: its exit status."""
+        try:
+            self.output += self.process.communicate(timeout=END_S)[0]
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise
+        return self.process.returncode
+
+    def kill(self) -> None:
+        """SIGKILL to the driver and whatever is in its process group."""
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.output += self.process.communicate()[0]
+
+    def interrupt(self) -> None:
+        """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def leftovers(self, *, folders: bool = True) -> list[str]:
+        """What is still there once processes had time to end: processes, shared memory, folders, half-written files."""
+        deadline = time.monotonic() + CLEAN_S
+        while (left := self._leftovers(folders)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return left
+
+    def _leftovers(self, folders: bool) -> list[str]:
+        left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
+        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.segments_before if is_unused(name)]
+        if folders:
+            left += [str(folder) for folder in self.ray_folders if folder.exists()]
+            left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
+        return left
+
+
+def is_unused(segment: str) -> bool:
+    """No living process maps or has open a segment of /dev/shm, so nobody will remove it."""
+    for process in psutil.process_iter():
+        try:
+            if segment in Path(f"/proc/{process.pid}/maps").read_text():
+                return False
+            if any(segment in os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
+                return False
+        except OSError:
+            continue
+    return (Path("/dev/shm") / segment).exists()
+
+
+def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT) -> Run:
+    """Start a run in a process group of its own, as a shell does."""
+    mark = uuid.uuid4().hex
+    environment = {**os.environ, MARK: mark, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, str(script), *overrides, f"run.output_dir={output_dir}"],
+        cwd=output_dir.parent,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    return Run(process, mark, output_dir)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, *, every_s: float = 0.1) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
+        time.sleep(every_s)

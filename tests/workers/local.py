@@ -1,0 +1,180 @@
+"""A run's workers without Ray: every rank holds the student and all teachers, as plain objects in one gloo world."""
+
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+from nemo_opd.config.load import from_dict, hydra_arguments
+from nemo_opd.config.run import RunConfig
+from nemo_opd.data.loader import TrainLoader
+from nemo_opd.logging.metrics import merge, values
+from nemo_opd.training.models import split
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.units import count_units
+from nemo_opd.types import Batch, Metric
+from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.teacher import TeacherWorker
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+
+
+def run_config(overrides: Sequence[str]) -> RunConfig:
+    """The demo's configuration with a command line's overrides."""
+    arguments = [argument for argument in hydra_arguments(overrides, CONFIGS) if "hydra" not in argument]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        data: Any = OmegaConf.to_container(compose("off_policy_demo", arguments), resolve=True)
+    return from_dict(data)
+
+
+def first_batches(plan: Plan, number: int) -> list[Batch]:
+    config = plan.config
+    with TrainLoader(
+        plan.train_documents,
+        plan.sample_maker,
+        config.train.global_batch_size,
+        config.run.seed,
+        config.data.shuffle,
+        num_workers=0,
+    ) as loader:
+        return [loader.next() for _ in range(number)]
+
+
+class LocalModels:
+    """This rank's workers, driven as nemo_opd.training.models.Models drives all ranks'."""
+
+    def __init__(self, plan: Plan) -> None:
+        config = plan.config
+        self.micro_batch_size = config.train.micro_batch_size
+        self.teachers = [
+            TeacherWorker(
+                settings,
+                key=f"teachers.{i}.model",
+                vocab_size=plan.teachers[i].vocab_size,
+                micro_batch_size=self.micro_batch_size,
+                device="cpu",
+                transport="shared_memory",
+            )
+            for i, settings in enumerate(config.active_teachers)
+        ]
+        self.student = StudentWorker(
+            config,
+            projections=[teacher.projection for teacher in plan.teachers],
+            total_steps=plan.total_steps,
+            vocab_size=plan.student.vocab_size,
+            device="cpu",
+            transport="shared_memory",
+        )
+
+    def own(self, batch: Batch) -> Batch:
+        return split(batch, dist.get_world_size(), self.micro_batch_size)[dist.get_rank()]
+
+    def train_step(self, batch: Batch, kd_scale: float = 1.0) -> dict[str, float]:
+        part = self.own(batch)
+        return values(reduced(self.student.train_step(StudentStep(part, self.score(part), count_units(batch), kd_scale))))
+
+    def evaluate(self, batch: Batch) -> dict[str, float]:
+        part = self.own(batch)
+        return values(reduced(self.student.evaluate(part, self.score(part))))
+
+    def score(self, part: Batch) -> tuple[Any, ...]:
+        return tuple(
+            teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True)
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        state = get_model_state_dict(self.student.model, options=StateDictOptions(full_state_dict=True))
+        return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+    def close(self) -> None:
+        self.student.close()
+        for teacher in self.teachers:
+            teacher.close()
+
+
+def reduced(own: dict[str, Metric]) -> dict[str, Metric]:
+    """Metrics of all ranks as one, on every rank."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, own)
+    return merge(parts)
+
+
+@dataclass(frozen=True)
+class Training:
+    """A piece of work that a world of any size can do."""
+
+    plan: Plan
+    batches: Sequence[Batch]
+    load_from: Path | None = None
+    save_to: Path | None = None
+    """Written at the end."""
+    export_to: Path | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    curve: list[dict[str, float]]
+    evaluation: dict[str, float]
+    """Of the first batch, after training."""
+    weights: dict[str, Tensor]
+
+
+def train(job: Training) -> Trained:
+    models = LocalModels(job.plan)
+    if job.load_from is not None:
+        models.student.load(job.load_from)
+    curve = [models.train_step(batch) for batch in job.batches]
+    if job.save_to is not None:
+        models.student.save(job.save_to)
+    if job.export_to is not None:
+        models.student.export(job.export_to)
+    result = Trained(curve, models.evaluate(job.batches[0]), models.weights())
+    models.close()
+    return result
+
+
+def plan_of(overrides: Sequence[str]) -> Plan:
+    return preflight(run_config(overrides))
+
+
+def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path) -> list[Made]:
+    """function(argument) for each argument in a gloo world: rank 0's results. One rank is this process itself."""
+    if num_ranks == 1:
+        join(dist.HashStore(), 0, 1)
+        try:
+            return [function(argument) for argument in arguments]
+        finally:
+            dist.destroy_process_group()
+    folder.mkdir(parents=True)
+    mp.spawn(_rank, args=(num_ranks, function, arguments, folder), nprocs=num_ranks)
+    return pickle.loads((folder / "results").read_bytes())
+
+
+def _rank(rank: int, num_ranks: int, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path) -> None:
+    torch.set_num_threads(1)
+    join(dist.FileStore(str(folder / "store"), num_ranks), rank, num_ranks)
+    results = [function(argument) for argument in arguments]
+    if rank == 0:
+        (folder / "results").write_bytes(pickle.dumps(results))
+    dist.barrier()
+    dist.destroy_process_group()
+    # Past the interpreter's own teardown, which takes seconds with everything that was imported.
+    os._exit(0)
+
+
+def join(store: dist.Store, rank: int, num_ranks: int) -> None:
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=120))

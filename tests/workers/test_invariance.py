@@ -1,0 +1,190 @@
+"""Training gives the same curve and weights however a batch is cut into microbatches and ranks (METHODS §7).
+
+One spawn of two ranks does all the work of that world, since starting processes is what costs time.
+
+Tolerance: all arithmetic is fp32 (2⁻²⁴ = 6e-8 relative), sums of up to some 1e4 terms of mixed sign err by about
+1e-6 of their size, and a teacher's logit may round to the other neighbour in bf16 where two groupings differ in its
+last fp32 bit (fewer than one in 1e3, by 2⁻⁸ of itself): less than 1e-5 on any mean. rtol 1e-4 leaves room for it to
+grow over five steps. AdamW divides by √v + eps, so a gradient that is all rounding error could become a full step;
+eps = 1e-3 bounds a weight's error by steps · lr · 1e-6 / 1e-3 = 5e-5 · lr / 1e-2.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch, TeacherRows, TokenRows
+from tests.tiny import Tiny, save_documents
+from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+from tests.workers.plain_trainer import plain_training
+
+STEPS = 5
+MICRO_BATCH_SIZES = (1, 2, 4)
+WORLDS = (1, 2)
+RTOL, WEIGHT_ATOL = 1e-4, 5e-5
+
+
+def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:
+    """17 documents in batches of 8, 8 and 1: the third leaves all but one row of the ranks empty."""
+    return plan_of(
+        [
+            *tiny.overrides(),
+            f"data.train.arrow_files={documents}",
+            "train.global_batch_size=8",
+            f"train.micro_batch_size={micro_batch_size}",
+            f"train.max_steps={STEPS}",
+            "student.optimizer.lr=1e-2",
+            "student.optimizer.eps=1e-3",
+            "student.scheduler.warmup_steps=0",
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Runs:
+    """One piece of training done in every way."""
+
+    plan: Plan
+    batches: list[Batch]
+    by_grid: dict[tuple[int, int], Trained]
+    """By ranks and microbatch size."""
+    continued: dict[tuple[int, int], Trained]
+    """By the ranks that did the first two steps and those that did the rest."""
+    exported: Path
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("invariance")
+    documents = save_documents(folder / "documents.arrow", 17)
+    plans = {size: make_plan(tiny, documents, size) for size in MICRO_BATCH_SIZES}
+    plan = plans[2]
+    batches = first_batches(plan, STEPS)
+    assert [len(batch) for batch in batches] == [8, 8, 1, 8, 8]
+    whole = [Training(plans[size], batches) for size in MICRO_BATCH_SIZES]
+    whole[-1] = replace(whole[-1], export_to=folder / "exported")
+    begun = {world: Training(plan, batches[:2], save_to=folder / f"checkpoint_{world}") for world in WORLDS}
+    rest = {world: Training(plan, batches[2:], load_from=folder / f"checkpoint_{world}") for world in WORLDS}
+    *alone, _, same_1 = in_world(1, train, [*whole, begun[1], rest[1]], folder / "one")
+    *paired, _, more, same_2 = in_world(2, train, [*whole, begun[2], rest[1], rest[2]], folder / "two")
+    (fewer,) = in_world(1, train, [rest[2]], folder / "one")
+    by_grid = {(1, size): result for size, result in zip(MICRO_BATCH_SIZES, alone, strict=True)}
+    by_grid |= {(2, size): result for size, result in zip(MICRO_BATCH_SIZES, paired, strict=True)}
+    continued = {(1, 1): same_1, (1, 2): more, (2, 1): fewer, (2, 2): same_2}
+    return Runs(plan, batches, by_grid, continued, folder / "exported")
+
+
+@pytest.fixture(scope="module")
+def oracle(runs: Runs) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    return plain_training(runs.plan, runs.batches)
+
+
+GRID = [(world, size) for world in WORLDS for size in MICRO_BATCH_SIZES]
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), GRID)
+def test_curve_is_that_of_a_plain_trainer(runs: Runs, oracle, num_ranks: int, micro_batch_size: int) -> None:
+    """Bugs: a mean over microbatches or ranks instead of over units, padding that counts, FSDP's averaging of
+    gradients left in, a term too heavy by the number of microbatches, units of one rank as the normalizer."""
+    curve, _ = oracle
+    for step, (expected, actual) in enumerate(
+        zip(curve, runs.by_grid[num_ranks, micro_batch_size].curve, strict=True)
+    ):
+        for name, value in expected.items():
+            assert actual[name] == pytest.approx(value, rel=RTOL), (step, name)
+
+
+@pytest.mark.parametrize(("num_ranks", "micro_batch_size"), GRID)
+def test_weights_are_those_of_a_plain_trainer(runs: Runs, oracle, num_ranks: int, micro_batch_size: int) -> None:
+    _, weights = oracle
+    trained = runs.by_grid[num_ranks, micro_batch_size].weights
+    start = AutoModelForCausalLM.from_pretrained(runs.plan.config.student.model).state_dict()
+    for name, value in weights.items():
+        assert (value - start[name]).abs().max() > 100 * WEIGHT_ATOL, f"{name} hardly moved"
+        torch.testing.assert_close(trained[name], value, rtol=RTOL, atol=WEIGHT_ATOL, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_curve_moves_more_than_the_tolerance(oracle) -> None:
+    """Equal curves say something only where wrong gradients would show in the next step."""
+    curve, _ = oracle
+    assert abs(curve[4]["ce"] - curve[0]["ce"]) > 100 * RTOL * curve[0]["ce"]
+    assert all(point["grad_norm"] > 1.0 for point in curve), "the gradient is clipped in every step"
+
+
+def test_evaluation_does_not_depend_on_the_grid(runs: Runs) -> None:
+    reference = runs.by_grid[1, 1].evaluation
+    assert set(reference) == {"ce", "kd/cross", "kd/same", "bits_per_byte"}
+    for result in runs.by_grid.values():
+        assert result.evaluation == pytest.approx(reference, rel=RTOL)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2)])
+def test_resumed_training_is_the_same_to_the_last_bit(runs: Runs, before: int, after: int) -> None:
+    """Bugs: optimizer moments, step counters, schedule or weights that a checkpoint drops or rounds."""
+    uninterrupted, resumed = runs.by_grid[before, 2], runs.continued[before, after]
+    for expected, actual in zip(uninterrupted.curve[2:], resumed.curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == {**expected, "peak_memory_gb": 0}
+    for name, value in uninterrupted.weights.items():
+        assert torch.equal(resumed.weights[name], value), name
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_checkpoints_are_read_by_another_number_of_ranks(runs: Runs, before: int, after: int) -> None:
+    resumed = runs.continued[before, after]
+    for expected, actual in zip(runs.by_grid[before, 2].curve[2:], resumed.curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == pytest.approx({**expected, "peak_memory_gb": 0}, rel=RTOL)
+    for name, value in runs.by_grid[before, 2].weights.items():
+        torch.testing.assert_close(resumed.weights[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+def test_export_of_two_ranks_loads_with_transformers(runs: Runs) -> None:
+    """Bugs: shards written instead of whole tensors, names of a wrapped model, a tied head written twice."""
+    model = AutoModelForCausalLM.from_pretrained(runs.exported)
+    trained = runs.by_grid[2, 4].weights
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, trained[name]), name
+    tokenizer = AutoTokenizer.from_pretrained(runs.exported)
+    assert tokenizer.get_vocab() == AutoTokenizer.from_pretrained(runs.plan.config.student.model).get_vocab()
+
+
+def test_order_of_rows_does_not_matter(runs: Runs, tmp_path: Path) -> None:
+    backwards = [reordered(batch, list(range(len(batch)))[::-1]) for batch in runs.batches]
+    (result,) = in_world(1, train, [Training(runs.plan, backwards)], tmp_path)
+    for expected, actual in zip(runs.by_grid[1, 2].curve, result.curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == pytest.approx({**expected, "peak_memory_gb": 0}, rel=RTOL)
+
+
+def test_ids_in_the_padding_do_not_matter(runs: Runs, tmp_path: Path) -> None:
+    """Bugs: padding that is scored, attended to, counted as tokens or as bytes. Equal to the last bit."""
+    filled = [with_filled_padding(batch, 7) for batch in runs.batches]
+    assert not torch.equal(filled[0].student.ids, runs.batches[0].student.ids)
+    (result,) = in_world(1, train, [Training(runs.plan, filled)], tmp_path)
+    for name, value in runs.by_grid[1, 2].weights.items():
+        assert torch.equal(result.weights[name], value), name
+    assert result.evaluation == runs.by_grid[1, 2].evaluation
+
+
+def reordered(batch: Batch, order: list[int]) -> Batch:
+    def tokens(rows: TokenRows) -> TokenRows:
+        return TokenRows(rows.ids[order], rows.lengths[order], rows.loss_mask[order], rows.num_bytes[order])
+
+    def teacher(rows: TeacherRows) -> TeacherRows:
+        chunks = rows.chunks
+        if chunks is not None:
+            chunks = replace(chunks, student=chunks.student[order], teacher=chunks.teacher[order])
+        return TeacherRows(tokens(rows.tokens), chunks)
+
+    return Batch(tokens(batch.student), tuple(map(teacher, batch.teachers)))
+
+
+def with_filled_padding(batch: Batch, token: int) -> Batch:
+    def filled(rows: TokenRows) -> TokenRows:
+        is_padding = torch.arange(rows.ids.shape[1]) >= rows.lengths[:, None]
+        return replace(rows, ids=rows.ids.masked_fill(is_padding, token))
+
+    teachers = tuple(replace(rows, tokens=filled(rows.tokens)) for rows in batch.teachers)
+    return Batch(filled(batch.student), teachers)
