@@ -43,8 +43,8 @@ class VirtualCluster:
         self.threads = max(1, num_cores() // (num_ranks * num_groups)) if device == "cpu" else 1
         self._folder: SessionFolder | None = None
         self._placement: Any = None
-        self._start(settings, num_ranks * num_groups)
         try:
+            self._start(settings, num_ranks * num_groups)
             self._placement = self._reserve(settings, num_groups)
         except BaseException:
             self.close()
@@ -90,12 +90,13 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Free everything: actors, placement group, and the cluster itself where it was started here."""
-        if ray.is_initialized():
-            if self._placement is not None:
+        try:
+            if self._placement is not None and ray.is_initialized():
                 remove_placement_group(self._placement)
+        finally:
             ray.shutdown()
-        if self._folder is not None:
-            self._folder.close()
+            if self._folder is not None:
+                self._folder.close()
 
     def __enter__(self) -> Self:
         return self

@@ -93,7 +93,7 @@ def hydra_arguments(arguments: Sequence[str], config_dir: Path) -> list[str]:
     absence there says nothing, and pydantic is what refuses unknown keys.
     """
     options: list[str] = []
-    overrides = list(QUIET_HYDRA)
+    overrides = [*QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
     remaining = iter(arguments)
     for argument in remaining:
         flag, _, value = argument.partition("=")

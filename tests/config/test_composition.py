@@ -1,5 +1,7 @@
 """Every YAML in configs/ composes into valid settings, and the recipes say what they are meant to."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
@@ -40,8 +42,8 @@ def test_a_resolved_config_says_everything(name: str) -> None:
     assert {"betas", "eps", "lr"} <= written["student"]["optimizer"].keys()
 
 
-def test_a_resolved_config_is_read_from_its_file(tmp_path) -> None:
-    config = compose("run.name=größe".replace("ö", "o").replace("ß", "ss"), "teachers.0.weight=0.1")
+def test_a_resolved_config_is_read_from_its_file(tmp_path: Path) -> None:
+    config = compose('student.model="/models/größe"', "teachers.0.weight=0.1")
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
 
     assert from_yaml(tmp_path / "config.yaml") == config

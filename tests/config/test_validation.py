@@ -29,7 +29,7 @@ def changed(key: str, value: Any) -> dict[str, Any]:
     node: Any = data
     for part in path:
         node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-    node[last] = value
+    node[int(last) if isinstance(node, list) else last] = value
     return data
 
 
@@ -215,7 +215,9 @@ def test_teacher_names_are_unique() -> None:
 
 def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
     shared = message_of(changed("loss", {"type": "same_vocab"}))
-    assert shared.startswith("loss.type=same_vocab compares equal vocabularies, but teachers.0 (cross) is of type cross")
+    assert shared.startswith(
+        "loss.type=same_vocab compares equal vocabularies, but teachers.0 (cross) is of type cross"
+    )
     assert "use loss=p_kl" in shared
     assert message_of(changed("teachers.0.loss", {"type": "same_vocab"})).startswith("teachers.0.loss.type=same_vocab")
 

@@ -1,26 +1,49 @@
-"""Configurations of runs with the tiny models, and a look at what a call leaves on disk."""
+"""Runs that several tests look at: each starts Ray, which takes seconds."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from nemo_opd.config import RunConfig
-from tests.composition import compose
 from tests.tiny import Tiny
+from tests.training.launch import Run, start
 
-Configure = Callable[..., RunConfig]
-
-
-@pytest.fixture
-def configure(tiny: Tiny) -> Configure:
-    """Overrides → the validated configuration of a run with the tiny models."""
-    return lambda *overrides: compose(*tiny.overrides(*overrides))
+STEPS = 30
+SAVE_EVERY = 10
+VALIDATE_EVERY = 15
 
 
-@contextmanager
-def nothing_is_created(folder: Path) -> Iterator[None]:
-    before = sorted(folder.rglob("*"))
-    yield
-    assert sorted(folder.rglob("*")) == before
+@pytest.fixture(scope="session")
+def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that ends well, with everything switched on; its leftovers are looked for before others start."""
+    run = start(
+        tmp_path_factory.mktemp("runs") / "reference",
+        tiny.overrides(
+            f"train.max_steps={STEPS}",
+            f"train.save_every={SAVE_EVERY}",
+            f"train.validate_every={VALIDATE_EVERY}",
+            "train.keep_last=2",
+            "loss.scaling=dynamic",
+            "data.num_workers=1",
+            "logging.tensorboard.enabled=true",
+            "logging.wandb.enabled=true",
+            "logging.wandb.mode=offline",
+        ),
+    )
+    run.wait_for_step(1)
+    run.processes()
+    assert run.end() == 0, run.output
+    return run
+
+
+def resumed(reference: Run, output_dir: Path) -> Run:
+    """A run by the reference's config.yaml alone, without what is not needed twice."""
+    return start(
+        output_dir,
+        [
+            "--config",
+            str(reference.output_dir / "config.yaml"),
+            "run.resume=auto",
+            "logging.tensorboard.enabled=false",
+            "logging.wandb.enabled=false",
+        ],
+    )

@@ -64,7 +64,7 @@ class Run:
             self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
         return found
 
-    def workers(self, group: str = "") -> list[psutil.Process]:
+    def workers(self) -> list[psutil.Process]:
         """The Ray actors, which the kernel knows by their class."""
         return [process for process in self.processes() if "RankActor" in self.seen[process.pid]]
 
@@ -125,12 +125,12 @@ def is_unused(segment: str) -> bool:
     return (Path("/dev/shm") / segment).exists()
 
 
-def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT) -> Run:
+def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:
     """Start a run in a process group of its own, as a shell does."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        [sys.executable, str(script), *overrides, f"run.output_dir={output_dir}"],
+        [sys.executable, str(script), *arguments, *overrides, f"run.output_dir={output_dir}"],
         cwd=output_dir.parent,
         env=environment,
         stdout=subprocess.PIPE,

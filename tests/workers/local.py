@@ -11,13 +11,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from nemo_opd.config.load import from_dict, hydra_arguments
-from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.logging.metrics import merge, values
 from nemo_opd.training.models import split
@@ -27,18 +23,10 @@ from nemo_opd.training.units import count_units
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
+from tests.composition import compose
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-
-
-def run_config(overrides: Sequence[str]) -> RunConfig:
-    """The demo's configuration with a command line's overrides."""
-    arguments = [argument for argument in hydra_arguments(overrides, CONFIGS) if "hydra" not in argument]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        data: Any = OmegaConf.to_container(compose("off_policy_demo", arguments), resolve=True)
-    return from_dict(data)
 
 
 def first_batches(plan: Plan, number: int) -> list[Batch]:
@@ -148,7 +136,7 @@ def train(job: Training) -> Trained:
 
 
 def plan_of(overrides: Sequence[str]) -> Plan:
-    return preflight(run_config(overrides))
+    return preflight(compose(*overrides))
 
 
 def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path) -> list[Made]:

@@ -1,0 +1,136 @@
+"""Which settings may differ between a checkpoint and the run that continues it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.checkpoint.identity import flatten, identity, newest_of_same_run, require_same_run
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.config import RunConfig
+from nemo_opd.errors import CheckpointError
+from tests.composition import compose
+
+FREE = {
+    "run.name=other": {"run.name"},
+    "run.output_dir=/elsewhere": {"run.output_dir"},
+    "run.resume=auto": {"run.resume"},
+    "run.dry_run=true": {"run.dry_run"},
+    "train.max_steps=900": {"train.max_steps"},
+    "train.micro_batch_size=2": {"train.micro_batch_size"},
+    "train.validate_every=7": {"train.validate_every"},
+    "train.save_every=7": {"train.save_every"},
+    "train.keep_last=7": {"train.keep_last"},
+    "data.num_workers=3": {"data.num_workers"},
+    "data.validation.max_samples=5": {"data.validation.max_samples"},
+    "student.offload=true": {"student.offload"},
+    "teachers.1.offload=true": {"teachers.1.offload"},
+    "handoff.transport=shared_memory": {"handoff.transport"},
+    "cluster.cpu_ranks=2": {"cluster.cpu_ranks"},
+    "logging.tensorboard.enabled=true": {"logging.tensorboard.enabled"},
+}
+BOUND = {
+    "run.seed=1": {"run.seed"},
+    "train.global_batch_size=32": {"train.global_batch_size"},
+    "train.max_length=64": {"train.max_length"},
+    "train.gradient_clip=2.0": {"train.gradient_clip"},
+    "student.model=/other": {"student.model"},
+    "student.tokenizer=/other": {"student.tokenizer"},
+    "student.dtype=bfloat16": {"student.dtype"},
+    "student.optimizer.lr=1e-4": {"student.optimizer.lr"},
+    "student.optimizer.betas=[0.9,0.99]": {"student.optimizer.betas.1"},
+    "student.scheduler.warmup_steps=3": {"student.scheduler.warmup_steps"},
+    "teachers.0.weight=0.8": {"teachers.0.weight"},
+    "teachers.0.model=/other": {"teachers.0.model"},
+    "teachers.0.projection=/other": {"teachers.0.projection"},
+    "loss.divergence=reverse_kl": {"loss.divergence"},
+    "loss.temperature=2.0": {"loss.temperature"},
+    "data.train.arrow_files=/other": {"data.train.arrow_files.0"},
+    "data.text_key=content": {"data.text_key"},
+    "data.shuffle=false": {"data.shuffle"},
+}
+
+
+def keys_that_differ(a: RunConfig, b: RunConfig) -> set[str]:
+    ours, theirs = (dict(flatten(config.model_dump(mode="json"))) for config in (a, b))
+    return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
+
+
+@pytest.mark.parametrize("override", FREE)
+def test_speed_placement_reporting_and_length_may_change(override: str) -> None:
+    before, after = compose(), compose(override)
+
+    assert keys_that_differ(before, after) == FREE[override]  # the override did something
+    require_same_run(identity(before), identity(after), "step_000001")
+
+
+@pytest.mark.parametrize("override", BOUND)
+def test_what_is_learned_may_not(override: str) -> None:
+    before, after = compose(), compose(override)
+    (key,) = BOUND[override]
+
+    assert keys_that_differ(before, after) == {key}
+    with pytest.raises(CheckpointError) as caught:
+        require_same_run(identity(before), identity(after), "step_000001")
+    message = str(caught.value)
+    assert message.startswith(f"step_000001 is a checkpoint of another run: {key}={identity(after)[key]!r}, there ")
+    assert repr(identity(before)[key]) in message
+    assert message.endswith("restore these settings, or start anew with another run.output_dir")
+
+
+def test_every_setting_is_on_one_of_the_two_sides() -> None:
+    """A section added to the settings is bound until someone decides otherwise; these sections are free as a whole."""
+    everything = dict(flatten(compose().model_dump(mode="json")))
+    free = everything.keys() - identity(compose()).keys()
+
+    assert {key.split(".")[0] for key in free} == {
+        "run",
+        "train",
+        "data",
+        "student",
+        "teachers",
+        "handoff",
+        "cluster",
+        "logging",
+    }
+    assert {key for key in everything if key.split(".")[0] in ("cluster", "logging")} <= free
+    assert not any(key.startswith(("loss.", "aggregation.", "student.optimizer.")) for key in free)
+
+
+def test_another_number_of_teachers_is_another_run() -> None:
+    with pytest.raises(CheckpointError, match=r"and \d+ more; restore these settings"):
+        require_same_run(identity(compose()), identity(compose("teachers=demo_single")), "step_000001")
+
+
+def test_it_survives_the_file() -> None:
+    """What is read back from JSON must equal what this version computes, tuples and floats included."""
+    own = identity(compose("student.optimizer.lr=3.3e-7", "student.optimizer.betas=[0.9,0.98]"))
+
+    assert json.loads(json.dumps(own)) == own
+
+
+def test_a_setting_that_is_new_and_off_is_no_difference() -> None:
+    """A checkpoint of an older version lacks the key."""
+    current = identity(compose())
+    saved = {key: value for key, value in current.items() if key != "student.tokenizer"}
+
+    assert current["student.tokenizer"] is None
+    require_same_run(saved, current, "step_000001")
+
+
+def save(checkpoints: CheckpointManager, step: int, config: RunConfig) -> None:
+    with checkpoints.writing(Progress(step, {}, None, {}, identity(config))):
+        pass
+
+
+def test_the_newest_of_the_same_run_is_found(tmp_path: Path) -> None:
+    checkpoints = CheckpointManager(tmp_path, keep_last=5)
+    assert newest_of_same_run(checkpoints, compose()) is None
+    save(checkpoints, 3, compose())
+    save(checkpoints, 12, compose())
+
+    found = newest_of_same_run(checkpoints, compose("train.max_steps=900"))
+    assert found is not None
+    assert found.step == 12
+    with pytest.raises(CheckpointError, match=r"step_000012 is a checkpoint of another run: run\.seed=5, there 0"):
+        newest_of_same_run(checkpoints, compose("run.seed=5"))

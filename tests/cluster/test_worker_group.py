@@ -1,0 +1,162 @@
+"""Calls on several ranks: results by rank, the first failure at once, limits, and an end that is an end.
+
+One Ray session and as few processes as will do, since they take seconds to start.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_opd.cluster.virtual_cluster import VirtualCluster
+from nemo_opd.cluster.worker_group import LEAVE_S, WorkerGroup, gather
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.teacher import SameTokenizerTeacher
+from nemo_opd.errors import ClusterError, WorkerError
+from nemo_opd.workers.teacher import TeacherWorker
+from tests.cluster.toy import Toy
+from tests.tiny import Tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[VirtualCluster]:
+    folders = set(Path("/tmp").glob("opd_*/owner.lock"))
+    children = set(psutil.Process().children(recursive=True))
+    with VirtualCluster(Cluster(timeout_s=120), device="cpu", num_ranks=2, num_groups=2) as cluster:
+        yield cluster
+        assert cluster._folder is not None
+        own = cluster._folder.path
+        assert own / "owner.lock" not in folders
+        started = set(psutil.Process().children(recursive=True)) - children
+        assert any("raylet" in process.name() for process in started)
+    assert not own.exists()
+    gone, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive, "processes that outlive the cluster"
+
+
+@pytest.fixture(scope="module")
+def group(cluster: VirtualCluster) -> Iterator[WorkerGroup]:
+    with WorkerGroup(cluster, "toys", Toy, {}) as group:
+        group.gather([group.ready])
+        yield group
+
+
+def test_results_are_by_rank_and_ranks_share_a_world(group: WorkerGroup) -> None:
+    assert group.call("sum_of_ranks", [(10,), (20,)]) == [(0, 31.0), (1, 31.0)]
+
+
+def test_several_calls_are_gathered_in_order(group: WorkerGroup) -> None:
+    calls = [group.submit("sum_of_ranks", [(offset,)] * 2) for offset in (0, 100)]
+    assert group.gather(calls) == [[(0, 1.0), (1, 1.0)], [(0, 201.0), (1, 201.0)]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup, rank: int) -> None:
+    """Bug: waiting for the ranks in order, and so for ever for one that waits for the failed one in a collective."""
+    start = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        group.call("fail_while_others_wait", [(rank, 3.0)] * 2)
+    assert time.monotonic() - start < 2.5
+    error = caught.value
+    assert (error.group, error.rank, error.error) == ("toys", rank, "KeyError: 'no such thing'")
+    assert "fail_while_others_wait" in error.traceback
+    assert str(error) == f"toys rank {rank} failed: KeyError: 'no such thing'"
+    group.call("sleep", [(0.0,)] * 2)  # the other rank has ended its wait
+
+
+def test_result_that_cannot_travel_is_a_worker_error(group: WorkerGroup) -> None:
+    with pytest.raises(WorkerError, match="toys rank"):
+        group.call("unpicklable")
+
+
+def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup) -> None:
+    with pytest.raises(ClusterError, match=r"toys rank 0 did not finish 'sleep' within cluster.timeout_s=0.5"):
+        gather([group.submit("sleep", [(2.0,)] * 2)], timeout_s=0.5)
+    assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
+
+
+def test_error_in_the_constructor_is_raised_with_its_rank_and_processes_end(cluster: VirtualCluster) -> None:
+    before = rank_processes()
+    with (
+        pytest.raises(WorkerError, match="broken rank 1 failed: ModelError: toy.model=/nowhere") as caught,
+        WorkerGroup(cluster, "broken", Toy, {"fail_on": 1}) as broken,
+    ):
+        broken.gather([broken.ready])
+    assert "Traceback" in caught.value.traceback
+    wait_for_end(rank_processes() - before)
+
+
+def test_truncated_weights_are_named(cluster: VirtualCluster, tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "truncated"
+    folder.mkdir()
+    for file in tiny.teacher_same.iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    arguments = {
+        "settings": SameTokenizerTeacher(type="same_tokenizer", name="t", model=str(folder)),
+        "key": "teachers.1.model",
+        "vocab_size": 400,
+        "micro_batch_size": 1,
+        "device": "cpu",
+        "transport": "shared_memory",
+    }
+    start = time.monotonic()
+    with (
+        pytest.raises(WorkerError, match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*weights"),
+        WorkerGroup(cluster, "teacher t", TeacherWorker, arguments) as teacher,
+    ):
+        teacher.gather([teacher.ready])
+    assert time.monotonic() - start < 60
+
+
+def test_dead_process_is_one_cluster_error(group: WorkerGroup) -> None:
+    """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
+    with pytest.raises(ClusterError) as caught:
+        group.call("die", [(1,)] * 2)
+    assert str(caught.value).startswith("toys rank 1 died during 'die' (")
+    assert not isinstance(caught.value, WorkerError)
+    before = rank_processes()
+    start = time.monotonic()
+    group.close()
+    assert time.monotonic() - start < LEAVE_S + 5
+    wait_for_end(before)
+
+
+def test_more_than_the_cluster_has_is_a_cluster_error(cluster: VirtualCluster, monkeypatch) -> None:
+    """The session has room for 2 ranks of 2 groups; a third does not fit."""
+    monkeypatch.setattr(cluster, "num_ranks", 3)
+    monkeypatch.setattr(cluster, "timeout_s", 1.0)
+    with pytest.raises(ClusterError, match=r"3 ranks of {'CPU': 2} are not free .* lower cluster.num_nodes"):
+        cluster._reserve(Cluster(), 2)
+
+
+def test_cluster_that_does_not_answer_is_a_cluster_error() -> None:
+    """In a process of its own: this one may be in a Ray session already."""
+    code = (
+        "from nemo_opd.cluster.virtual_cluster import VirtualCluster\n"
+        "from nemo_opd.config.cluster import Cluster\n"
+        "from nemo_opd.errors import ClusterError\n"
+        "try:\n"
+        "    VirtualCluster(Cluster(address='auto'), device='cpu', num_ranks=1, num_groups=1)\n"
+        "except ClusterError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert "cluster.address=auto: no Ray cluster answers there" in done.stdout, done.stderr
+
+
+def rank_processes() -> set[psutil.Process]:
+    own = psutil.Process(os.getpid()).children(recursive=True)
+    return {process for process in own if "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())}
+
+
+def wait_for_end(processes: set[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    assert not alive

@@ -1,0 +1,128 @@
+"""Validation pools over batches, and bits per byte is what a float oracle says, for either tokenizer."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.data.loader import validation_batches
+from nemo_opd.evaluation.validation import validate, validate_teachers
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch, Max, Mean, Metric, TeacherRows, TokenRows
+from tests.tiny import Tiny
+from tests.workers.local import LocalModels, in_world, plan_of
+
+
+class Counted:
+    """Models whose metrics are known: one bit per token of the student, two per token of the teacher."""
+
+    def evaluate(self, batch: Batch) -> dict[str, Metric]:
+        tokens = int(batch.student.lengths.sum())
+        return {"ce": Mean(float(tokens), tokens), "rows": Max(len(batch))}
+
+    def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
+        return [Mean(2.0 * int(rows.tokens.lengths.sum()), len(batch)) for rows in batch.teachers]
+
+
+def rows_of(*lengths: int) -> TokenRows:
+    width = max(lengths)
+    ids = torch.ones(len(lengths), width, dtype=torch.int64)
+    mask = torch.arange(width)[None] < torch.tensor(lengths)[:, None]
+    return TokenRows(ids, torch.tensor(lengths), mask, mask.int())
+
+
+def test_batches_of_different_sizes_are_pooled_not_averaged() -> None:
+    batches = [
+        Batch(rows_of(3, 5), (TeacherRows(rows_of(4, 4), None), TeacherRows(rows_of(3, 5), None))),
+        Batch(rows_of(10), (TeacherRows(rows_of(1), None), TeacherRows(rows_of(10), None))),
+    ]
+    metrics = validate(Counted(), batches)
+    assert metrics == {"ce": Mean(18.0, 18), "rows": Max(2.0)}
+    assert validate_teachers(Counted(), batches) == pytest.approx([2 * 9 / 3, 2 * 18 / 3])
+
+
+def test_nothing_to_validate_is_nothing() -> None:
+    assert validate(Counted(), []) == {}
+    assert validate_teachers(Counted(), []) == []
+
+
+def oracle_bits_per_byte(model_folder: Path, texts: list[str], max_length: int) -> float:
+    """Token by token in Python floats: −log2 of the probability of each token with text, but the first; over bytes.
+
+    Of a text that is cut only the tokens that are kept count, on both sides of the fraction.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
+    bits = num_bytes = 0.0
+    for text in texts:
+        ids = tokenizer(text).input_ids + [tokenizer.eos_token_id]
+        ids = ids[:max_length]
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0].tolist()
+        for i in range(1, len(ids)):
+            if ids[i] == tokenizer.eos_token_id:
+                continue
+            row = logits[i - 1][: len(tokenizer)]
+            top = max(row)
+            log_sum = top + math.log(math.fsum(math.exp(value - top) for value in row))
+            bits += (log_sum - row[ids[i]]) / math.log(2)
+            num_bytes += len(bytes_of(tokenizer, ids[i]))
+    return bits / num_bytes
+
+
+def bytes_of(tokenizer, token: int) -> list[str]:
+    """Byte-level BPE writes one letter per byte."""
+    return list(tokenizer.convert_ids_to_tokens(token))
+
+
+def measured(plan: Plan) -> tuple[float, list[float]]:
+    models = LocalModels(plan)
+    texts = plan.validation_documents
+    assert texts is not None
+
+    def batches() -> list[Batch]:
+        return list(validation_batches(texts, plan.sample_maker, plan.config.train.global_batch_size))
+
+    class Here:
+        def evaluate(self, batch: Batch) -> dict[str, Metric]:
+            own = models.own(batch)
+            return models.student.evaluate(own, models.score(own))
+
+        def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
+            own = models.own(batch)
+            return [
+                teacher.bits_per_byte(rows.tokens)
+                for teacher, rows in zip(models.teachers, own.teachers, strict=True)
+            ]
+
+    student = validate(Here(), batches())["bits_per_byte"].value()
+    teachers = validate_teachers(Here(), batches())
+    models.close()
+    return student, teachers
+
+
+def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> None:
+    """Bugs: bits per token, nats, bytes of other tokens than the scored ones, padded columns in the softmax, the
+    student's bytes for a teacher with another tokenizer. fp32 logits: 1e-5."""
+    plan = plan_of(tiny.overrides("train.max_length=1000", "data.validation.max_samples=5"))
+    ((student, teachers),) = in_world(1, measured, [plan], tmp_path)
+    documents = plan.validation_documents
+    assert documents is not None
+    texts = list(documents[:]["text"])
+    assert len(texts) == 5
+    for folder, value in zip(
+        (tiny.student, tiny.teacher_cross, tiny.teacher_same), (student, *teachers), strict=True
+    ):
+        assert value == pytest.approx(oracle_bits_per_byte(folder, texts, 1000), rel=1e-5)
+
+
+def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None:
+    plan = plan_of(tiny.overrides("train.max_length=12", "data.validation.max_samples=5"))
+    ((student, teachers),) = in_world(1, measured, [plan], tmp_path)
+    documents = plan.validation_documents
+    assert documents is not None
+    expected = oracle_bits_per_byte(tiny.student, list(documents[:]["text"]), 12)
+    assert student == pytest.approx(expected, rel=1e-5)
+    assert teachers[1] == pytest.approx(oracle_bits_per_byte(tiny.teacher_same, list(documents[:]["text"]), 12), rel=1e-5)

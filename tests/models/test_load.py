@@ -1,0 +1,60 @@
+"""Loading says which key names what, and why it cannot be used."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.errors import ModelError
+from nemo_opd.models.load import load_config, load_model, load_tokenizer
+from tests.tiny import Tiny
+
+
+@pytest.fixture
+def copy(tiny: Tiny, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny.student, tmp_path / "model"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_loaded_in_the_precision_asked_for(tiny: Tiny, dtype: torch.dtype) -> None:
+    model = load_model(str(tiny.student), dtype, key="student.model")
+    expected = AutoModelForCausalLM.from_pretrained(tiny.student, dtype=torch.float32).state_dict()
+    for name, value in model.state_dict().items():
+        assert value.dtype == dtype
+        assert torch.equal(value, expected[name].to(dtype)), name
+
+
+def test_truncated_weights(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=rf"^student.model={copy}: the weights could not be loaded \("):
+        load_model(str(copy), torch.float32, key="student.model")
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"), [("config.json", "no config.json"), ("model.safetensors", "no weights")]
+)
+def test_incomplete_folder(copy: Path, missing: str, reason: str) -> None:
+    (copy / missing).unlink()
+    with pytest.raises(ModelError, match=rf"teachers.0.model={copy}: .*{reason}"):
+        load_config(str(copy), key="teachers.0.model")
+
+
+def test_folder_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="student.model=.*there is no such folder"):
+        load_config(str(tmp_path / "nowhere"), key="student.model")
+
+
+def test_tokenizer_that_is_not_there(copy: Path) -> None:
+    for file in copy.glob("token*"):
+        file.unlink()
+    with pytest.raises(ModelError, match=f"student.tokenizer={copy}: "):
+        load_tokenizer(str(copy), key="student.tokenizer")
+
+
+def test_tokenizer_is_that_of_transformers(tiny: Tiny) -> None:
+    text = "Größe 1234 🙂"
+    ours = load_tokenizer(str(tiny.teacher_cross), key="teachers.0.tokenizer")
+    assert ours(text).input_ids == AutoTokenizer.from_pretrained(tiny.teacher_cross)(text).input_ids

@@ -1,0 +1,471 @@
+"""Every mistake a user can make stops the run before a process starts: the right error, one message, nothing created."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoTokenizer, T5Config
+
+from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.errors import CheckpointError, ConfigError, DataError, ModelError, OPDError, ProjectionError
+from nemo_opd.models.load import load_model
+from nemo_opd.projection import build_projection
+from nemo_opd.training.preflight import preflight
+from tests.composition import ROOT
+from tests.tiny import SENTENCES, Tiny, save_model, train_tokenizer
+from tests.training.conftest import Configure, nothing_is_created
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """A folder for what a test gets wrong."""
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def refused(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Overrides → the message of the error that a run with them gives."""
+    monkeypatch.chdir(tmp_path)
+
+    def message(kind: type[OPDError], *overrides: str) -> str:
+        with nothing_is_created(tmp_path), pytest.raises(kind) as caught:
+            preflight(configure(*overrides))
+        assert len(str(caught.value).splitlines()) == 1
+        return str(caught.value)
+
+    return message
+
+
+def test_the_same_run_without_a_mistake_passes(configure: Configure, tmp_path: Path, monkeypatch) -> None:
+    """Without it, every test here could pass for a reason of its own."""
+    monkeypatch.chdir(tmp_path)
+    with nothing_is_created(tmp_path):
+        preflight(configure())
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("train.max_step=5", "train.max_step=5: there is no such key; did you mean train.max_steps?"),
+        ("teachers.1.wieght=2", "teachers.1.wieght=2: there is no such key; did you mean teachers.1.weight?"),
+        ("zzz=1", "zzz=1: there is no such key; known here: run, train, student"),
+        ("train.max_steps=many", "train.max_steps='many': must be a valid integer"),
+    ],
+)
+def test_an_unknown_or_mistyped_key(refused: Refused, override: str, says: str) -> None:
+    assert refused(ConfigError, override).startswith(says)
+
+
+# Data
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_file_that_is_missing(refused: Refused, split: str) -> None:
+    message = refused(DataError, f"data.{split}.arrow_files=/nowhere/shard.arrow")
+
+    assert message == f"data.{split}.arrow_files='/nowhere/shard.arrow' does not exist; correct the path"
+
+
+def test_a_glob_without_a_match(refused: Refused) -> None:
+    message = refused(DataError, "data.train.arrow_files=inputs/*.arrow")
+
+    assert message.startswith("data.train.arrow_files='inputs/*.arrow' matches no file (relative to /")
+    assert "correct the pattern" in message
+
+
+def test_no_source_at_all(refused: Refused) -> None:
+    message = refused(DataError, "data.train.arrow_files=null")
+
+    assert message.startswith("data.train names no data; set one of data.train.arrow_files, ")
+    assert "data.train.hub" in message
+
+
+def save_arrow(file: Path, table: pa.Table) -> Path:
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return file
+
+
+def test_a_text_column_of_another_name(refused: Refused, inputs: Path) -> None:
+    file = save_arrow(inputs / "a.arrow", pa.table({"content": ["a"], "url": ["b"]}))
+    message = refused(DataError, f"data.train.arrow_files={file}")
+
+    assert message.startswith(f"data.train.arrow_files='{file}' has no column 'text'; set data.text_key to one of its")
+    assert message.endswith("content, url")
+
+
+@pytest.mark.parametrize("values", [[1, 2], [[1], [2]], [b"raw", b"bytes"]], ids=["integers", "lists", "bytes"])
+def test_a_text_column_that_is_no_text(refused: Refused, inputs: Path, values: list[object]) -> None:
+    file = save_arrow(inputs / "a.arrow", pa.table({"text": values}))
+    message = refused(DataError, f"data.train.arrow_files={file}")
+
+    assert f"data.train.arrow_files='{file}': column 'text' is of type " in message
+    assert message.endswith("not string; set data.text_key to a column of strings")
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([], "no documents; the source has no rows"),
+        (["", ""], "all 2 documents are empty; check data.text_key"),
+        (["a", None], "1 of 2 documents have no text (null), the first in row 1"),
+    ],
+    ids=["no rows", "empty texts", "null"],
+)
+def test_a_text_column_that_is_empty(refused: Refused, inputs: Path, values: list[str], reason: str) -> None:
+    file = save_arrow(inputs / "a.arrow", pa.table({"text": pa.array(values, pa.string())}))
+    message = refused(DataError, f"data.train.arrow_files={file}")
+
+    assert message.startswith(f"data.train.arrow_files='{file}': {reason}")
+
+
+def truncated(source: Path, target: Path, num_bytes: int = 64) -> Path:
+    target.write_bytes(source.read_bytes()[:-num_bytes])
+    return target
+
+
+@pytest.mark.parametrize("num_bytes", [64, 1000])
+def test_a_corrupt_arrow_file(refused: Refused, tiny: Tiny, inputs: Path, num_bytes: int) -> None:
+    file = truncated(tiny.documents, inputs / "a.arrow", num_bytes)
+    message = refused(DataError, f"data.train.arrow_files={file}")
+
+    assert message.startswith(f"data.train.arrow_files='{file}' cannot be read: ")
+    assert message.endswith("; check that it is complete and of this format")
+
+
+def test_a_corrupt_parquet_file(refused: Refused, inputs: Path) -> None:
+    pq.write_table(pa.table({"text": SENTENCES}), inputs / "whole.parquet")
+    file = truncated(inputs / "whole.parquet", inputs / "a.parquet")
+    message = refused(DataError, "data.train.arrow_files=null", f"data.train.parquet_files={file}")
+
+    assert message.startswith(f"data.train.parquet_files='{file}' cannot be read: ")
+    assert message.endswith("; check that it is complete and of this format")
+
+
+# Models
+
+
+def copied(source: Path, target: Path, *, without: str = "") -> Path:
+    shutil.copytree(source, target)
+    if without:
+        (target / without).unlink()
+    return target
+
+
+@pytest.mark.parametrize("key", ["student.model", "teachers.0.model", "teachers.1.model"])
+def test_a_model_folder_without_weights(refused: Refused, tiny: Tiny, inputs: Path, key: str) -> None:
+    folder = copied(tiny.student, inputs / "model", without="model.safetensors")
+    message = refused(ModelError, f"{key}={folder}")
+
+    assert message.startswith(f"{key}={folder}: the folder has no weights (none of model.safetensors, ")
+    assert message.endswith("copy them there or name another folder")
+
+
+def test_a_model_folder_that_is_not_there(refused: Refused) -> None:
+    message = refused(ModelError, "teachers.0.model=/nowhere/model")
+
+    assert message == "teachers.0.model=/nowhere/model: there is no such folder; check the path"
+
+
+def test_a_hub_name_that_cannot_be_reached(refused: Refused) -> None:
+    message = refused(ModelError, "teachers.0.model=nobody/nothing")
+
+    assert message.startswith("teachers.0.model=nobody/nothing: no model configuration could be read (")
+    assert message.endswith("or a hub name that this machine can reach")
+
+
+def test_truncated_weights_are_seen_before_training(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    """The header of a safetensors file gives its length: no need to load it."""
+    folder = copied(tiny.teacher_same, inputs / "model")
+    truncated(tiny.teacher_same / "model.safetensors", folder / "model.safetensors")
+    message = refused(ModelError, f"teachers.1.model={folder}")
+
+    assert message.startswith(f"teachers.1.model={folder}: model.safetensors is missing or damaged (")
+    assert message.endswith("; copy it there again")
+
+
+def test_a_shard_that_is_missing(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    """What an interrupted download leaves."""
+    folder = copied(tiny.student, inputs / "model")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    message = refused(ModelError, f"student.model={folder}")
+
+    assert message.startswith(f"student.model={folder}: model-00002-of-00002.safetensors is missing or damaged (")
+
+
+def test_an_index_that_is_cut(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    folder = copied(tiny.student, inputs / "model", without="model.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a"')
+
+    assert "model.safetensors.index.json is damaged (" in refused(ModelError, f"student.model={folder}")
+
+
+def test_weights_of_another_model(tiny: Tiny, inputs: Path) -> None:
+    """transformers would warn, draw the missing ones at random, and the run would go on."""
+    folder = copied(tiny.student, inputs / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+
+    message = rf"^student\.model={folder}: \d+ weights are missing \(model\.layers\.2\..*; name a folder"
+    with pytest.raises(ModelError, match=message):
+        load_model(str(folder), torch.float32, key="student.model")
+
+
+def test_a_model_that_does_not_continue_text(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    folder = copied(tiny.student, inputs / "model")
+    T5Config().save_pretrained(folder)
+    message = refused(ModelError, f"student.model={folder}")
+
+    assert message == f"student.model={folder}: t5 is no causal language model; name a model that continues text"
+
+
+def test_a_tokenizer_that_is_missing(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    """The key is the one the user wrote."""
+    folder = copied(tiny.student, inputs / "model", without="tokenizer.json")
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (folder / name).unlink(missing_ok=True)
+
+    own = refused(ModelError, f"teachers.0.model={folder}")
+    assert own.startswith(f"teachers.0.model={folder}: no tokenizer could be loaded (")
+    named = refused(ModelError, f"student.tokenizer={folder}")
+    assert named.startswith(f"student.tokenizer={folder}: no tokenizer could be loaded (")
+
+
+def test_a_tokenizer_too_large_for_its_model(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    """Otherwise an index error in a worker, as soon as one of the ids beyond the embeddings comes up."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(inputs / "tokenizer")
+    message = refused(ModelError, f"student.tokenizer={inputs / 'tokenizer'}")
+
+    assert message.startswith(f"student.tokenizer={inputs / 'tokenizer'}: its tokenizer has ids up to {size}, but ")
+    assert f"{size} token embeddings; name the tokenizer of the model" in message
+
+
+def test_a_same_tokenizer_teacher_with_another_tokenizer(refused: Refused, tiny: Tiny) -> None:
+    message = refused(ModelError, f"teachers.1.model={tiny.teacher_cross}")
+
+    assert message.startswith("teachers.1.type=same_tokenizer: the tokenizer of same differs from the student's in ")
+    assert message.endswith("write type: cross_tokenizer")
+
+
+def test_a_same_tokenizer_teacher_with_too_few_embeddings(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    """The student's tokenizer has a token more, and its own model has room for it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["<more>"])
+    student = save_model(inputs / "student", tokenizer, width=16, seed=1)
+    message = refused(ModelError, f"student.model={student}")
+
+    assert message.startswith(f"teachers.1.type=same_tokenizer: same has {size} token embeddings")
+    assert message.endswith(f"has ids up to {size}; write type: cross_tokenizer")
+
+
+# Projections
+
+
+def test_a_projection_of_another_pair(refused: Refused, tiny: Tiny, inputs: Path) -> None:
+    student = AutoTokenizer.from_pretrained(tiny.student)
+    other = train_tokenizer(r"\s+|\S+", 320, "</s>")
+    file = inputs / "other.safetensors"
+    build_projection(student, other).save(file)
+    message = refused(ProjectionError, f"teachers.0.projection={file}")
+
+    assert message.startswith(f"teachers.0.projection: {file} was made for another teacher tokenizer (")
+    assert message.endswith("or use projection: auto")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.01, 0.9], ids=["empty", "header cut", "data cut"])
+def test_a_truncated_projection(refused: Refused, tiny: Tiny, inputs: Path, kept: float) -> None:
+    file = inputs / "pair.safetensors"
+    build_projection(*map(AutoTokenizer.from_pretrained, (tiny.student, tiny.teacher_cross))).save(file)
+    file.write_bytes(file.read_bytes()[: int(kept * file.stat().st_size)])
+    message = refused(ProjectionError, f"teachers.0.projection={file}")
+
+    assert message.startswith(f"teachers.0.projection: {file} is damaged or no projection file (")
+    assert message.endswith("build it again with tools/projection/build.py")
+
+
+def test_a_projection_that_is_missing(refused: Refused) -> None:
+    message = refused(ProjectionError, "teachers.0.projection=/nowhere/pair.safetensors")
+
+    assert message.startswith("teachers.0.projection: cannot read the projection /nowhere/pair.safetensors: ")
+
+
+# Batches, devices, processes
+
+
+def test_a_batch_that_does_not_divide(refused: Refused) -> None:
+    message = refused(ConfigError, "train.global_batch_size=7", "train.micro_batch_size=2")
+
+    assert message.startswith("train.global_batch_size=7 does not divide into 1 ranks × train.micro_batch_size=2; ")
+    assert "write train.global_batch_size=6" in message
+
+
+def test_more_ranks_than_the_machine_has(refused: Refused) -> None:
+    message = refused(ConfigError, "cluster.device=cpu", "cluster.cpu_ranks=10000")
+    cores = len(os.sched_getaffinity(0))
+
+    assert message == (
+        f"cluster.cpu_ranks=10000: this machine has {cores} cores; write cluster.cpu_ranks={cores} or fewer"
+    )
+
+
+def test_more_gpus_than_the_machine_has(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    message = refused(ConfigError, "cluster.device=cuda", "cluster.gpus_per_node=8")
+
+    assert message == "cluster.gpus_per_node=8: this machine has 2; write cluster.gpus_per_node=2 or fewer"
+
+
+def test_cuda_without_a_gpu(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    message = refused(ConfigError, "cluster.device=cuda")
+
+    assert message.startswith("cluster.device=cuda: PyTorch sees no GPU on this machine; write cluster.device=cpu, or ")
+
+
+def test_several_nodes_without_an_address(refused: Refused) -> None:
+    message = refused(ConfigError, "cluster.num_nodes=16")
+
+    assert message.startswith("cluster.num_nodes=16: several nodes need a running Ray cluster; start it with ")
+    assert message.endswith("write cluster.address=auto")
+
+
+def test_cuda_ipc_on_cpu(refused: Refused) -> None:
+    message = refused(ConfigError, "cluster.device=cpu", "handoff.transport=cuda_ipc")
+
+    assert message.startswith("handoff.transport=cuda_ipc: the run is on cpu, which hands over by shared_memory; ")
+    assert message.endswith("write handoff.transport=auto or shared_memory")
+
+
+# The run's directory
+
+
+def test_an_output_directory_below_a_file(refused: Refused, inputs: Path) -> None:
+    """As root, permissions stop nobody; a file in the way does."""
+    (inputs / "file").write_text("in the way")
+    for folder in (inputs / "file", inputs / "file" / "run"):
+        message = refused(ConfigError, f"run.output_dir={folder}")
+
+        assert message.startswith(f"run.output_dir={folder}: {inputs / 'file'} is not writable (")
+        assert message.endswith("name another directory, or change its permissions")
+
+
+def test_an_output_directory_that_the_kernel_refuses(refused: Refused) -> None:
+    message = refused(ConfigError, "run.output_dir=/proc/nemo_opd/run")
+
+    assert message.startswith("run.output_dir=/proc/nemo_opd/run: /proc is not writable (")
+
+
+def save_checkpoint(folder: Path, configure: Configure, *overrides: str) -> CheckpointManager:
+    checkpoints = CheckpointManager(folder / "checkpoints", keep_last=2)
+    settings = identity(configure(*overrides))
+    with checkpoints.writing(Progress(3, {}, None, {}, settings)):
+        pass
+    return checkpoints
+
+
+def test_a_directory_that_holds_a_run(refused: Refused, configure: Configure, inputs: Path) -> None:
+    save_checkpoint(inputs, configure)
+    message = refused(ConfigError, f"run.output_dir={inputs}", "run.resume=never")
+
+    assert message.startswith(f"run.output_dir={inputs} holds a run with a checkpoint at step 3; write run.resume=auto")
+
+
+def test_a_checkpoint_of_another_run(refused: Refused, configure: Configure, inputs: Path) -> None:
+    save_checkpoint(inputs, configure, "student.optimizer.lr=0.5", "run.seed=9")
+    message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
+
+    assert message.startswith(f"{inputs}/checkpoints/step_000003 is a checkpoint of another run: run.seed=0, there 9; ")
+    assert "student.optimizer.lr=0.002, there 0.5; restore these settings, or start anew" in message
+
+
+def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, inputs: Path) -> None:
+    record = save_checkpoint(inputs, configure).path(3) / "progress.json"
+    record.write_text(record.read_text()[:-20])
+    message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
+
+    assert message.startswith(f"{record} cannot be read (")
+    assert message.endswith("to continue from the checkpoint before it")
+
+
+# The real command line
+
+
+@pytest.mark.parametrize(
+    ("overrides", "last_line"),
+    [
+        (["train.max_step=5"], "error: train.max_step=5: there is no such key; did you mean train.max_steps?"),
+        (["loss=nope"], "error: loss=nope: there is no such file in the group; choose one of p_kl, same_vocab"),
+        (
+            ["data.validation.arrow_files=/nowhere.arrow"],
+            "error: data.validation.arrow_files='/nowhere.arrow' does not exist; correct the path",
+        ),
+    ],
+    ids=["key", "group", "file"],
+)
+def test_the_command_fails_with_one_clear_line(
+    tiny: Tiny, tmp_path: Path, overrides: list[str], last_line: str
+) -> None:
+    mark = uuid.uuid4().hex
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "run_off_policy_distillation.py"), *tiny.overrides(*overrides)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NEMO_OPD_TEST_MARK": mark},
+    )
+    lines = done.stderr.strip().splitlines()
+
+    assert done.returncode == 1
+    assert lines[-1] == last_line
+    assert sum(line.startswith("error: ") for line in lines) == 1
+    assert "Traceback" not in done.stdout + done.stderr
+    assert list(tmp_path.iterdir()) == []
+    assert processes_with(mark) == []
+
+
+def test_every_problem_of_a_command_has_its_line(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "run_off_policy_distillation.py"
+    arguments = [sys.executable, str(script), "train.max_step=5", "run.seed=-1"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True)
+
+    assert sorted(done.stderr.strip().splitlines()) == [
+        "error: run.seed=-1: must be greater than or equal to 0",
+        "error: train.max_step=5: there is no such key; did you mean train.max_steps?",
+    ]
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes that inherited the environment of a command."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("NEMO_OPD_TEST_MARK") == mark:
+                found.append(process.pid)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found

@@ -1,0 +1,120 @@
+"""A run that ends well: its directory (DESIGN §3), and nothing left of it anywhere else."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.config.load import from_yaml
+from tests.tiny import Tiny
+from tests.training.conftest import SAVE_EVERY, STEPS, VALIDATE_EVERY
+from tests.training.launch import Run, start
+
+pytestmark = pytest.mark.slow
+
+TRAIN_KEYS = {
+    "step",
+    "epoch",
+    *(f"train/{name}" for name in ("loss", "kd", "ce", "kd/cross", "kd/same", "kd_scale", "grad_norm", "lr")),
+    "train/student_tokens",
+    *(f"perf/{name}" for name in ("tokens_per_s", "step_s", "teacher_s", "data_wait_s", "peak_memory_gb")),
+}
+VAL_KEYS = {"step", "val/loss", "val/kd", "val/ce", "val/bits_per_byte"}
+
+
+def test_nothing_is_left(reference: Run) -> None:
+    assert reference.leftovers() == []
+    commands = " ".join(reference.seen.values())
+    assert all(name in commands for name in ("raylet", "gcs_server", "RankActor", "spawn_main")), "all were seen alive"
+    assert reference.ray_folders
+
+
+def test_metrics_have_a_record_for_every_step(reference: Run) -> None:
+    start, *steps = reference.metrics
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    assert start["step"] == 0
+    assert set(start) >= VAL_KEYS
+    for record in steps:
+        assert set(record) >= TRAIN_KEYS
+        assert (set(record) >= VAL_KEYS) == (record["step"] % VALIDATE_EVERY == 0)
+
+
+def test_metrics_agree_with_each_other(reference: Run) -> None:
+    """The reference's weights: 0.5 for either teacher, kd_weight = ce_weight = 1, dynamic scaling by 0.99."""
+    ratio = None
+    for record in reference.metrics[1:]:
+        kd = 0.5 * record["train/kd/cross"] + 0.5 * record["train/kd/same"]
+        assert record["train/kd"] == pytest.approx(kd, rel=1e-12)
+        assert record["train/kd_scale"] == pytest.approx(1.0 if ratio is None else ratio, rel=1e-12)
+        assert record["train/loss"] == pytest.approx(record["train/ce"] + record["train/kd_scale"] * kd, rel=1e-12)
+        now = record["train/ce"] / kd
+        ratio = now if ratio is None else 0.99 * ratio + 0.01 * now
+        # 24 documents in batches of 4.
+        assert record["epoch"] == (record["step"] - 1) // 6
+
+
+def test_student_learns(reference: Run) -> None:
+    assert reference.metrics[-1]["val/loss"] < 0.9 * reference.metrics[0]["val/loss"]
+
+
+def test_newest_checkpoints_are_kept(reference: Run) -> None:
+    assert reference.checkpoints == [f"step_{step:06d}" for step in (STEPS - SAVE_EVERY, STEPS)]
+
+
+def test_checkpoint_and_final_load_with_transformers(reference: Run, tiny: Tiny) -> None:
+    final = AutoModelForCausalLM.from_pretrained(reference.output_dir / "final")
+    folder = reference.output_dir / "checkpoints" / f"step_{STEPS:06d}" / "student"
+    checkpoint = AutoModelForCausalLM.from_pretrained(folder)
+    untrained = AutoModelForCausalLM.from_pretrained(tiny.student).state_dict()
+    for name, value in final.state_dict().items():
+        assert torch.equal(value, checkpoint.state_dict()[name]), name
+        assert not torch.equal(value, untrained[name]), name
+    for place in (reference.output_dir / "final", folder):
+        assert AutoTokenizer.from_pretrained(place)("1234").input_ids == AutoTokenizer.from_pretrained(tiny.student)(
+            "1234"
+        ).input_ids
+
+
+def test_config_is_resolved(reference: Run) -> None:
+    """That it repeats the run is what test_resume relies on."""
+    config = from_yaml(reference.output_dir / "config.yaml")
+    assert config.train.max_steps == STEPS
+    assert config.run.output_dir == reference.output_dir
+    text = yaml.safe_load((reference.output_dir / "config.yaml").read_text())
+    assert text["student"]["optimizer"]["betas"] == [0.9, 0.95], "defaults are written out"
+
+
+def test_report_has_curves(reference: Run) -> None:
+    report = reference.output_dir / "report"
+    page = (report / "report.html").read_text(encoding="utf-8")
+    assert "bits per byte" in page
+    images = sorted(file.name for file in report.glob("*.png"))
+    assert {"loss.png", "validation.png", "teachers.png", "optimizer.png", "speed.png"} <= set(images)
+    assert all((report / name).read_bytes().startswith(b"\x89PNG") for name in images)
+
+
+def test_tensorboard_and_wandb_wrote_their_files(reference: Run) -> None:
+    assert list((reference.output_dir / "tensorboard").rglob("events.out.tfevents.*"))
+    assert list(reference.output_dir.rglob("offline-run-*"))
+
+
+def test_closing_table_names_every_model(reference: Run) -> None:
+    for name in ("student before", "student after", "teacher cross", "teacher same"):
+        assert re.search(rf"{name}\s+│\s+\d+\.\d+", reference.output), reference.output
+
+
+def test_without_distillation_no_teacher_runs(tiny: Tiny, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", tiny.overrides("loss.kd_weight=0", "train.max_steps=2", "data.validation.arrow_files=[]"))
+    run.wait_for_step(1)
+    workers = run.workers()
+    assert run.end() == 0, run.output
+    assert len(workers) <= 1
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        assert not [key for key in record if key.startswith("train/kd") and key != "train/kd_scale"]
+        assert record["train/loss"] == record["train/ce"]

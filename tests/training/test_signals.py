@@ -1,0 +1,86 @@
+"""Runs that fail or hang end with one clear last line, a status that is not 0, and nothing left."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_opd.training.interrupt import Interrupt
+from tests.tiny import Tiny
+from tests.training.launch import START_S, Run, start, wait_until
+
+FAULTY = Path(__file__).with_name("faulty_workers.py")
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_and_the_second_aborts(first: signal.Signals, second: signal.Signals) -> None:
+    before = {number: signal.getsignal(number) for number in (first, second)}
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), first)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), second)
+    assert {number: signal.getsignal(number) for number in (first, second)} == before
+
+
+@pytest.mark.slow
+def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
+    run = faulty("teacher_raises", tiny, tmp_path)
+    run.wait_for_step(1)
+    assert len(run.workers()) == 3
+    assert run.end() == 1
+    assert run.last_line.startswith("error: teacher ")
+    assert run.last_line.endswith("rank 0 failed: RuntimeError: the teacher has left the room")
+    assert "Traceback (most recent call last)" in run.output
+    assert "in forward" in run.output
+    assert [record["step"] for record in run.metrics] == [1, 2], "what was done before is kept"
+    assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_killed_worker_ends_the_run_with_its_name(tiny: Tiny, tmp_path: Path) -> None:
+    """In the middle of a step, by SIGKILL, as the kernel does when memory runs out."""
+    run = faulty("student_hangs", tiny, tmp_path)
+    psutil.Process(hanging(run)).kill()
+    assert run.end() == 1
+    assert run.last_line.startswith("error: student rank 0 died during 'train_step' (")
+    assert "Traceback" not in run.output
+    assert run.leftovers() == []
+
+
+@pytest.mark.slow
+def test_second_interrupt_ends_a_run_that_hangs(tiny: Tiny, tmp_path: Path) -> None:
+    run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0")
+    hanging(run)
+    alive = {process.pid for process in run.processes()}
+    run.interrupt()
+    time.sleep(2)
+    assert run.process.poll() is None, "the first one waits for the step to end"
+    assert {process.pid for process in run.processes()} >= alive, "Ctrl-C is for the driver, not for its workers"
+    run.interrupt()
+    assert run.end() == 130
+    assert run.last_line.startswith("error: interrupted")
+    assert run.leftovers() == []
+
+
+def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
+    more = ["data.validation.arrow_files=[]", "data.num_workers=1", *overrides]
+    return start(folder / "run", tiny.overrides(*more), script=FAULTY, arguments=[fault])
+
+
+def hanging(run: Run) -> int:
+    """Waits until the student hangs: its process id."""
+    file = run.output_dir / "hanging"
+
+    def is_written() -> bool:
+        assert run.process.poll() is None, run.process.communicate()[0]
+        return file.exists() and bool(file.read_text())
+
+    wait_until(is_written, START_S, "hanging student")
+    run.processes()
+    return int(file.read_text())
