@@ -3,14 +3,15 @@
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.training.cli import main
+from nemo_opd.training.cli import busy, main
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def distil(config: RunConfig) -> None:
     # Imported once the settings are known to be valid: PyTorch and Ray take seconds.
-    from nemo_opd.training.off_policy import distil
+    with busy("loading PyTorch and Ray"):
+        from nemo_opd.training.off_policy import distil
 
     distil(config)
 

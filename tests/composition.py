@@ -34,3 +34,10 @@ def command_line(arguments: tuple[str, ...]) -> Iterator[None]:
         yield
     finally:
         sys.argv = previous
+
+
+@contextmanager
+def nothing_is_created(folder: Path) -> Iterator[None]:
+    before = sorted(folder.rglob("*"))
+    yield
+    assert sorted(folder.rglob("*")) == before

@@ -1,9 +1,9 @@
 """What a logger is told: the run's facts at the start, a record a step, the closing table at the end."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +69,27 @@ class ClosingTable:
         return row.bits_per_byte / start - 1
 
 
-class Logger(Protocol):
+class Logger(ABC):
     """One place metrics go. One process calls start, log for each step, summary if the run ends well, and close."""
 
+    @abstractmethod
     def start(self, run: RunSummary, step: int) -> None:
         """Opens what the logger writes to.
 
         `step` is the last step that is kept: the checkpoint's where a run continues, else 0, which starts afresh.
         """
 
+    def phase(self, name: str) -> None:  # noqa: B027  # few loggers have a use for it
+        """Says what the run is doing when that is no step; for people only."""
+
+    @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records one step; any key may be missing, and a value may be NaN or infinite."""
 
+    @abstractmethod
     def summary(self, closing: ClosingTable) -> None:
         """Records what the run achieved."""
 
+    @abstractmethod
     def close(self) -> None:
         """Flushes and releases everything. Safe to call twice, and without start."""

@@ -29,7 +29,7 @@ def build(settings: Logging, output_dir: Path, *, console: Console | None = None
     return Loggers(members)
 
 
-class Loggers:
+class Loggers(Logger):
     """A logger that tells several, and on leaving the `with` closes each of them, also when one raises."""
 
     def __init__(self, members: Sequence[Logger]) -> None:
@@ -38,6 +38,10 @@ class Loggers:
     def start(self, run: RunSummary, step: int = 0) -> None:
         for member in self.members:
             member.start(run, step)
+
+    def phase(self, name: str) -> None:
+        for member in self.members:
+            member.phase(name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for member in self.members:

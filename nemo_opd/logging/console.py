@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.logging import Console as ConsoleSettings
-from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.formats import amount, change, clock, figure
 
 Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
@@ -66,16 +66,18 @@ class Progression:
         self.total = total
         self.step = step
         self.tokens = 0.0
-        self._start = self._moved = time.monotonic()
+        self._start = time.monotonic()
+        self._moved: float | None = None
         self._step_s: float | None = None
 
     def advance(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        if step > self.step:
+        # what happens before the first record, such as loading models, says nothing about the pace
+        if step > self.step and self._moved is not None:
             # validation and checkpoints between steps count too: they will come again
             pace = (now - self._moved) / (step - self.step)
             self._step_s = pace if self._step_s is None else 0.9 * self._step_s + 0.1 * pace
-            self._moved = now
+        self._moved = now
         self.step = step
         self.tokens += values.get("train/student_tokens", 0.0)
 
@@ -85,7 +87,7 @@ class Progression:
 
     @property
     def left(self) -> str:
-        if self._step_s is None:
+        if self._step_s is None or self._moved is None:
             return "-"
         return clock(max(0.0, self._step_s * (self.total - self.step) - (time.monotonic() - self._moved)))
 
@@ -102,7 +104,7 @@ class Times(ProgressColumn):
         return Text.assemble(("elapsed ", "dim"), elapsed, ("  left ", "dim"), left)
 
 
-class ConsoleLogger:
+class ConsoleLogger(Logger):
     """Live progress in a terminal; elsewhere a plain line every `interval_s`, so that log files stay small."""
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
@@ -131,6 +133,12 @@ class ConsoleLogger:
         self._task = self._bar.add_task("", total=self._run.total_steps, completed=step)
         self._live = Live(self._bar, console=self._console, refresh_per_second=2)
         self._live.start()
+
+    def phase(self, name: str) -> None:
+        if self._live is not None:
+            self._live.update(Group(self._bar, Text(f"  {name}", "dim")))
+        else:
+            self._console.print(Text(name, "dim"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._progression.advance(step, values)
@@ -196,7 +204,10 @@ def header(run: RunSummary, step: int) -> Panel:
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
     facts.add_row("student", Text(run.student, "bold"))
-    facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
+    if run.teachers:
+        facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
+    else:
+        facts.add_row("teachers", Text("none, cross-entropy alone"))
     ranks = f"{run.num_ranks} rank" + ("s" if run.num_ranks > 1 else "")
     facts.add_row("device", Text(f"{run.device}, {ranks}"))
     continued = f", continued after step {step:,}" if step else ""

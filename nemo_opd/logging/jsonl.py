@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.files import write_atomically
 
 
@@ -48,7 +48,7 @@ def _json_number(value: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-class JsonlLogger:
+class JsonlLogger(Logger):
     """Appends to metrics.jsonl and hands each line to the kernel, so a SIGKILL loses at most the current one."""
 
     def __init__(self, path: Path) -> None:

@@ -4,13 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Logger):
     """Event files in one folder; a run that continues hides what was written after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from nemo_opd.config.logging import Wandb
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.files import write_atomically
 
 
@@ -26,7 +26,7 @@ def check_credentials() -> None:
         raise ConfigError(f"logging.wandb.mode=online needs an API key and none is configured; {remedy}")
 
 
-class WandbLogger:
+class WandbLogger(Logger):
     """One wandb run for one output directory: a run that continues reports to the same id."""
 
     def __init__(self, settings: Wandb, output_dir: Path) -> None:

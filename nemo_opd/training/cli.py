@@ -2,8 +2,11 @@
 
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
 
 from nemo_opd.config.load import run_with_hydra
 from nemo_opd.config.run import RunConfig
@@ -26,6 +29,13 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
     except Exception as error:
         traceback.print_exc()
         fail(f"{type(error).__name__}: {error}", 1)
+
+
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Shows in a terminal what takes a while, and removes it afterwards."""
+    with Console(stderr=True).status(what):
+        yield
 
 
 def fail(message: str, status: int) -> None:

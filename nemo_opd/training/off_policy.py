@@ -4,6 +4,7 @@ from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging import Timer
+from nemo_opd.training.cli import busy
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
@@ -13,7 +14,8 @@ from nemo_opd.training.units import count_units
 
 def distil(config: RunConfig) -> None:
     """Run to the end, or to a checkpoint when interrupted. Raises an OPDError for what goes wrong."""
-    plan = preflight(config)
+    with busy("checking settings, models, tokenizers and data"):
+        plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
         return

@@ -59,6 +59,7 @@ class Session:
             (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             self.loggers.start(run_summary(plan), self.step)
             num_groups = 1 + len(config.active_teachers)
+            self.loggers.phase(f"starting Ray and {plan.num_ranks * num_groups} workers")
             cluster = stack.enter_context(
                 VirtualCluster(config.cluster, device=plan.device, num_ranks=plan.num_ranks, num_groups=num_groups)
             )
@@ -96,6 +97,7 @@ class Session:
         """Validate the student as it is and the teachers, once in the life of a run."""
         if self.step or self.plan.validation_documents is None:
             return
+        self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
         teachers = validate_teachers(self.models, self._validation_batches())
@@ -136,6 +138,7 @@ class Session:
 
     def finish(self) -> None:
         """Export the student, write the report and print the closing table."""
+        self.loggers.phase("writing the model and the report")
         export_whole(self.models, self.plan.output_dir / "final")
         closing = self._closing_table()
         write_report(self.plan.output_dir, closing)

@@ -60,11 +60,10 @@ class StudentWorker:
         device: str,
         transport: str,
     ) -> None:
-        """`projections` has an entry per active teacher, None for the student's tokenizer, whose size is `vocab_size`."""
+        """`vocab_size` is the tokenizer's. `projections`: one per active teacher, None where it shares the tokenizer."""
         self.config = config
         self.terms = [
-            build(config.term(i), projection, student_vocab_size=vocab_size)
-            for i, projection in enumerate(projections)
+            build(config.term(i), projection, student_vocab_size=vocab_size) for i, projection in enumerate(projections)
         ]
         self.vocab_size = vocab_size
         self.device = device

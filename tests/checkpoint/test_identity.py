@@ -51,22 +51,27 @@ BOUND = {
 }
 
 
+@pytest.fixture(scope="module")
+def before() -> RunConfig:
+    return compose()
+
+
 def keys_that_differ(a: RunConfig, b: RunConfig) -> set[str]:
     ours, theirs = (dict(flatten(config.model_dump(mode="json"))) for config in (a, b))
     return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
 
 
 @pytest.mark.parametrize("override", FREE)
-def test_speed_placement_reporting_and_length_may_change(override: str) -> None:
-    before, after = compose(), compose(override)
+def test_speed_placement_reporting_and_length_may_change(override: str, before: RunConfig) -> None:
+    after = compose(override)
 
     assert keys_that_differ(before, after) == FREE[override]  # the override did something
     require_same_run(identity(before), identity(after), "step_000001")
 
 
 @pytest.mark.parametrize("override", BOUND)
-def test_what_is_learned_may_not(override: str) -> None:
-    before, after = compose(), compose(override)
+def test_what_is_learned_may_not(override: str, before: RunConfig) -> None:
+    after = compose(override)
     (key,) = BOUND[override]
 
     assert keys_that_differ(before, after) == {key}
@@ -78,28 +83,20 @@ def test_what_is_learned_may_not(override: str) -> None:
     assert message.endswith("restore these settings, or start anew with another run.output_dir")
 
 
-def test_every_setting_is_on_one_of_the_two_sides() -> None:
+def test_every_setting_is_on_one_of_the_two_sides(before: RunConfig) -> None:
     """A section added to the settings is bound until someone decides otherwise; these sections are free as a whole."""
-    everything = dict(flatten(compose().model_dump(mode="json")))
-    free = everything.keys() - identity(compose()).keys()
+    everything = dict(flatten(before.model_dump(mode="json")))
+    free = everything.keys() - identity(before).keys()
 
-    assert {key.split(".")[0] for key in free} == {
-        "run",
-        "train",
-        "data",
-        "student",
-        "teachers",
-        "handoff",
-        "cluster",
-        "logging",
-    }
+    touched = {key.split(".")[0] for key in free}
+    assert touched == {"run", "train", "data", "student", "teachers", "handoff", "cluster", "logging"}
     assert {key for key in everything if key.split(".")[0] in ("cluster", "logging")} <= free
     assert not any(key.startswith(("loss.", "aggregation.", "student.optimizer.")) for key in free)
 
 
-def test_another_number_of_teachers_is_another_run() -> None:
+def test_another_number_of_teachers_is_another_run(before: RunConfig) -> None:
     with pytest.raises(CheckpointError, match=r"and \d+ more; restore these settings"):
-        require_same_run(identity(compose()), identity(compose("teachers=demo_single")), "step_000001")
+        require_same_run(identity(before), identity(compose("teachers=demo_single")), "step_000001")
 
 
 def test_it_survives_the_file() -> None:
@@ -109,9 +106,9 @@ def test_it_survives_the_file() -> None:
     assert json.loads(json.dumps(own)) == own
 
 
-def test_a_setting_that_is_new_and_off_is_no_difference() -> None:
+def test_a_setting_that_is_new_and_off_is_no_difference(before: RunConfig) -> None:
     """A checkpoint of an older version lacks the key."""
-    current = identity(compose())
+    current = identity(before)
     saved = {key: value for key, value in current.items() if key != "student.tokenizer"}
 
     assert current["student.tokenizer"] is None
@@ -123,11 +120,11 @@ def save(checkpoints: CheckpointManager, step: int, config: RunConfig) -> None:
         pass
 
 
-def test_the_newest_of_the_same_run_is_found(tmp_path: Path) -> None:
+def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) -> None:
     checkpoints = CheckpointManager(tmp_path, keep_last=5)
-    assert newest_of_same_run(checkpoints, compose()) is None
-    save(checkpoints, 3, compose())
-    save(checkpoints, 12, compose())
+    assert newest_of_same_run(checkpoints, before) is None
+    save(checkpoints, 3, before)
+    save(checkpoints, 12, before)
 
     found = newest_of_same_run(checkpoints, compose("train.max_steps=900"))
     assert found is not None

@@ -8,16 +8,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from nemo_opd.errors import ModelError
-
 
 class Toy:
     """Does on one rank what is asked and on the others something else."""
 
-    def __init__(self, fail_on: int | None = None) -> None:
+    def __init__(self) -> None:
         self.rank = dist.get_rank()
-        if self.rank == fail_on:
-            raise ModelError("toy.model=/nowhere: the weights could not be loaded (truncated)")
 
     def sum_of_ranks(self, offset: int) -> tuple[int, float]:
         total = torch.tensor([float(self.rank + offset)])

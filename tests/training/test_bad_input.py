@@ -1,4 +1,4 @@
-"""Every mistake a user can make stops the run before a process starts: the right error, one message, nothing created."""
+"""A user's mistake stops the run before a process starts: the right error, one message, nothing created."""
 
 import json
 import os
@@ -18,15 +18,22 @@ from transformers import AutoTokenizer, T5Config
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.config import RunConfig
 from nemo_opd.errors import CheckpointError, ConfigError, DataError, ModelError, OPDError, ProjectionError
 from nemo_opd.models.load import load_model
 from nemo_opd.projection import build_projection
 from nemo_opd.training.preflight import preflight
-from tests.composition import ROOT
+from tests.composition import ROOT, compose, nothing_is_created
 from tests.tiny import SENTENCES, Tiny, save_model, train_tokenizer
-from tests.training.conftest import Configure, nothing_is_created
 
+Configure = Callable[..., RunConfig]
 Refused = Callable[..., str]
+
+
+@pytest.fixture
+def configure(tiny: Tiny) -> Configure:
+    """Overrides → the configuration of a run with the tiny models."""
+    return lambda *overrides: compose(*tiny.overrides(*overrides))
 
 
 @pytest.fixture
