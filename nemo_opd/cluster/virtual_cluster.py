@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from typing import Any, Self
 
 import psutil
@@ -27,6 +28,13 @@ def num_cores() -> int:
     return len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1
 
 
+def probe(address: str) -> None:
+    """Raises OSError at once where nothing listens at `host:port`; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
 class VirtualCluster:
     """`num_ranks` bundles, each with room for one actor of every worker group.
 
@@ -41,6 +49,8 @@ class VirtualCluster:
         self.gpu_share = int(10_000 / num_groups) / 10_000 if device == "cuda" else 0.0
         # Threads that wait for each other on busy cores cost more than they bring.
         self.threads = max(1, num_cores() // (num_ranks * num_groups)) if device == "cpu" else 1
+        self._is_ours = False
+        """Whether this process's Ray session is to be ended by `close`."""
         self._folder: SessionFolder | None = None
         self._placement: Any = None
         try:
@@ -54,14 +64,17 @@ class VirtualCluster:
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         if settings.address:
             try:
+                probe(settings.address)
+                self._is_ours = True
                 ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise ClusterError(
                     f"cluster.address={settings.address}: no Ray cluster answers there ({error}); start one with "
                     "`ray start --head`, or leave the key out to run on this machine"
                 ) from error
             return
         self._folder = SessionFolder()
+        self._is_ours = True
         ray.init(
             address="local",
             num_cpus=num_actors,
@@ -94,7 +107,8 @@ class VirtualCluster:
             if self._placement is not None and ray.is_initialized():
                 remove_placement_group(self._placement)
         finally:
-            ray.shutdown()
+            if self._is_ours:
+                ray.shutdown()
             if self._folder is not None:
                 self._folder.close()
 

@@ -208,13 +208,13 @@ def require_same_tokenizer(
     by_id = {index: token for token, index in theirs.items()}
     differing = [
         f"{token!r} is {index} and {theirs[token]}" if token in theirs else f"{index} is {token!r} and {by_id[index]!r}"
-        for token, index in ours.items()
+        for token, index in sorted(ours.items(), key=lambda item: item[1])
         if theirs.get(token, index) != index or by_id.get(index, token) != token
     ]
     if differing:
         raise ModelError(
             f"teachers.{i}.type=same_tokenizer: the tokenizer of {settings.name} differs from the student's in "
-            f"{len(differing)} tokens ({'; '.join(differing[:2])}); write type: cross_tokenizer"
+            f"{len(differing)} of {len(ours)} tokens ({'; '.join(differing[:2])}); write type: cross_tokenizer"
         )
 
 

@@ -60,7 +60,7 @@ class StudentWorker:
         device: str,
         transport: str,
     ) -> None:
-        """`vocab_size` is the tokenizer's. `projections`: one per active teacher, None where it shares the tokenizer."""
+        """`vocab_size` is the tokenizer's; `projections` has one per active teacher, None for the same tokenizer."""
         self.config = config
         self.terms = [
             build(config.term(i), projection, student_vocab_size=vocab_size) for i, projection in enumerate(projections)

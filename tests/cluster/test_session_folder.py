@@ -20,7 +20,8 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
     foreign.mkdir()
     code = (
         "import os, signal, sys; from pathlib import Path; from nemo_opd.cluster.session_folder import SessionFolder\n"
-        "folder = SessionFolder(Path(sys.argv[1])); print(folder.path, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+        "folder = SessionFolder(Path(sys.argv[1])); print(folder.path, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     abandoned = Path(killed.stdout.strip())

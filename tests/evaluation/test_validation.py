@@ -57,8 +57,7 @@ def oracle_bits_per_byte(model_folder: Path, texts: list[str], max_length: int) 
     model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
     bits = num_bytes = 0.0
     for text in texts:
-        ids = tokenizer(text).input_ids + [tokenizer.eos_token_id]
-        ids = ids[:max_length]
+        ids = [*tokenizer(text).input_ids, tokenizer.eos_token_id][:max_length]
         with torch.no_grad():
             logits = model(torch.tensor([ids])).logits[0].tolist()
         for i in range(1, len(ids)):
@@ -93,8 +92,7 @@ def measured(plan: Plan) -> tuple[float, list[float]]:
         def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
             own = models.own(batch)
             return [
-                teacher.bits_per_byte(rows.tokens)
-                for teacher, rows in zip(models.teachers, own.teachers, strict=True)
+                teacher.bits_per_byte(rows.tokens) for teacher, rows in zip(models.teachers, own.teachers, strict=True)
             ]
 
     student = validate(Here(), batches())["bits_per_byte"].value()
@@ -112,9 +110,7 @@ def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> No
     assert documents is not None
     texts = list(documents[:]["text"])
     assert len(texts) == 5
-    for folder, value in zip(
-        (tiny.student, tiny.teacher_cross, tiny.teacher_same), (student, *teachers), strict=True
-    ):
+    for folder, value in zip((tiny.student, tiny.teacher_cross, tiny.teacher_same), (student, *teachers), strict=True):
         assert value == pytest.approx(oracle_bits_per_byte(folder, texts, 1000), rel=1e-5)
 
 
@@ -125,4 +121,6 @@ def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None
     assert documents is not None
     expected = oracle_bits_per_byte(tiny.student, list(documents[:]["text"]), 12)
     assert student == pytest.approx(expected, rel=1e-5)
-    assert teachers[1] == pytest.approx(oracle_bits_per_byte(tiny.teacher_same, list(documents[:]["text"]), 12), rel=1e-5)
+    assert teachers[1] == pytest.approx(
+        oracle_bits_per_byte(tiny.teacher_same, list(documents[:]["text"]), 12), rel=1e-5
+    )

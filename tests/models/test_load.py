@@ -43,7 +43,7 @@ def test_incomplete_folder(copy: Path, missing: str, reason: str) -> None:
 
 
 def test_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="student.model=.*there is no such folder"):
+    with pytest.raises(ModelError, match=r"student.model=.*there is no such folder"):
         load_config(str(tmp_path / "nowhere"), key="student.model")
 
 

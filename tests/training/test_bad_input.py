@@ -192,7 +192,8 @@ def test_a_model_folder_that_is_not_there(refused: Refused) -> None:
     assert message == "teachers.0.model=/nowhere/model: there is no such folder; check the path"
 
 
-def test_a_hub_name_that_cannot_be_reached(refused: Refused) -> None:
+def test_a_hub_name_that_cannot_be_reached(refused: Refused, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # otherwise minutes of attempts
     message = refused(ModelError, "teachers.0.model=nobody/nothing")
 
     assert message.startswith("teachers.0.model=nobody/nothing: no model configuration could be read (")
@@ -404,10 +405,10 @@ def test_a_directory_that_holds_a_run(refused: Refused, configure: Configure, in
 
 def test_a_checkpoint_of_another_run(refused: Refused, configure: Configure, inputs: Path) -> None:
     save_checkpoint(inputs, configure, "student.optimizer.lr=0.5", "run.seed=9")
-    message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
+    message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto", "student.optimizer.lr=0.25")
 
     assert message.startswith(f"{inputs}/checkpoints/step_000003 is a checkpoint of another run: run.seed=0, there 9; ")
-    assert "student.optimizer.lr=0.002, there 0.5; restore these settings, or start anew" in message
+    assert "student.optimizer.lr=0.25, there 0.5; restore these settings, or start anew" in message
 
 
 def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, inputs: Path) -> None:

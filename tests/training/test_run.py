@@ -58,7 +58,10 @@ def test_metrics_agree_with_each_other(reference: Run) -> None:
 
 
 def test_student_learns(reference: Run) -> None:
-    assert reference.metrics[-1]["val/loss"] < 0.9 * reference.metrics[0]["val/loss"]
+    """Raw terms: `val/loss` also moves with the scale of KD."""
+    before, after = reference.metrics[0], reference.metrics[-1]
+    for name in ("val/ce", "val/kd", "val/bits_per_byte"):
+        assert after[name] < before[name], name
 
 
 def test_newest_checkpoints_are_kept(reference: Run) -> None:
@@ -74,9 +77,10 @@ def test_checkpoint_and_final_load_with_transformers(reference: Run, tiny: Tiny)
         assert torch.equal(value, checkpoint.state_dict()[name]), name
         assert not torch.equal(value, untrained[name]), name
     for place in (reference.output_dir / "final", folder):
-        assert AutoTokenizer.from_pretrained(place)("1234").input_ids == AutoTokenizer.from_pretrained(tiny.student)(
-            "1234"
-        ).input_ids
+        assert (
+            AutoTokenizer.from_pretrained(place)("1234").input_ids
+            == AutoTokenizer.from_pretrained(tiny.student)("1234").input_ids
+        )
 
 
 def test_config_is_resolved(reference: Run) -> None:
@@ -108,7 +112,9 @@ def test_closing_table_names_every_model(reference: Run) -> None:
 
 
 def test_without_distillation_no_teacher_runs(tiny: Tiny, tmp_path: Path) -> None:
-    run = start(tmp_path / "run", tiny.overrides("loss.kd_weight=0", "train.max_steps=2", "data.validation.arrow_files=[]"))
+    run = start(
+        tmp_path / "run", tiny.overrides("loss.kd_weight=0", "train.max_steps=2", "data.validation.arrow_files=[]")
+    )
     run.wait_for_step(1)
     workers = run.workers()
     assert run.end() == 0, run.output

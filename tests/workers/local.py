@@ -73,16 +73,16 @@ class LocalModels:
 
     def train_step(self, batch: Batch, kd_scale: float = 1.0) -> dict[str, float]:
         part = self.own(batch)
-        return values(reduced(self.student.train_step(StudentStep(part, self.score(part), count_units(batch), kd_scale))))
+        return values(
+            reduced(self.student.train_step(StudentStep(part, self.score(part), count_units(batch), kd_scale)))
+        )
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         part = self.own(batch)
         return values(reduced(self.student.evaluate(part, self.score(part))))
 
     def score(self, part: Batch) -> tuple[Any, ...]:
-        return tuple(
-            teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True)
-        )
+        return tuple(teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True))
 
     def weights(self) -> dict[str, Tensor]:
         state = get_model_state_dict(self.student.model, options=StateDictOptions(full_state_dict=True))

@@ -64,7 +64,7 @@ def terms(
     plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
     """CE, p_kl and same_vocab of a global batch: sums over its units, divided by their number at the end."""
-    cross_rows, same_rows = batch.teachers
+    cross_rows, _ = batch.teachers
     assert cross_rows.chunks is not None
     projection, size = plan.teachers[0].projection, plan.student.vocab_size
     assert projection is not None
@@ -83,17 +83,20 @@ def terms(
         log_q = same.log_softmax(-1)
         sums[0] = sums[0] - log_p.gather(1, ids[1:, None]).sum()
         sums[2] = sums[2] + (log_q.exp() * (log_q - log_p)).sum()
-        sums[1] = sums[1] + p_kl(
-            logits,
-            cross,
-            projection=projection,
-            student_ids=ids[None],
-            teacher_ids=teacher_ids[None],
-            student_chunk_id=student_chunks[None],
-            teacher_chunk_id=teacher_chunks[None],
-            normalizer=1.0,
-            student_vocab_size=size,
-        ).loss
+        sums[1] = (
+            sums[1]
+            + p_kl(
+                logits,
+                cross,
+                projection=projection,
+                student_ids=ids[None],
+                teacher_ids=teacher_ids[None],
+                student_chunk_id=student_chunks[None],
+                teacher_chunk_id=teacher_chunks[None],
+                normalizer=1.0,
+                student_vocab_size=size,
+            ).loss
+        )
         labels += len(ids) - 1
         first = {int(student_chunks[0]), int(teacher_chunks[0]), -1} if len(teacher_ids) else {-1}
         chunks += len((set(student_chunks.tolist()) & set(teacher_chunks.tolist())) - first)

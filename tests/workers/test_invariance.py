@@ -91,9 +91,7 @@ def test_curve_is_that_of_a_plain_trainer(runs: Runs, oracle, num_ranks: int, mi
     """Bugs: a mean over microbatches or ranks instead of over units, padding that counts, FSDP's averaging of
     gradients left in, a term too heavy by the number of microbatches, units of one rank as the normalizer."""
     curve, _ = oracle
-    for step, (expected, actual) in enumerate(
-        zip(curve, runs.by_grid[num_ranks, micro_batch_size].curve, strict=True)
-    ):
+    for step, (expected, actual) in enumerate(zip(curve, runs.by_grid[num_ranks, micro_batch_size].curve, strict=True)):
         for name, value in expected.items():
             assert actual[name] == pytest.approx(value, rel=RTOL), (step, name)
 

@@ -1,7 +1,6 @@
 """What a teacher hands over is what transformers computes, in bf16, and nothing of it is padding of the head."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -70,7 +69,7 @@ def test_logits_are_those_of_transformers(scoring, teacher: int) -> None:
 
 def test_columns_beyond_the_tokenizer_are_not_handed_over(scoring, tiny: Tiny) -> None:
     """The cross-tokenizer teacher's head is 20 wider than its tokenizer."""
-    plan, batches, scored = scoring
+    _, batches, scored = scoring
     size = len(AutoTokenizer.from_pretrained(tiny.teacher_cross))
     assert AutoModelForCausalLM.from_pretrained(tiny.teacher_cross).config.vocab_size == size + 20
     for batch, handles in zip(batches, scored.handles, strict=True):

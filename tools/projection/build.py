@@ -12,15 +12,15 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import AutoTokenizer
 
 from nemo_opd.errors import OPDError
+from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, audit, build_projection
 from nemo_opd.projection.report import audit_table
 
 EPILOG = """\
 A projection says with which teacher tokens each student token is spelled. It needs the two tokenizers only, is built
-once per pair, and is what cross-tokenizer losses (p_kl, gold, h_kl, ...) compare vocabularies through.
+once per pair, and is what cross-tokenizer losses such as p_kl compare vocabularies through.
 
 examples:
   uv run tools/projection/build.py --student meta-llama/Llama-3.2-1B --teacher Qwen/Qwen3-4B \\
@@ -44,8 +44,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def build(arguments: argparse.Namespace, console: Console) -> None:
-    student = AutoTokenizer.from_pretrained(arguments.student)
-    teacher = AutoTokenizer.from_pretrained(arguments.teacher)
+    student = load_tokenizer(arguments.student, key="--student")
+    teacher = load_tokenizer(arguments.teacher, key="--teacher")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("tokens spelled by the teacher", total=None)

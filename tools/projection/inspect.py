@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.errors import OPDError
+from nemo_opd.models.load import load_tokenizer
 from nemo_opd.projection import ProjectionMatrix, audit
 from nemo_opd.projection.report import audit_table, plot_sample, sample_table
 
@@ -48,21 +48,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def tokenizer(side: str, given: str | None, recorded: str) -> PreTrainedTokenizerBase:
-    name = given or recorded
-    try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise OPDError(
-            f"the {side}'s tokenizer cannot be loaded from {name!r} ({str(error).splitlines()[0]}); "
-            f"say where it is with --{side}"
-        ) from error
-
-
 def show(arguments: argparse.Namespace, console: Console) -> None:
     names = ProjectionMatrix.load(arguments.file)
-    student = tokenizer("student", arguments.student, names.student_name)
-    teacher = tokenizer("teacher", arguments.teacher, names.teacher_name)
+    student = load_tokenizer(arguments.student or names.student_name, key="--student")
+    teacher = load_tokenizer(arguments.teacher or names.teacher_name, key="--teacher")
     matrix = ProjectionMatrix.load(arguments.file, student, teacher)
     figures = audit(student, teacher, matrix)
     if arguments.json:
