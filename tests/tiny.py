@@ -74,9 +74,7 @@ def train_tokenizer(pattern: str, vocab_size: int, eos: str) -> PreTrainedTokeni
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
 
 
-def save_model(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int, extra_rows: int = 0
-) -> Path:
+def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int, extra_rows: int = 0) -> Path:
     """A Llama of two layers whose head is `extra_rows` wider than the tokenizer."""
     torch.manual_seed(seed)
     config = LlamaConfig(

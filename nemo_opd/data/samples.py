@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import pieces_of
+from nemo_opd.errors import DataError
 from nemo_opd.types import Alignment
 
 if TYPE_CHECKING:
@@ -91,12 +92,17 @@ class Encoder:
     append_eos: bool
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool) -> Self:
-        """Raises AlignmentError for a tokenizer whose tokens have no exact bytes."""
-        return cls(tokenizer, pieces_of(tokenizer).lengths, max_length, append_eos)
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
+    ) -> Self:
+        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
+        return cls(tokenizer, pieces_of(tokenizer).lengths[:vocab_size], max_length, append_eos)
 
     def __call__(self, text: str) -> Encoding:
-        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none."""
+        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none.
+
+        Raises DataError for a text with a token that the model cannot read.
+        """
         # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
         encoded = self.tokenizer(text, return_attention_mask=False, verbose=False)
         ids: list[int] = list(encoded["input_ids"])
@@ -104,6 +110,11 @@ class Encoder:
         if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
             ids.append(eos)
         array = np.asarray(ids, dtype=np.int32)
+        if array.max(initial=0) >= len(self.lengths):
+            token = self.tokenizer.convert_ids_to_tokens(int(array.max()))
+            raise DataError(
+                f"a document holds {token!r}, for which the model has no embedding; take it out of {text[:60]!r}…"
+            )
         return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
 
 

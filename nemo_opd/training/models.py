@@ -131,6 +131,7 @@ def student_group(cluster: VirtualCluster, plan: Plan) -> WorkerGroup:
             "projections": [teacher.projection for teacher in plan.teachers],
             "total_steps": plan.total_steps,
             "vocab_size": plan.student.vocab_size,
+            "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
             "device": plan.device,
             "transport": plan.transport,
         },

@@ -57,13 +57,15 @@ class StudentWorker:
         projections: Sequence[ProjectionMatrix | None],
         total_steps: int,
         vocab_size: int,
+        teacher_vocab_sizes: Sequence[int],
         device: str,
         transport: str,
     ) -> None:
-        """`vocab_size` is the tokenizer's; `projections` has one per active teacher, None for the same tokenizer."""
+        """Vocabulary sizes are the tokenizers'; `projections` has None for a teacher with the student's tokenizer."""
         self.config = config
         self.terms = [
-            build(config.term(i), projection, student_vocab_size=vocab_size) for i, projection in enumerate(projections)
+            build(config.term(i), projection, student_vocab_size=vocab_size, teacher_vocab_size=teacher_vocab_size)
+            for i, (projection, teacher_vocab_size) in enumerate(zip(projections, teacher_vocab_sizes, strict=True))
         ]
         self.vocab_size = vocab_size
         self.device = device

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from nemo_opd.cluster import worker_group
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import LEAVE_S, WorkerGroup, gather
+from nemo_opd.cluster.worker_group import WorkerGroup, gather
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
@@ -61,8 +62,8 @@ def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup,
     """Bug: waiting for the ranks in order, and so for ever for one that waits for the failed one in a collective."""
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
-        group.call("fail_while_others_wait", [(rank, 3.0)] * 2)
-    assert time.monotonic() - start < 2.5
+        group.call("fail_while_others_wait", [(rank, 2.0)] * 2)
+    assert time.monotonic() - start < 1.5
     error = caught.value
     assert (error.group, error.rank, error.error) == ("toys", rank, "KeyError: 'no such thing'")
     assert "fail_while_others_wait" in error.traceback
@@ -77,7 +78,7 @@ def test_result_that_cannot_travel_is_a_worker_error(group: WorkerGroup) -> None
 
 def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup) -> None:
     with pytest.raises(ClusterError, match=r"toys rank 0 did not finish 'sleep' within cluster.timeout_s=0.5"):
-        gather([group.submit("sleep", [(2.0,)] * 2)], timeout_s=0.5)
+        gather([group.submit("sleep", [(1.0,)] * 2)], timeout_s=0.5)
     assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
 
 
@@ -107,16 +108,17 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
     wait_for_end(rank_processes() - before)
 
 
-def test_dead_process_is_one_cluster_error(group: WorkerGroup) -> None:
+def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
     with pytest.raises(ClusterError) as caught:
         group.call("die", [(1,)] * 2)
     assert str(caught.value).startswith("toys rank 1 died during 'die' (")
     assert not isinstance(caught.value, WorkerError)
+    monkeypatch.setattr(worker_group, "LEAVE_S", 2.0)
     before = rank_processes()
     start = time.monotonic()
     group.close()
-    assert time.monotonic() - start < LEAVE_S + 5
+    assert 2.0 <= time.monotonic() - start < 7.0
     wait_for_end(before)
 
 

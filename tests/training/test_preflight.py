@@ -13,17 +13,12 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
-from nemo_opd.errors import ConfigError, ModelError
-from nemo_opd.training import preflight as module
+from nemo_opd.errors import ConfigError, DataError, ModelError
+from nemo_opd.training import layout as module
+from nemo_opd.training.layout import default_output_dir, require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.off_policy import distil
-from nemo_opd.training.preflight import (
-    default_output_dir,
-    preflight,
-    require_batch_divides,
-    require_same_tokenizer,
-    resolve_device,
-    resolve_ranks,
-)
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.sides import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
 from tests.tiny import Tiny
 
@@ -287,3 +282,16 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["steps an epoch"] == "6"
     assert rows["steps"] == "4"
     assert {"cross: logits handed over", "same: weights", "all"} <= rows.keys()
+
+
+def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Gemma-3-1B has the tokenizer of its siblings that see, but no embedding for their image token."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
+    size = len(tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    plan = preflight(configure(f"student.tokenizer={tmp_path / 'tokenizer'}"))
+
+    assert plan.student.vocab_size == size
+    with pytest.raises(DataError, match="a document holds '<image>', for which the model has no embedding"):
+        plan.sample_maker("a picture: <image>")

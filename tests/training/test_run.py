@@ -1,8 +1,6 @@
 """A run that ends well: its directory (DESIGN §3), and nothing left of it anywhere else."""
 
-import json
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_opd.config.load import from_yaml
 from tests.tiny import Tiny
 from tests.training.conftest import SAVE_EVERY, STEPS, VALIDATE_EVERY
-from tests.training.launch import Run, start
+from tests.training.launch import Run
 
 pytestmark = pytest.mark.slow
 
@@ -109,18 +107,3 @@ def test_tensorboard_and_wandb_wrote_their_files(reference: Run) -> None:
 def test_closing_table_names_every_model(reference: Run) -> None:
     for name in ("student before", "student after", "teacher cross", "teacher same"):
         assert re.search(rf"{name}\s+│\s+\d+\.\d+", reference.output), reference.output
-
-
-def test_without_distillation_no_teacher_runs(tiny: Tiny, tmp_path: Path) -> None:
-    run = start(
-        tmp_path / "run", tiny.overrides("loss.kd_weight=0", "train.max_steps=2", "data.validation.arrow_files=[]")
-    )
-    run.wait_for_step(1)
-    workers = run.workers()
-    assert run.end() == 0, run.output
-    assert len(workers) <= 1
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [record["step"] for record in records] == [1, 2]
-    for record in records:
-        assert not [key for key in record if key.startswith("train/kd") and key != "train/kd_scale"]
-        assert record["train/loss"] == record["train/ce"]

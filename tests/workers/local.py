@@ -64,6 +64,7 @@ class LocalModels:
             projections=[teacher.projection for teacher in plan.teachers],
             total_steps=plan.total_steps,
             vocab_size=plan.student.vocab_size,
+            teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
             device="cpu",
             transport="shared_memory",
         )
