@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, no network, caches in a temporary folder, GPU tests only where there is a GPU."""
+"""Shared by all tests: one thread, caches in a temporary folder, GPU tests only where there is a GPU."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,6 @@ import torch
 
 from tests.tiny import Tiny, make_tiny
 
-os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ["TOKENIZERS_PARALLELISM"] = "false"
 torch.set_num_threads(1)
 
 

@@ -49,7 +49,7 @@ def test_sigterm_saves_and_without_kd_weight_no_teacher_runs(tiny: Tiny, tmp_pat
 
 @pytest.mark.slow
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
-    run = faulty("teacher_raises", tiny, tmp_path, "teachers=demo_single")
+    run = faulty("teacher_raises", tiny, tmp_path, "teachers=demo_single", "data.num_workers=1")
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 1
@@ -88,7 +88,7 @@ def test_second_interrupt_ends_a_run_that_hangs(tiny: Tiny, tmp_path: Path) -> N
 
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
     """With as few workers as will do: each takes seconds to start."""
-    given = tiny.overrides("data.num_workers=1", *WITHOUT_VALIDATION, *overrides)
+    given = tiny.overrides(*WITHOUT_VALIDATION, *overrides)
     if "teachers=demo_single" in overrides:
         given = [override for override in given if not override.startswith("teachers.1.")]
     return start(folder / "run", given, script=FAULTY, arguments=[fault])
