@@ -1,6 +1,6 @@
 """What distillation brings in the demo: the default run against cross-entropy alone, at equal steps, over seeds.
 
-    uv run benchmarks/demo.py                      # writes benchmarks/results/demo.md and demo.json
+uv run benchmarks/demo.py                      # writes benchmarks/results/demo.md and demo.json
 """
 
 import argparse

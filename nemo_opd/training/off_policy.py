@@ -28,10 +28,10 @@ def distil(config: RunConfig) -> None:
             session.loggers.log(step, record)
             if session.is_due(config.train.save_every) or session.interrupt.requested:
                 session.save()
-        if session.interrupt.requested:
-            session.say_how_to_continue()
-        else:
+        if session.is_complete:
             session.finish()
+        else:
+            session.say_how_to_continue()
 
 
 def train_step(session: Session) -> dict[str, float]:

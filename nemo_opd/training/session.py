@@ -89,9 +89,13 @@ class Session:
             self.step += 1
             yield self.step
 
+    @property
+    def is_complete(self) -> bool:
+        return self.step == self.plan.total_steps
+
     def is_due(self, every: int | None) -> bool:
         """Every so many steps, and after the last."""
-        return self.step == self.plan.total_steps or (every is not None and self.step % every == 0)
+        return self.is_complete or (every is not None and self.step % every == 0)
 
     def measure_start(self) -> None:
         """Validate the student as it is and the teachers, once in the life of a run."""
@@ -131,6 +135,9 @@ class Session:
             self.models.save(folder)
 
     def say_how_to_continue(self) -> None:
+        if not self.step:
+            print("interrupted before the first step; there is nothing to continue")
+            return
         print(
             f"interrupted after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
             f"run.output_dir={self.plan.output_dir} run.resume=auto"
@@ -138,6 +145,8 @@ class Session:
 
     def finish(self) -> None:
         """Export the student, write the report and print the closing table."""
+        if self.student_after is None and self.plan.validation_documents is not None:
+            self.validate()  # a finished run that was started again
         self.loggers.phase("writing the model and the report")
         export_whole(self.models, self.plan.output_dir / "final")
         closing = self._closing_table()

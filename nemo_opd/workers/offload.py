@@ -9,16 +9,25 @@ from torch.optim import Optimizer
 
 
 @contextmanager
-def resident(model: nn.Module, device: str, *, offload: bool) -> Iterator[None]:
-    """The model is on `device` inside and, if it is to be offloaded, on the host afterwards, also after an error."""
+def resident(model: nn.Module, device: str, *, offload: bool, optimizer: Optimizer | None = None) -> Iterator[None]:
+    """Inside, the model (and the optimizer's state) is on `device`; what is offloaded goes back to the host afterwards.
+
+    Also after an error.
+    """
     if not offload:
         yield
         return
     try:
-        move(model, device)
+        place(model, optimizer, device)
         yield
     finally:
-        move(model, "cpu")
+        place(model, optimizer, "cpu")
+
+
+def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
+    move(model, device)
+    if optimizer is not None:
+        move_optimizer(optimizer, device)
 
 
 def move(model: nn.Module, device: str) -> None:

@@ -1,6 +1,7 @@
 """The student on one data-parallel rank."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from nemo_opd.models.load import load_config, load_model, load_tokenizer
 from nemo_opd.models.parallelize import shard
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
-from nemo_opd.workers.offload import move, move_optimizer, resident
+from nemo_opd.workers.offload import move, resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +89,11 @@ class StudentWorker:
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """One optimizer step; the metrics are this rank's share."""
-        with resident(self.model, self.device, offload=self.offload):
-            if self.offload:
-                move_optimizer(self.optimizer, self.device)
-            try:
-                return self._train_step(step)
-            finally:
-                if self.offload:
-                    move_optimizer(self.optimizer, "cpu")
+        with self._resident():
+            return self._train_step(step)
+
+    def _resident(self) -> AbstractContextManager[None]:
+        return resident(self.model, self.device, offload=self.offload, optimizer=self.optimizer)
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
@@ -190,19 +188,23 @@ class StudentWorker:
 
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form)."""
-        save_state(folder / "state", self.model, self.optimizer, self.scheduler)
+        with self._resident():
+            save_state(folder / "state", self.model, self.optimizer, self.scheduler)
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises CheckpointError."""
-        load_state(folder / "state", self.model, self.optimizer, self.scheduler)
+        with self._resident():
+            load_state(folder / "state", self.model, self.optimizer, self.scheduler)
 
     def export(self, folder: Path) -> None:
         """Write model and tokenizer in Hugging Face form, in the precision of the model it started from."""
         settings = self.config.student
         tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="student.tokenizer")
         stored = load_config(settings.model, key="student.model").dtype
-        save_pretrained(self.model, tokenizer, folder, stored if isinstance(stored, torch.dtype) else torch.float32)
+        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+        with resident(self.model, self.device, offload=self.offload):
+            save_pretrained(self.model, tokenizer, folder, dtype)
 
     def close(self) -> None:
         """Drop the mappings of teachers' buffers, so that their owners can free them."""
