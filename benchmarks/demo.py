@@ -92,8 +92,8 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings for every run, such as train.max_steps=50")
     options = parser.parse_args()
     pairs = [(variant, seed) for seed in options.seeds for variant in VARIANTS]
-    outcomes = [run_once(variant, seed, options.overrides) for variant, seed in track(pairs, "demo runs")]
     facts = {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": COMMAND}
+    outcomes = [run_once(variant, seed, options.overrides) for variant, seed in track(pairs, "demo runs")]
     text = "\n".join(
         [
             "# The demo: distillation against cross-entropy alone",

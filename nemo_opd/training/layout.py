@@ -59,7 +59,7 @@ def require_batch_divides(config: RunConfig, num_ranks: int) -> None:
     if size % unit:
         nearest = max(unit, size // unit * unit)
         raise ConfigError(
-            f"train.global_batch_size={size} does not divide into {num_ranks} ranks × train.micro_batch_size={micro}; "
+            f"train.global_batch_size={size} is no multiple of ranks × train.micro_batch_size = {num_ranks} × {micro}; "
             f"write train.global_batch_size={nearest}, or change the microbatch or the number of ranks"
         )
 
