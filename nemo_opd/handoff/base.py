@@ -1,7 +1,7 @@
 """The contract of a transport: a sender owns a buffer that persists across steps, a receiver maps it.
 
-Ownership: the sender's `close` releases the memory. A receiver's mapping stays readable until the receiver drops it,
-even if the sender is gone, and keeps no name on disk or in /dev/shm alive.
+Ownership: the sender's `close` releases the memory, and a receiver closes before its sender. No transport leaves a name
+on disk or in /dev/shm, so nothing outlives the processes, however they end.
 """
 
 import uuid

@@ -1,7 +1,8 @@
 """CUDA IPC between processes that share a GPU: the receiver reads the sender's device memory, with no copy.
 
 A handle may be mapped by one receiver, once per allocation: PyTorch counts the receiver's release towards the sender.
-The sender's `close` gives the memory back when the receiver has dropped its mapping, or died.
+The sender's `close` gives the memory back once the receiver has dropped its mapping; a receiver that died cannot, and
+the memory is then held until the sender's process ends.
 """
 
 from collections.abc import Callable

@@ -115,10 +115,11 @@ def test_closing_twice_and_writing_again_works(owner: Owner, receiver: Receiver)
     assert torch.equal(receiver.tensor(owner.write((3, 3), seed=2)).cpu(), content((3, 3), 2))
 
 
+@pytest.mark.parametrize("transport", ["shared_memory"], indirect=True)
 def test_a_handle_of_a_released_buffer_is_refused(owner: Owner, receiver: Receiver) -> None:
     handle = owner.write((3, 3), seed=1)
     owner.ask("close")
-    with pytest.raises(HandoffError, match=r"released it or died|cannot be mapped"):
+    with pytest.raises(HandoffError, match="released it or died"):
         receiver.tensor(handle)
 
 
