@@ -1,10 +1,8 @@
 """Joining and leaving the world of one worker group."""
 
-import os
 import socket
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,13 +23,6 @@ def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: 
     dist.init_process_group(
         BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def join_from_environment(device: str, timeout_s: float) -> None:
-    """Enter the world that `torchrun` describes in the environment."""
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(BACKENDS[device], timeout=timedelta(seconds=timeout_s))
 
 
 def leave() -> None:

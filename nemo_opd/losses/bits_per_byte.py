@@ -2,9 +2,9 @@
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.types import Mean, TokenRows
 
 
@@ -14,12 +14,7 @@ def bits_per_byte(logits_BSV: Tensor, tokens: TokenRows, *, vocab_size: int) -> 
     logits [B, S, V] are unshifted; tokens without bytes (special tokens) are left out, so that tokenizers with
     different special tokens compare.
     """
-    num_bytes = (tokens.num_bytes * tokens.loss_mask)[:, 1:]
-    rows, positions = num_bytes.nonzero(as_tuple=True)
-    targets = tokens.ids[rows, positions + 1]
-    nats = logits_BSV.new_zeros((), dtype=logits_BSV.dtype).double()
-    for row in rows.unique():
-        chosen = rows == row
-        logits = logits_BSV[row, positions[chosen], :vocab_size].float()
-        nats += F.cross_entropy(logits, targets[chosen], reduction="sum").double()
-    return Mean(nats / math.log(2), num_bytes.sum())
+    counted = tokens.loss_mask & (tokens.num_bytes > 0)
+    ce = cross_entropy(logits_BSV, tokens.ids, mask=counted, vocab_size=vocab_size).metrics["ce"]
+    assert isinstance(ce, Mean)
+    return Mean(ce.total / math.log(2), (tokens.num_bytes * counted)[:, 1:].sum())

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
-from nemo_opd.checkpoint.manager import CheckpointManager
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.virtual_cluster import num_cores
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run import Run, RunConfig
 from nemo_opd.errors import ConfigError
 
 
@@ -64,13 +64,8 @@ def require_batch_divides(config: RunConfig, num_ranks: int) -> None:
         )
 
 
-def resolve_output_dir(config: RunConfig) -> Path:
-    """The run's directory, not yet created.
-
-    Raises ConfigError where it cannot be written or holds a run that is not to be continued, and CheckpointError where
-    it is to be continued and cannot be.
-    """
-    run = config.run
+def resolve_output_dir(run: Run) -> Path:
+    """The run's directory, not yet created. Raises ConfigError where it cannot be written."""
     folder = run.output_dir or default_output_dir(run.name)
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -82,16 +77,24 @@ def resolve_output_dir(config: RunConfig) -> Path:
             f"run.output_dir={folder}: {existing} is not writable ({reason}); name another directory, or change its "
             "permissions"
         ) from error
-    checkpoints = CheckpointManager(folder / "checkpoints", config.train.keep_last)
-    steps = checkpoints.steps()
-    if run.resume == "auto":
-        newest_of_same_run(checkpoints, config)
-    elif steps:
+    return folder
+
+
+def progress_to_resume(config: RunConfig, output_dir: Path) -> Progress | None:
+    """Where the run continues; None where it starts anew.
+
+    Raises ConfigError where the directory holds a run that is not to be continued, and CheckpointError where it is to
+    be continued and cannot be.
+    """
+    checkpoints = CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
+    if config.run.resume == "auto":
+        return newest_of_same_run(checkpoints, config)
+    if steps := checkpoints.steps():
         raise ConfigError(
-            f"run.output_dir={folder} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
+            f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
             "continue it, or another run.output_dir"
         )
-    return folder
+    return None
 
 
 def default_output_dir(name: str) -> Path:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from datasets import Dataset
 
+from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.projection import Audit, ProjectionMatrix
@@ -29,6 +30,8 @@ class TeacherPlan:
 class Plan:
     config: RunConfig
     output_dir: Path
+    progress: Progress | None
+    """Where the run continues; None where it starts anew."""
     device: str
     num_ranks: int
     transport: str

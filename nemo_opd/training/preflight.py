@@ -5,7 +5,13 @@ from datasets import Dataset
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.sources import load_documents
 from nemo_opd.handoff.transport import transport_for
-from nemo_opd.training.layout import require_batch_divides, resolve_device, resolve_output_dir, resolve_ranks
+from nemo_opd.training.layout import (
+    progress_to_resume,
+    require_batch_divides,
+    resolve_device,
+    resolve_output_dir,
+    resolve_ranks,
+)
 from nemo_opd.training.memory import estimate
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.sides import build_sample_maker, load_side, plan_teacher
@@ -17,7 +23,8 @@ def preflight(config: RunConfig) -> Plan:
     num_ranks = resolve_ranks(config.cluster, device)
     require_batch_divides(config, num_ranks)
     transport = transport_for(config.handoff, device)
-    output_dir = resolve_output_dir(config)
+    output_dir = resolve_output_dir(config.run)
+    progress = progress_to_resume(config, output_dir)
     student = load_side(config.student, "student")
     teachers = [load_side(settings, f"teachers.{i}") for i, settings in enumerate(config.active_teachers)]
     train_documents, validation_documents = load_data(config)
@@ -29,6 +36,7 @@ def preflight(config: RunConfig) -> Plan:
     return Plan(
         config=config,
         output_dir=output_dir,
+        progress=progress,
         device=device,
         num_ranks=num_ranks,
         transport=transport,

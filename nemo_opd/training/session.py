@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
-from nemo_opd.checkpoint.identity import identity, newest_of_same_run
+from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
@@ -38,10 +38,9 @@ class Session:
         self.student_after: float | None = None
 
     def __enter__(self) -> Self:
-        plan, config = self.plan, self.config
+        plan, config, progress = self.plan, self.config, self.plan.progress
         plan.output_dir.mkdir(parents=True, exist_ok=True)
         self.checkpoints.remove_incomplete()
-        progress = self._progress_to_resume()
         with ExitStack() as stack:
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
             self.loader = stack.enter_context(
@@ -72,10 +71,6 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-
-    def _progress_to_resume(self) -> Progress | None:
-        """Raises CheckpointError where the newest checkpoint is of another run or not readable."""
-        return newest_of_same_run(self.checkpoints, self.config) if self.config.run.resume == "auto" else None
 
     def _restore_driver(self, progress: Progress) -> None:
         self.step = progress.step
