@@ -140,8 +140,15 @@ def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
 
 
 def rank_processes() -> set[psutil.Process]:
-    own = psutil.Process(os.getpid()).children(recursive=True)
-    return {process for process in own if "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())}
+    return {process for process in psutil.Process(os.getpid()).children(recursive=True) if is_rank(process)}
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """A child that ends while it is looked at is none."""
+    try:
+        return "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def wait_for_end(processes: set[psutil.Process]) -> None:
