@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from functools import cache
 from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaTokenizer,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    T5Tokenizer,
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 REAL = ("llama3_1", "qwen3", "gemma3", "gpt4o")
@@ -99,6 +106,102 @@ def sentencepiece(size: int = 700, dummy_prefix: bool = False) -> PreTrainedToke
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<end_of_turn>", bos_token="<bos>", pad_token="<pad>", unk_token="<unk>"
     )
+
+
+def rebuilt(tokenizer: PreTrainedTokenizerBase, **parts: object) -> PreTrainedTokenizerFast:
+    """A copy with other parts of its backend: normalizer, pre_tokenizer, decoder, model."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=tokenizer.eos_token)
+
+
+@cache
+def byte_level_with_prefix() -> PreTrainedTokenizerFast:
+    """GPT-2's pre-tokenizer with a space put before every text that has none."""
+    return rebuilt(byte_level(610), pre_tokenizer=pre_tokenizers.ByteLevel(add_prefix_space=True))
+
+
+@cache
+def ranks() -> PreTrainedTokenizerFast:
+    """A byte-level BPE as converted from tiktoken: pieces are found whole, also those no merge leads to."""
+    trained = json.loads(byte_level(620).backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in trained["merges"]]
+    tokenizer = rebuilt(byte_level(620), model=models.BPE(trained["vocab"], merges[::2], ignore_merges=True))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|python_tag|>"]})
+    tokenizer.add_tokens(["<think>", AddedToken("<tool_call>", lstrip=True, rstrip=True)])
+    return tokenizer
+
+
+@cache
+def unigram(
+    scheme: str = "always", normalizer: str = "precompiled", byte_fallback: bool = False
+) -> PreTrainedTokenizerFast:
+    """A unigram model behind Metaspace; scheme: when it puts a space before a text (always, first, never)."""
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = {
+        "precompiled": normalizers.Precompiled(
+            charsmap({"ﬁ": "fi", "Ａ": "A", "\u3000": " ", "½": "1⁄2", "\u200b": ""})
+        ),
+        "nfkc": normalizers.Sequence([normalizers.Nmt(), normalizers.NFKC(), normalizers.Strip()]),
+        "lower": normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]),
+    }[normalizer]
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    specials = ["<pad>", "</s>", "<unk>", *(f"<0x{byte:02X}>" for byte in range(256) if byte_fallback)]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=600, special_tokens=specials, unk_token="<unk>", show_progress=False, n_sub_iterations=1
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    vocab = [(piece, score) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
+    parts = tokenizer.normalizer, tokenizer.pre_tokenizer
+    tokenizer = Tokenizer(models.Unigram(vocab, unk_id=2, byte_fallback=byte_fallback))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = parts
+    decoder = decoders.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoder]) if byte_fallback else decoder
+    tokenizer.add_special_tokens(specials[:3])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+
+
+def charsmap(mapping: dict[str, str]) -> bytes:
+    """SentencePiece's compiled normalisation rules: a double-array trie of UTF-8 keys, then the replacements.
+
+    A unit holds its label in 8 bits, whether a value follows in bit 8 and the offset of its children from bit 10 on.
+    """
+    texts, value_of = b"", {}
+    for key, text in sorted(mapping.items()):
+        value_of[key.encode()] = len(texts)
+        texts += text.encode() + b"\0"
+    units = {0: 0}
+    pending = [(b"", 0)]
+    while pending:
+        prefix, place = pending.pop()
+        longer = [key for key in value_of if key.startswith(prefix) and key != prefix]
+        labels = {key[len(prefix)] for key in longer} | ({0} if prefix in value_of else set())
+        offset = next(o for o in range(256, 1 << 20) if not any(place ^ o ^ label in units for label in labels))
+        units[place] |= offset << 10 | (prefix in value_of) << 8
+        for label in labels:
+            units[place ^ offset ^ label] = label or 1 << 31 | value_of[prefix]
+            if label:
+                pending.append((prefix + bytes([label]), place ^ offset ^ label))
+    array = [units.get(place, 1 << 31) for place in range(max(units) // 256 * 256 + 256)]
+    return struct.pack(f"<I{len(array)}I", 4 * len(array), *array) + texts
+
+
+@cache
+def llama_class(dummy_prefix: bool = True) -> PreTrainedTokenizerBase:
+    """The class of transformers 5 around the model of `sentencepiece`; dummy_prefix: a space goes before every text."""
+    model = json.loads(sentencepiece().backend_tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return LlamaTokenizer(
+        vocab=model["vocab"], merges=merges, bos_token="<bos>", eos_token="<eos>", add_prefix_space=dummy_prefix
+    )
+
+
+@cache
+def t5_class() -> PreTrainedTokenizerBase:
+    """The class of transformers 5 around the vocabulary of `unigram`: white space becomes one space."""
+    vocab = json.loads(unigram().backend_tokenizer.to_str())["model"]["vocab"]
+    return T5Tokenizer(vocab=[(piece, score) for piece, score in vocab], extra_ids=3)
 
 
 def word_piece() -> PreTrainedTokenizerFast:

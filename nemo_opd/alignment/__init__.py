@@ -2,7 +2,19 @@
 
 from nemo_opd.alignment.aligner import TokenAligner
 from nemo_opd.alignment.backend import fingerprint
+from nemo_opd.alignment.chat import ChatTokens, align_chat
+from nemo_opd.alignment.chat_render import ChatRenderer
 from nemo_opd.alignment.pieces import Pieces, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides, roles_of
 
-__all__ = ["Pieces", "RoleOverrides", "TokenAligner", "fingerprint", "pieces_of", "roles_of"]
+__all__ = [
+    "ChatRenderer",
+    "ChatTokens",
+    "Pieces",
+    "RoleOverrides",
+    "TokenAligner",
+    "align_chat",
+    "fingerprint",
+    "pieces_of",
+    "roles_of",
+]

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nemo_opd.alignment.merge import byte_flags, merge, spell
+from nemo_opd.alignment.merge import PieceTable, merge, spell
 from nemo_opd.alignment.pieces import Pieces, pieces_of
+from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
 from nemo_opd.errors import AlignmentError
 from nemo_opd.types import Alignment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+VERSION = 1
+"""Raised when the same ids are aligned in another way than before."""
 
 
 class TokenAligner:
@@ -37,6 +43,17 @@ class TokenAligner:
         self._special = pair_special_tokens(
             student_tokenizer, teacher_tokenizer, self.student_pieces, self.teacher_pieces, roles
         )
+        self._make_tables()
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that decides an alignment: both tokenizers, the roles, the version of the method."""
+        digest = hashlib.sha256(
+            f"{VERSION} {self.student_pieces.fingerprint} {self.teacher_pieces.fingerprint}".encode()
+        )
+        for array in (self._special.student_class, self._special.teacher_class, self._special.matches):
+            digest.update(array.tobytes())
+        return digest.hexdigest()
 
     def align(
         self, student_ids: Sequence[int] | NDArray[np.integer], teacher_ids: Sequence[int] | NDArray[np.integer]
@@ -45,20 +62,36 @@ class TokenAligner:
 
         Raises AlignmentError for ids that are not a 1-D sequence of integers inside the vocabulary.
         """
-        student, teacher = self.student_pieces, self.teacher_pieces
-        s_ids = _checked(student_ids, "student", student)
-        t_ids = _checked(teacher_ids, "teacher", teacher)
-        s_data, s_ends, s_kinds = spell(s_ids, self._special.student_class, student.offsets, student.buffer)
-        t_data, t_ends, t_kinds = spell(t_ids, self._special.teacher_class, teacher.offsets, teacher.buffer)
-        s_chunk, t_chunk, bounds, special, inexact = merge(
-            s_data, s_ends, s_kinds, t_data, t_ends, t_kinds, self._special.matches
-        )
-        whitespace, digit = byte_flags(bounds, special, inexact, s_data, s_ends)
-        one_to_one = (bounds[:, 1] - bounds[:, 0] == 1) & (bounds[:, 3] - bounds[:, 2] == 1)
-        return Alignment(s_chunk, t_chunk, bounds, one_to_one, inexact, special, whitespace, digit)
+        student = spell(_checked(student_ids, "student", self.student_pieces), self._student_table)
+        teacher = spell(_checked(teacher_ids, "teacher", self.teacher_pieces), self._teacher_table)
+        runs = equal_runs(student.data, teacher.data)
+        return Alignment(*merge(student, teacher, runs, self._matches))
+
+    def _make_tables(self) -> None:
+        special = self._special
+        self._student_table = _table(special.student_class, self.student_pieces)
+        self._teacher_table = _table(special.teacher_class, self.teacher_pieces)
+        self._matches = _for_kernel(special.matches)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: self.__dict__[name] for name in ("student_pieces", "teacher_pieces", "_special")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_tables()
+
+
+def _table(classes: NDArray[np.int32], pieces: Pieces) -> PieceTable:
+    return PieceTable(_for_kernel(classes), _for_kernel(pieces.offsets), _for_kernel(pieces.buffer))
+
+
+def _for_kernel(array: NDArray[Any]) -> NDArray[Any]:
+    """Numba compiles anew for a read-only array, which one out of Ray's store or a mapped file is."""
+    return np.require(array, requirements=["C", "W"])
 
 
 def _checked(ids: ArrayLike, side: str, pieces: Pieces) -> NDArray[np.int64]:
+    """The ids, writable and contiguous, which is what the kernels are compiled for."""
     array = np.asarray(ids)
     if array.size == 0:
         array = array.astype(np.int64)
@@ -67,11 +100,10 @@ def _checked(ids: ArrayLike, side: str, pieces: Pieces) -> NDArray[np.int64]:
             f"{side}_ids must be a 1-D sequence of integers, not {array.dtype} of shape {array.shape}; "
             "align one sequence at a time, without padding"
         )
-    outside = np.flatnonzero((array < 0) | (array >= pieces.vocab_size))
-    if len(outside):
-        position = int(outside[0])
+    if array.size and (array.min() < 0 or array.max() >= pieces.vocab_size):
+        position = int(np.flatnonzero((array < 0) | (array >= pieces.vocab_size))[0])
         raise AlignmentError(
             f"{side}_ids[{position}] is {array[position]}, outside the vocabulary of size {pieces.vocab_size}; "
             f"were these ids made by the {side}'s tokenizer?"
         )
-    return array.astype(np.int64)
+    return np.require(array, np.int64, ["C", "W"])

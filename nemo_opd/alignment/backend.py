@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from nemo_opd.errors import AlignmentError
@@ -15,17 +17,23 @@ if TYPE_CHECKING:
 
 Kind = Literal["byte_level", "sentencepiece"]
 META_SPACE = "▁"
+_MERGES = '"merges":['
+"""Opens the list of merges and nothing else: quotation marks inside a JSON string are escaped."""
+_END_OF_MODEL = "]}}"
 
 
 @dataclass(frozen=True, slots=True)
 class AddedToken:
     id: int
     stored: str
-    """Its content as the normaliser left it, which is what is matched in a text and decoded."""
+    """Its content as the normaliser left it, which is what is matched in a text and decoded. White space that it
+    swallows around itself (lstrip, rstrip) is no part of it."""
     special: bool
+    in_byte_alphabet: bool
+    """The normaliser wrote the content in the GPT-2 alphabet."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Backend:
     """The parts of a tokenizer's backend that decide which bytes a token stands for."""
 
@@ -35,10 +43,23 @@ class Backend:
     """`<0xHH>` stands for one byte."""
     vocab: dict[str, int]
     """The model's own pieces; added tokens may be among them."""
-    merges: tuple[tuple[str, str], ...]
-    """BPE merges, the first is applied first; empty for a unigram model."""
+    merges_json: str
+    """A list of pairs; parsed where it is asked for, because it is most of the parsing."""
     unk_token: str | None
     added: tuple[AddedToken, ...]
+    fingerprint: str
+
+    @cached_property
+    def merges(self) -> tuple[tuple[str, str], ...]:
+        """BPE merges, the first is applied first; empty for a unigram model."""
+        return tuple((left, right) for left, right in json.loads(self.merges_json))
+
+
+@dataclass(frozen=True, slots=True)
+class Serialized:
+    """A backend as JSON. Serialising takes tenths of a second for large vocabularies: do it once."""
+
+    text: str
     fingerprint: str
 
 
@@ -62,66 +83,97 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
     Raises AlignmentError for a tokenizer without a fast backend.
     """
-    return _digest(rust_tokenizer(tokenizer).to_str())
+    return serialize(tokenizer).fingerprint
 
 
-def read_backend(tokenizer: PreTrainedTokenizerBase) -> Backend:
-    """Raises AlignmentError where a token's bytes cannot be told from its text."""
+def serialize(tokenizer: PreTrainedTokenizerBase) -> Serialized:
+    """Raises AlignmentError for a tokenizer without a fast backend."""
+    text = rust_tokenizer(tokenizer).to_str()
+    # Version, truncation and padding come first.
+    _, key, behaviour = text.partition('"added_tokens":')
+    assert key, "a serialised tokenizer lists its added tokens"
+    return Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
+
+
+def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: Serialized | None = None) -> Backend:
+    """`serialized` saves serialising again.
+
+    Raises AlignmentError where a token's bytes cannot be told from its text.
+    """
     backend = rust_tokenizer(tokenizer)
-    text = backend.to_str()
-    data = json.loads(text)
-    model = data["model"]
-    decoders = _decoders(data["decoder"])
+    serialized = serialized or serialize(tokenizer)
+    data, merges_json = _parse(serialized.text)
+    model, decoders = data["model"], list(_steps(data["decoder"], "decoders"))
     try:
         kind = _kind(model, decoders)
     except AlignmentError as error:
         raise AlignmentError(f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {error}") from None
-    vocab = model["vocab"] if isinstance(model["vocab"], dict) else {p: i for i, (p, _) in enumerate(model["vocab"])}
+    writes_alphabet = any(step["type"] == "ByteLevel" for step in _steps(data["normalizer"], "normalizers"))
     return Backend(
         kind=kind,
         byte_fallback=kind == "sentencepiece" and any(d["type"] == "ByteFallback" for d in decoders),
-        vocab=vocab,
-        merges=tuple((left, right) for left, right in model.get("merges", ())),
+        vocab=model["vocab"] if isinstance(model["vocab"], dict) else {p: i for i, (p, _) in enumerate(model["vocab"])},
+        merges_json=merges_json,
         unk_token=_unk_token(model),
         added=tuple(
-            AddedToken(t["id"], backend.id_to_token(t["id"]) or t["content"], t["special"])
+            AddedToken(
+                t["id"],
+                backend.id_to_token(t["id"]) or t["content"],
+                t["special"],
+                kind == "byte_level" and writes_alphabet and t["normalized"],
+            )
             for t in data["added_tokens"]
         ),
-        fingerprint=_digest(text),
+        fingerprint=serialized.fingerprint,
     )
 
 
-def _digest(serialized: str) -> str:
-    """Of all but version, truncation and padding, which come first; parsing all would cost a second."""
-    _, key, behaviour = serialized.partition('"added_tokens":')
-    assert key, "a serialised tokenizer lists its added tokens"
-    return hashlib.sha256(behaviour.encode()).hexdigest()
+def _parse(text: str) -> tuple[dict[str, Any], str]:
+    """All but the merges, and the merges as JSON. They are the last list of the last object."""
+    head, opening, tail = text.partition(_MERGES)
+    if not opening:
+        return json.loads(text), "[]"
+    assert tail.endswith(_END_OF_MODEL), "a serialised tokenizer ends with its merges"
+    return json.loads(head + _MERGES + _END_OF_MODEL), "[" + tail[: 1 - len(_END_OF_MODEL)]
 
 
-def _decoders(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The decoder as a flat list of steps."""
-    if decoder is None:
-        return []
-    if decoder["type"] == "Sequence":
-        return [step for inner in decoder["decoders"] for step in _decoders(inner)]
-    return [decoder]
+def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
+    """A decoder or normaliser as a flat list of steps; `key` is where a sequence keeps its own."""
+    if component is None:
+        return
+    if component["type"] == "Sequence":
+        for inner in component[key]:
+            yield from _steps(inner, key)
+    else:
+        yield component
 
 
 def _kind(model: dict[str, Any], decoders: list[dict[str, Any]]) -> Kind:
     if model["type"] not in ("BPE", "Unigram"):
-        raise AlignmentError(f"a {model['type']} model drops white space and marks that its tokens cannot give back")
+        raise AlignmentError(
+            f"a {model['type']} model drops white space and marks that its tokens cannot give back; "
+            "choose a model whose tokenizer is a byte-level or SentencePiece BPE or Unigram"
+        )
     for key in ("continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
-            raise AlignmentError(f"its model writes {key}={model[key]!r} into tokens that stand for other text")
+            raise AlignmentError(
+                f"its model writes {key}={model[key]!r} into tokens that stand for other text; "
+                "choose a model whose tokenizer is byte-level or SentencePiece"
+            )
     if any(step["type"] == "ByteLevel" for step in decoders):
         return "byte_level"
-    if any(step["type"] == "Metaspace" or _writes_spaces(step) for step in decoders):
+    if any(_writes_spaces(step) for step in decoders):
         return "sentencepiece"
     types = ", ".join(step["type"] for step in decoders) or "none"
-    raise AlignmentError(f"its decoder ({types}) is neither ByteLevel nor one that turns {META_SPACE!r} into a space")
+    raise AlignmentError(
+        f"its decoder ({types}) is neither ByteLevel nor one that turns {META_SPACE!r} into a space; if its pieces are "
+        "of one of these kinds, set backend_tokenizer.decoder to tokenizers.decoders.ByteLevel() or Metaspace()"
+    )
 
 
 def _writes_spaces(step: dict[str, Any]) -> bool:
+    if step["type"] == "Metaspace":
+        return step["replacement"] == META_SPACE
     return step["type"] == "Replace" and step["pattern"] == {"String": META_SPACE} and step["content"] == " "
 
 

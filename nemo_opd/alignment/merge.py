@@ -1,6 +1,12 @@
-"""The two-pointer merge over byte boundaries, in Numba (METHODS §1)."""
+"""From token ids to chunks over byte boundaries, in Numba (METHODS §1).
+
+`spell` gives each side its bytes, `resync.equal_runs` says which of them are the same, `merge` finds where both sides
+cut the same byte and makes a chunk of the tokens between two neighbouring cuts.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -10,185 +16,177 @@ _jit = numba.njit(cache=True, nogil=True)
 
 TEXT = -1
 """The class of a token that stands for bytes; any other stands outside the text and is a barrier."""
+_EXACT, _INEXACT, _SPECIAL = 0, 1, 2
 
-Bytes = NDArray[np.uint8]
-Ends = NDArray[np.int64]
 Ints = NDArray[np.int32]
 Flags = NDArray[np.bool_]
 
 
-@_jit
-def spell(ids: Ends, classes: Ints, offsets: Ends, buffer: Bytes) -> tuple[Bytes, Ends, Ints]:
-    """Bytes of a sequence [n], each token's end in them [S], each token's class [S]."""
-    ends = np.empty(len(ids), np.int64)
-    kinds = np.empty(len(ids), np.int32)
-    total = 0
-    for i in range(len(ids)):
-        kinds[i] = classes[ids[i]]
-        if kinds[i] == TEXT:
-            total += offsets[ids[i] + 1] - offsets[ids[i]]
-        ends[i] = total
-    data = np.empty(total, np.uint8)
-    for i in range(len(ids)):
-        if kinds[i] == TEXT:
-            start = offsets[ids[i]]
-            begin = ends[i] - (offsets[ids[i] + 1] - start)
-            for k in range(ends[i] - begin):
-                data[begin + k] = buffer[start + k]
-    return data, ends, kinds
+class PieceTable(NamedTuple):
+    """What the ids of a tokenizer stand for."""
+
+    classes: Ints
+    """[V]: TEXT, or a row or column of the matrix of matching special tokens."""
+    offsets: NDArray[np.int64]
+    """[V + 1]: an id's bytes are buffer[offsets[id] : offsets[id + 1]]."""
+    buffer: NDArray[np.uint8]
+
+
+class Spelling(NamedTuple):
+    """The text of a sequence and where its tokens cut it."""
+
+    data: NDArray[np.uint8]
+    edges: NDArray[np.int64]
+    """[S + 1]: token i stands for data[edges[i] : edges[i + 1]]; none where it is a barrier."""
+    classes: Ints
+    """[S]"""
+
+
+class Chunks(NamedTuple):
+    """The fields of `types.Alignment`, in its order."""
+
+    student_chunk_id: Ints
+    teacher_chunk_id: Ints
+    bounds: Ints
+    one_to_one: Flags
+    inexact: Flags
+    special: Flags
+    whitespace: Flags
+    digit: Flags
 
 
 @_jit
-def _equal_prefix(a: Bytes, b: Bytes) -> int:
-    n = 0
-    limit = min(len(a), len(b))
-    while n < limit and a[n] == b[n]:
-        n += 1
-    return n
+def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
+    """The spelling of ids [S], all of them inside the table."""
+    classes, offsets, buffer = table
+    edges = np.zeros(len(ids) + 1, np.int64)
+    for i, token in enumerate(ids):
+        length = offsets[token + 1] - offsets[token] if classes[token] == TEXT else 0
+        edges[i + 1] = edges[i] + length
+    data = np.empty(edges[-1], np.uint8)
+    for i, token in enumerate(ids):
+        source = offsets[token] - edges[i]
+        for k in range(edges[i], edges[i + 1]):
+            data[k] = buffer[source + k]
+    return Spelling(data, edges, classes[ids])
 
 
 @_jit
-def _equal_suffix(a: Bytes, b: Bytes, limit: int) -> int:
-    n = 0
-    while n < limit and a[len(a) - 1 - n] == b[len(b) - 1 - n]:
-        n += 1
-    return n
+def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: Flags) -> Chunks:
+    """The chunks of two sequences whose bytes are equal in `runs` (as `equal_runs` gives them).
 
-
-@_jit
-def _pair_barriers(
-    i: int, i_end: int, j: int, j_end: int, s_kinds: Ints, t_kinds: Ints, matches: Flags,
-    s_chunk: Ints, t_chunk: Ints, bounds: Ints, special: Flags, count: int,
-) -> int:  # fmt: skip
-    """Pair the barriers [i, i_end) and [j, j_end), which stand at one byte position, by role and in order."""
-    for a in range(i, i_end):
-        for b in range(j, j_end):
-            if matches[s_kinds[a], t_kinds[b]]:
-                s_chunk[a] = t_chunk[b] = count
-                bounds[count] = (a, a + 1, b, b + 1)
-                special[count] = True
-                count += 1
-                j = b + 1
-                break
-    return count
-
-
-@_jit
-def _walk(
-    i: int, j: int, shift: int, limit: int, s_ends: Ends, t_ends: Ends, s_kinds: Ints, t_kinds: Ints, matches: Flags,
-    s_chunk: Ints, t_chunk: Ints, bounds: Ints, special: Flags, count: int,
-) -> tuple[int, int, int]:  # fmt: skip
-    """Merge from the common boundary before tokens i, j up to the last one at or before student byte `limit`.
-
-    `shift` is what a student position is ahead of the teacher's. Returns the tokens after that boundary and the count.
+    Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
+    later one make one inexact chunk, or none where a barrier stands among them. Behind the last cut nothing has a
+    partner. Barriers at one cut are paired where `matches` says so.
     """
-    position = s_ends[i - 1] if i else 0
-    other = (t_ends[j - 1] if j else 0) + shift
-    i_cut, j_cut, broken = i, j, False
-    while True:
-        if position == other:
-            if position > limit:
-                break
-            if i > i_cut and j > j_cut and not broken:
-                s_chunk[i_cut:i] = count
-                t_chunk[j_cut:j] = count
-                bounds[count] = (i_cut, i, j_cut, j)
-                count += 1
-            i_cut, j_cut, broken = i, j, False
-            while i < len(s_kinds) and s_kinds[i] != TEXT:
-                i += 1
-            while j < len(t_kinds) and t_kinds[j] != TEXT:
-                j += 1
-            count = _pair_barriers(
-                i_cut, i, j_cut, j, s_kinds, t_kinds, matches, s_chunk, t_chunk, bounds, special, count
-            )
-            i_cut, j_cut = i, j
-        if position <= other:
-            if i == len(s_kinds):
-                break
-            broken = broken or s_kinds[i] != TEXT
-            position = s_ends[i]
-            i += 1
-        else:
-            if j == len(t_kinds):
-                break
-            broken = broken or t_kinds[j] != TEXT
-            other = t_ends[j] + shift
-            j += 1
-    return i_cut, j_cut, count
-
-
-@_jit
-def _resume(i: int, j: int, s_from: int, s_ends: Ends, t_ends: Ends, shift: int) -> tuple[int, int]:
-    """The first common boundary at or after tokens i, j and student byte `s_from`, before any barrier at it."""
-    position = s_ends[i - 1] if i else 0
-    other = (t_ends[j - 1] if j else 0) + shift
-    while position != other or position < s_from:
-        if position <= other:
-            position = s_ends[i]
-            i += 1
-        else:
-            other = t_ends[j] + shift
-            j += 1
-    return i, j
-
-
-@_jit
-def _only_text(kinds: Ints, start: int, stop: int) -> bool:
-    return bool(np.all(kinds[start:stop] == TEXT))
-
-
-@_jit
-def merge(
-    s_data: Bytes, s_ends: Ends, s_kinds: Ints, t_data: Bytes, t_ends: Ends, t_kinds: Ints, matches: Flags
-) -> tuple[Ints, Ints, Ints, Flags, Flags]:
-    """Chunk ids [S] and [T], bounds [C, 4], special [C], inexact [C].
-
-    The equal prefix and the equal suffix of the two byte streams are merged exactly; the tokens between them make one
-    inexact chunk, or none where a barrier stands among them. A stream that ends inside the other was cut: what
-    follows has no partner.
-    """
-    s_chunk = np.full(len(s_kinds), -1, np.int32)
-    t_chunk = np.full(len(t_kinds), -1, np.int32)
-    room = min(len(s_kinds), len(t_kinds))
-    bounds = np.empty((room, 4), np.int32)
-    special = np.zeros(room, np.bool_)
-    inexact = np.zeros(room, np.bool_)
-    shortest = min(len(s_data), len(t_data))
-    prefix = _equal_prefix(s_data, t_data)
-    i, j, count = _walk(
-        0, 0, 0, prefix, s_ends, t_ends, s_kinds, t_kinds, matches, s_chunk, t_chunk, bounds, special, 0
+    cuts = common_cuts(student.edges, teacher.edges, runs)
+    bounds, kinds = _between(cuts, student.classes, teacher.classes, matches)
+    whitespace, digit = _byte_flags(bounds, kinds, student)
+    return Chunks(
+        _chunk_ids(bounds[:, 0:2], len(student.classes)),
+        _chunk_ids(bounds[:, 2:4], len(teacher.classes)),
+        bounds,
+        (bounds[:, 1] - bounds[:, 0] == 1) & (bounds[:, 3] - bounds[:, 2] == 1),
+        kinds == _INEXACT,
+        kinds == _SPECIAL,
+        whitespace,
+        digit,
     )
-    if prefix < shortest:
-        suffix = _equal_suffix(s_data, t_data, shortest - prefix)
-        shift = len(s_data) - len(t_data)
-        i_next, j_next = _resume(i, j, len(s_data) - suffix, s_ends, t_ends, shift)
-        if i_next > i and j_next > j and _only_text(s_kinds, i, i_next) and _only_text(t_kinds, j, j_next):
-            s_chunk[i:i_next] = count
-            t_chunk[j:j_next] = count
-            bounds[count] = (i, i_next, j, j_next)
-            inexact[count] = True
-            count += 1
-        _, _, count = _walk(
-            i_next, j_next, shift, len(s_data), s_ends, t_ends, s_kinds, t_kinds, matches, s_chunk, t_chunk, bounds,
-            special, count,
-        )  # fmt: skip
-    return s_chunk, t_chunk, bounds[:count], special[:count], inexact[:count]
 
 
 @_jit
-def byte_flags(bounds: Ints, special: Flags, inexact: Flags, data: Bytes, ends: Ends) -> tuple[Flags, Flags]:
-    """whitespace [C] and digit [C] of exact chunks, from the student's bytes."""
-    whitespace = np.zeros(len(bounds), np.bool_)
-    digit = np.zeros(len(bounds), np.bool_)
+def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """[N, 3]: tokens before a common cut on either side, without barriers that stand at it, and its run."""
+    cuts = np.empty((len(s_edges) + len(t_edges), 3), np.int64)
+    i = j = count = 0
+    for run in range(len(runs)):
+        s_start, t_start, length = runs[run]
+        offset = 0
+        while offset <= length:
+            i = _first_edge(s_edges, i, s_start + offset)
+            j = _first_edge(t_edges, j, t_start + offset)
+            ahead, other = s_edges[i] - s_start, t_edges[j] - t_start
+            offset = max(ahead, other)
+            if ahead == other and offset <= length:
+                cuts[count] = i, j, run
+                count += 1
+                offset += 1
+    return cuts[:count]
+
+
+@_jit
+def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
+    """The first edge from i on that is at or after a position inside the stream."""
+    while edges[i] < position:
+        i += 1
+    return i
+
+
+@_jit
+def _between(
+    cuts: NDArray[np.int64], s_classes: Ints, t_classes: Ints, matches: Flags
+) -> tuple[Ints, NDArray[np.int8]]:
+    """Bounds [C, 4] and kinds [C] of the pairs of barriers at the cuts and the chunks between them."""
+    room = min(len(s_classes), len(t_classes))
+    bounds = np.empty((room, 4), np.int32)
+    kinds = np.empty(room, np.int8)
+    count = s_free = t_free = 0
+    for n in range(len(cuts)):
+        i, j, run = cuts[n]
+        s_text, t_text = _first_text(s_classes, i), _first_text(t_classes, j)
+        for a in range(max(i, s_free), s_text):
+            for b in range(max(j, t_free), t_text):
+                if matches[s_classes[a], t_classes[b]]:
+                    bounds[count], kinds[count] = (a, a + 1, b, b + 1), _SPECIAL
+                    count, s_free, t_free = count + 1, a + 1, b + 1
+                    break
+        if n + 1 == len(cuts):
+            break
+        i_next, j_next, run_next = cuts[n + 1]
+        if _only_text(s_classes, s_text, i_next) and _only_text(t_classes, t_text, j_next):
+            bounds[count], kinds[count] = (s_text, i_next, t_text, j_next), _EXACT if run == run_next else _INEXACT
+            count += 1
+    return bounds[:count], kinds[:count]
+
+
+@_jit
+def _first_text(classes: Ints, i: int) -> int:
+    """The first token from i on that is no barrier."""
+    while i < len(classes) and classes[i] != TEXT:
+        i += 1
+    return i
+
+
+@_jit
+def _only_text(classes: Ints, start: int, stop: int) -> bool:
+    """There are tokens in [start, stop), and no barrier among them."""
+    for i in range(start, stop):
+        if classes[i] != TEXT:
+            return False
+    return start < stop
+
+
+@_jit
+def _chunk_ids(bounds: Ints, length: int) -> Ints:
+    """[length]: the chunk of each token, −1 for none."""
+    chunk_id = np.full(length, -1, np.int32)
     for c in range(len(bounds)):
-        if special[c] or inexact[c]:
-            continue
-        start = ends[bounds[c, 0] - 1] if bounds[c, 0] else 0
-        spaces = digits = True
-        for k in range(start, ends[bounds[c, 1] - 1]):
-            byte = data[k]
+        for i in range(bounds[c, 0], bounds[c, 1]):
+            chunk_id[i] = c
+    return chunk_id
+
+
+@_jit
+def _byte_flags(bounds: Ints, kinds: NDArray[np.int8], student: Spelling) -> tuple[Flags, Flags]:
+    """Exact chunks of ASCII white space [C] and of ASCII digits [C]."""
+    whitespace, digit = np.zeros(len(bounds), np.bool_), np.zeros(len(bounds), np.bool_)
+    for c in range(len(bounds)):
+        spaces = digits = kinds[c] == _EXACT
+        k, stop = student.edges[bounds[c, 0]], student.edges[bounds[c, 1]]
+        while k < stop and (spaces or digits):
+            byte = student.data[k]
             spaces = spaces and (byte == 32 or 9 <= byte <= 13)
             digits = digits and 48 <= byte <= 57
+            k += 1
         whitespace[c], digit[c] = spaces, digits
     return whitespace, digit

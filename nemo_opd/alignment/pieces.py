@@ -10,19 +10,30 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.backend import META_SPACE, Backend, name_of, read_backend, rust_tokenizer
-from nemo_opd.alignment.backend import fingerprint as fingerprint_of
+from nemo_opd.alignment.backend import (
+    META_SPACE,
+    AddedToken,
+    Backend,
+    Kind,
+    name_of,
+    read_backend,
+    rust_tokenizer,
+    serialize,
+)
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 HOLE, ORDINARY, BYTE_FALLBACK, ADDED = range(4)
 """Where an id comes from; of ids with the same bytes the lower number is the more natural one."""
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_ANCHOR = re.compile(rb"[A-Za-z0-9]+")
 _SAMPLE = (
     "The quick brown fox; it's 1 of 12,345 (x != y)!\n\n\tdef f(x):  # 100 %\r\n        return x",
+    "Hello , world ! I 'm here . do n't ; \" quoted \" ? NASA McDonald aa  bb   cc",
     "Größe naïve Čeština año 東京タワー 漢字かな交じり文 한국어 你好，世界。",
     "Русский текст עברית العربية हिन्दी ไทย Ελληνικά",
     "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 ½ ∑ → 𝔘 e\u0301 \u200b\u00a0\u3000 \U00010348 ﬁ",
@@ -70,12 +81,13 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
-    key = fingerprint_of(tokenizer)
-    if key not in _CACHE:
-        pieces = _build(read_backend(tokenizer))
-        _verify(pieces, tokenizer)
-        _CACHE[key] = pieces
-    return _CACHE[key]
+    serialized = serialize(tokenizer)
+    if serialized.fingerprint not in _CACHE:
+        backend = read_backend(tokenizer, serialized)
+        pieces = _build(backend)
+        _verify(pieces, backend.kind, tokenizer)
+        _CACHE[serialized.fingerprint] = pieces
+    return _CACHE[serialized.fingerprint]
 
 
 def _build(backend: Backend) -> Pieces:
@@ -87,7 +99,7 @@ def _build(backend: Backend) -> Pieces:
         pieces[token_id], origin[token_id] = _ordinary(token, backend)
     for added in backend.added:
         if origin[added.id] == HOLE:
-            pieces[added.id], origin[added.id] = _added(added.stored, backend), ADDED
+            pieces[added.id], origin[added.id] = _added(added, backend), ADDED
         is_special[added.id] = added.special
     if backend.unk_token in backend.vocab:
         is_special[backend.vocab[backend.unk_token]] = True
@@ -102,15 +114,16 @@ def _build(backend: Backend) -> Pieces:
 def _ordinary(token: str, backend: Backend) -> tuple[bytes, int]:
     if backend.kind == "byte_level":
         return byte_level_bytes(token), ORDINARY
-    fallback = _FALLBACK.fullmatch(token) if backend.byte_fallback else None
-    if fallback:
+    if backend.byte_fallback and token.startswith("<0x") and (fallback := _FALLBACK.fullmatch(token)):
         return bytes([int(fallback[1], 16)]), BYTE_FALLBACK
     return token.replace(META_SPACE, " ").encode(), ORDINARY
 
 
-def _added(stored: str, backend: Backend) -> bytes:
-    """Added tokens are text, never the byte alphabet."""
-    return stored.encode() if backend.kind == "byte_level" else stored.replace(META_SPACE, " ").encode()
+def _added(token: AddedToken, backend: Backend) -> bytes:
+    """Added tokens are text, not the byte alphabet, unless the normaliser writes that."""
+    if backend.kind == "byte_level":
+        return byte_level_bytes(token.stored) if token.in_byte_alphabet else token.stored.encode()
+    return token.stored.replace(META_SPACE, " ").encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -122,25 +135,76 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF_CHARACTER = _byte_alphabet()
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+_OUTSIDE = "\uffff"
+_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte in BYTE_OF_CHARACTER.items()}
 
 
 def byte_level_bytes(token: str) -> bytes:
     """Bytes of a piece in GPT-2's alphabet. A piece with any other character is plain text, as the decoder has it."""
     try:
-        return bytes([BYTE_OF_CHARACTER[character] for character in token])
-    except KeyError:
+        return token.translate(_LATIN_1).encode("latin-1")
+    except UnicodeEncodeError:
         return token.encode()
 
 
-def _verify(pieces: Pieces, tokenizer: PreTrainedTokenizerBase) -> None:
-    """The pieces of a sample must spell what the tokenizer decodes; a decoder may strip one dummy space."""
+def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Every piece, and the pieces of sample texts, must spell what the tokenizer decodes."""
     backend = rust_tokenizer(tokenizer)
+    problem = _wrong_piece(pieces, kind, backend) or _wrong_text(pieces, backend)
+    if problem:
+        raise AlignmentError(
+            f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: {problem}; "
+            "choose a model whose tokenizer decodes its tokens to the text they stand for"
+        )
+
+
+def _wrong_piece(pieces: Pieces, kind: Kind, backend: Tokenizer) -> str | None:
+    """Decodes each id between two anchors: first all in one go, then one by one to name the one that differs.
+
+    Anchors keep the ids away from each other, so that halves of characters do not join, and from the ends of the text,
+    where decoders strip. They are ordinary because bytes of `<0xHH>` in a row are decoded together.
+    """
+    contents = pieces.as_list()
+    ids = np.flatnonzero((pieces.origin != HOLE) & ~pieces.is_special).tolist()
+    if kind == "byte_level":  # the decoder takes an added token such as `<é>` for the byte alphabet; a text does not
+        ids = [i for i in ids if pieces.origin[i] != ADDED or contents[i].isascii()]
+    anchor = next((i for i in ids if pieces.origin[i] == ORDINARY and _ANCHOR.fullmatch(contents[i])), None)
+    around, edge = ([], b"") if anchor is None else ([anchor], contents[anchor])
+    if around:
+        sequence = [*around, *(i for token_id in ids for i in (token_id, *around))]
+        if _same(_decoded(backend, sequence), edge + b"".join(contents[i] + edge for i in ids)):
+            return None
+    for token_id in ids:
+        spelled, decoded = edge + contents[token_id] + edge, _decoded(backend, [*around, token_id, *around])
+        if not (_same(decoded, spelled) or (not around and _same(" " + decoded, spelled))):
+            place = f" between two {edge.decode()!r}" if around else ""
+            return (
+                f"its token {backend.id_to_token(token_id)!r} (id {token_id}) stands for {contents[token_id]!r}, "
+                f"but it decodes it to {decoded!r}{place}"
+            )
+    return "its decoder makes other text of a sequence of tokens than of each of them" if around else None
+
+
+def _wrong_text(pieces: Pieces, backend: Tokenizer) -> str | None:
+    """A decoder may strip one dummy space at the front."""
+    everything = ""
     for line in _SAMPLE:
         ids = [i for i in backend.encode(line, add_special_tokens=False).ids if not pieces.is_special[i]]
-        spelled = b"".join(map(pieces.bytes_of, ids)).decode("utf-8", "replace")
-        decoded = backend.decode(ids, skip_special_tokens=False)
-        if spelled not in (decoded, " " + decoded):
-            raise AlignmentError(
-                f"tokenizer {name_of(tokenizer)} cannot be aligned by bytes: its tokens for {line!r} spell "
-                f"{spelled!r}, but it decodes them to {decoded!r}"
-            )
+        spelled, decoded = b"".join(map(pieces.bytes_of, ids)), _decoded(backend, ids)
+        if not (_same(decoded, spelled) or _same(" " + decoded, spelled)):
+            text = spelled.decode(errors="replace")
+            return f"its tokens for {line!r} spell {text!r}, but it decodes them to {decoded!r}"
+        everything += decoded
+    if everything and not any(map(str.isspace, everything)):
+        return f"it drops the white space of a text, so that {_SAMPLE[0][:15]!r} becomes {everything[:15]!r}"
+    return None
+
+
+def _decoded(backend: Tokenizer, ids: list[int]) -> str:
+    return backend.decode(ids, skip_special_tokens=False)
+
+
+def _same(decoded: str, spelled: bytes) -> bool:
+    """Equal, where however many U+FFFD in a row stand for bytes that are no character."""
+    text = spelled.decode("utf-8", "replace")
+    return decoded == text or re.sub("\ufffd+", "\ufffd", decoded) == re.sub("\ufffd+", "\ufffd", text)

@@ -1,109 +1,34 @@
-"""What special tokens mean, so that two tokenizers' can be paired by meaning instead of spelling (METHODS §1)."""
+"""Which special tokens of two tokenizers mean the same: pairs by meaning instead of spelling (METHODS §1)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment.pieces import Pieces
+from nemo_opd.alignment.known_roles import is_reserved
+from nemo_opd.alignment.pieces import Pieces, pieces_of
+from nemo_opd.alignment.token_roles import RoleOverrides, RoleRow, role_table, roles_of
 from nemo_opd.errors import AlignmentError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-RoleOverrides = Mapping[str, str | Sequence[str]]
-"""Token content → its role, or its roles, the most important first. No roles: the token is never paired."""
+__all__ = [
+    "RoleOverrides",
+    "RolePair",
+    "RoleRow",
+    "SpecialTokens",
+    "pair_special_tokens",
+    "paired_roles",
+    "role_table",
+    "roles_of",
+]
 
-_SPECIAL: dict[str, tuple[str, ...]] = {
-    "end_of_turn": ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end|>"),
-    "end_of_text": ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>", "<｜end▁of▁sentence｜>"),
-    "bos": ("<|begin_of_text|>", "<bos>", "<s>", "<|startoftext|>", "<｜begin▁of▁sentence｜>"),
-    "start_of_turn": (
-        "<|im_start|>",
-        "<|start_header_id|>",
-        "<start_of_turn>",
-        "<|turn>",
-        "<|header_start|>",
-        "<|start|>",
-    ),
-    "end_of_header": ("<|end_header_id|>", "<|header_end|>", "<|message|>", "<|im_middle|>"),
-    "pad": ("<pad>", "<|pad|>", "<|finetune_right_pad_id|>"),
-    "unk": ("<unk>",),
-    "mask": ("<mask>",),
-}
-"""Well-known contents of tokens that are marked special. Others may be text: `</s>` is also an HTML tag."""
-_MARKS: dict[str, tuple[str, ...]] = {
-    "think_start": ("<think>", "<|begin_of_thought|>", "[THINK]"),
-    "think_end": ("</think>", "<|end_of_thought|>", "[/THINK]"),
-    "tool_call_start": ("<tool_call>", "<|tool_call|>", "<|tool_call_begin|>", "[TOOL_CALLS]"),
-    "tool_call_end": ("</tool_call>", "<|/tool_call|>", "<|tool_call_end|>"),
-    "tool_response_start": ("<tool_response>", "<|tool_response|>", "[TOOL_RESULTS]"),
-    "tool_response_end": ("</tool_response>", "<|/tool_response|>", "[/TOOL_RESULTS]"),
-    "fim_prefix": ("<|fim_prefix|>", "<fim_prefix>"),
-    "fim_middle": ("<|fim_middle|>", "<fim_middle>"),
-    "fim_suffix": ("<|fim_suffix|>", "<fim_suffix>"),
-}
-"""Well-known contents of added tokens, which some tokenizers mark special and others do not."""
-_MARK_ROLES = {content: role for role, contents in _MARKS.items() for content in contents}
-_ROLES = _MARK_ROLES | {content: role for role, contents in _SPECIAL.items() for content in contents}
-_LAST_RESORT = ("pad", "unk")
-"""Roles an id has only where it has no other: pad and unk are often borrowed from eos."""
-
-
-def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> dict[int, tuple[str, ...]]:
-    """id → its roles, the most important first, for special tokens and for added tokens with a known meaning.
-
-    eos comes first wherever an id is eos. A special token that means nothing known has its own content as its role.
-    An override counts for a token of that content in either tokenizer.
-    """
-    named = list(_named_ids(tokenizer))
-    roles: dict[int, tuple[str, ...]] = {}
-    for token_id, token in tokenizer.added_tokens_decoder.items():
-        known = [role for role, named_id in named if named_id == token_id]
-        if content_role := (_ROLES if token.special else _MARK_ROLES).get(token.content):
-            known.append(content_role)
-        if "eos" in known and _template_writes(tokenizer, token.content):
-            known.append("end_of_turn")
-        if not known and token.special:
-            known.append(token.content)
-        if known:
-            roles[token_id] = _ordered(known)
-    return roles | _overridden(tokenizer, overrides or {})
-
-
-def _named_ids(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, int]]:
-    """The tokenizer's own map (`eos_token` → id), as roles: `eos`."""
-    named = [(name, str(token)) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)]
-    for name, content in sorted(named, key=lambda item: item[0] != "eos_token"):
-        token_id = tokenizer.convert_tokens_to_ids(content)
-        if isinstance(token_id, int):
-            yield name.removesuffix("_token"), token_id
-
-
-def _template_writes(tokenizer: PreTrainedTokenizerBase, content: str) -> bool:
-    """A chat template that writes eos ends its turns with it."""
-    template = tokenizer.chat_template or ""
-    text = "\n".join(template.values()) if isinstance(template, dict) else template
-    return content in text or "eos_token" in text
-
-
-def _ordered(roles: Sequence[str]) -> tuple[str, ...]:
-    """Without repetitions; pad and unk only where nothing else is known."""
-    distinct = tuple(dict.fromkeys(roles))
-    return tuple(role for role in distinct if role not in _LAST_RESORT) or distinct
-
-
-def _overridden(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides) -> dict[int, tuple[str, ...]]:
-    vocab = tokenizer.get_vocab() if overrides else {}
-    return {
-        vocab[content]: (roles,) if isinstance(roles, str) else tuple(roles)
-        for content, roles in overrides.items()
-        if content in vocab
-    }
+Roles = Mapping[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,9 +42,29 @@ class SpecialTokens:
     matches: NDArray[np.bool_]
     """[student classes, teacher classes]: the ids share a role."""
     pairs: tuple[tuple[int, int], ...]
-    """One-to-one (student id, teacher id), the most important roles first."""
+    """One-to-one (student id, teacher id), the nearest in role first."""
     best: Mapping[int, int]
     """Every student id with a partner → the teacher id nearest in role; the teacher id may serve several."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolePair:
+    role: str
+    """The role that both have; the student token's first where it has no partner."""
+    student: str
+    teacher: str | None
+    """Content of the nearest teacher token."""
+    one_to_one: bool
+    """False where the teacher token stands for another student token first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    student: int
+    teacher: int
+    order: tuple[int, int, bool]
+    """Nearest first: the distance in role, the number of shared roles negated, whether a tokenizer paired with itself
+    would be anything but the identity."""
 
 
 def pair_special_tokens(
@@ -134,47 +79,87 @@ def pair_special_tokens(
     Raises AlignmentError for an override whose token is in neither vocabulary.
     """
     _check_overrides(student, teacher, overrides or {})
-    student_roles, teacher_roles = roles_of(student, overrides), roles_of(teacher, overrides)
-    candidates = _candidates(student_roles, teacher_roles, student_pieces, teacher_pieces)
-    best: dict[int, int] = {}
-    pairs, used = [], set()
-    for _, s, t in candidates:
-        if s not in best and t not in used:
-            pairs.append((s, t))
-            used.add(t)
-            best[s] = t
-    for _, s, t in candidates:
-        best.setdefault(s, t)
-    student_class = _classes(student_pieces, sorted({s for _, s, _ in candidates}))
-    teacher_class = _classes(teacher_pieces, sorted({t for _, _, t in candidates}))
-    matches = np.zeros((student_class.max(initial=0) + 1, teacher_class.max(initial=0) + 1), np.bool_)
-    for _, s, t in candidates:
-        matches[student_class[s], teacher_class[t]] = True
-    return SpecialTokens(student_class, teacher_class, matches, tuple(pairs), best)
-
-
-def _candidates(
-    student_roles: Mapping[int, tuple[str, ...]],
-    teacher_roles: Mapping[int, tuple[str, ...]],
-    student_pieces: Pieces,
-    teacher_pieces: Pieces,
-) -> list[tuple[tuple[int, bool], int, int]]:
-    """(distance, student id, teacher id) of all that share a role, nearest first.
-
-    The distance is the sum of the shared role's places in the two lists, then whether the ids differ in their place
-    among the equals, which makes a tokenizer paired with itself the identity.
-    """
-    teachers: dict[str, list[tuple[int, int]]] = {}
-    for t, roles in teacher_roles.items():
-        for place, role in enumerate(roles):
-            teachers.setdefault(role, []).append((place, t))
     same = student_pieces.fingerprint == teacher_pieces.fingerprint
-    nearest: dict[tuple[int, int], int] = {}
+    student_roles = _pairable(roles_of(student, overrides), same)
+    teacher_roles = _pairable(roles_of(teacher, overrides), same)
+    candidates = _candidates(student_roles, teacher_roles, same)
+    ends = [c for c in candidates if student_roles[c.student][0] == teacher_roles[c.teacher][0] == "eos"]
+    pairs = _one_to_one(candidates)
+    if any(c.student not in pairs or c.teacher not in pairs.values() for c in ends):
+        # One side has fewer ends than the other: the two that generation stops at come first.
+        pairs = _one_to_one([*ends, *candidates])
+    best = dict(pairs)
+    for c in candidates:
+        best.setdefault(c.student, c.teacher)
+    student_class = _classes(student_pieces, sorted({c.student for c in candidates}))
+    teacher_class = _classes(teacher_pieces, sorted({c.teacher for c in candidates}))
+    matches = np.zeros((student_class.max(initial=0) + 1, teacher_class.max(initial=0) + 1), np.bool_)
+    for c in candidates:
+        matches[student_class[c.student], teacher_class[c.teacher]] = True
+    return SpecialTokens(student_class, teacher_class, matches, tuple(pairs.items()), best)
+
+
+def paired_roles(
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    overrides: RoleOverrides | None = None,
+) -> list[RolePair]:
+    """The partner of every student token with a role, by id; reserved tokens only where they have one.
+
+    Raises AlignmentError as TokenAligner does.
+    """
+    special = pair_special_tokens(
+        student_tokenizer, teacher_tokenizer, pieces_of(student_tokenizer), pieces_of(teacher_tokenizer), overrides
+    )
+    teachers = {row.id: row for row in role_table(teacher_tokenizer, overrides)}
+    one_to_one = set(special.pairs)
+    listed = []
+    for row in role_table(student_tokenizer, overrides):
+        partner = teachers.get(special.best.get(row.id, -1))
+        if partner is not None:
+            role = next(role for role in row.roles if role in partner.roles)
+            listed.append(RolePair(role, row.content, partner.content, (row.id, partner.id) in one_to_one))
+        elif row.roles and not row.reserved:
+            listed.append(RolePair(row.roles[0], row.content, None, False))
+    return listed
+
+
+def _pairable(roles: Roles, same: bool) -> Roles:
+    """A reserved token's content means something to its own tokenizer alone."""
+    kept = {i: tuple(role for role in names if same or not is_reserved(role)) for i, names in roles.items()}
+    return {i: names for i, names in kept.items() if names}
+
+
+def _candidates(student_roles: Roles, teacher_roles: Roles, same: bool) -> list[_Candidate]:
+    """All that share a role, the nearest first. The distance is the sum of the shared role's places on both sides."""
+    teachers: dict[str, list[int]] = {}
+    for t, roles in teacher_roles.items():
+        for role in roles:
+            teachers.setdefault(role, []).append(t)
+    candidates = []
     for s, roles in student_roles.items():
-        for place, role in enumerate(roles):
-            for other, t in teachers.get(role, ()):
-                nearest[s, t] = min(place + other, nearest.get((s, t), place + other))
-    return sorted(((distance, same and s != t), s, t) for (s, t), distance in nearest.items())
+        for t in {t for role in roles for t in teachers.get(role, ())}:
+            shared = set(roles) & set(teacher_roles[t])
+            distance = min(_place(role, roles) + _place(role, teacher_roles[t]) for role in shared)
+            candidates.append(_Candidate(s, t, (distance, -len(shared), same and s != t)))
+    return sorted(candidates, key=lambda c: (*c.order, c.student, c.teacher))
+
+
+def _place(role: str, roles: tuple[str, ...]) -> int:
+    """eos counts as the farthest: which of its ends a tokenizer calls eos is a setting, what they end is not."""
+    others = [name for name in roles if name != "eos"]
+    return len(others) if role == "eos" else others.index(role)
+
+
+def _one_to_one(candidates: Iterable[_Candidate]) -> dict[int, int]:
+    """Greedy: who comes first takes its partner."""
+    pairs: dict[int, int] = {}
+    taken = set()
+    for c in candidates:
+        if c.student not in pairs and c.teacher not in taken:
+            pairs[c.student] = c.teacher
+            taken.add(c.teacher)
+    return pairs
 
 
 def _classes(pieces: Pieces, with_partner: Sequence[int]) -> NDArray[np.int32]:

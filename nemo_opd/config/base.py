@@ -1,6 +1,12 @@
 """The base of all settings."""
 
-from pydantic import BaseModel, ConfigDict
+from collections.abc import Hashable
+from typing import Annotated, Never, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V", bound=Hashable)
 
 
 class Settings(BaseModel):
@@ -9,3 +15,22 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+class FrozenDict(dict[K, V]):
+    """A dict that stays as it is, so that settings which hold one do."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+    def __reduce__(self) -> tuple[type, tuple[dict[K, V]]]:
+        return FrozenDict, (dict(self),)
+
+    def _refuse(self, *_: object, **__: object) -> Never:
+        raise TypeError("settings are frozen")
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
+
+
+Frozen = Annotated[dict[K, V], AfterValidator(FrozenDict)]
+"""Of a field that names its own keys."""

@@ -53,9 +53,32 @@ class Data(Settings):
     """Without a source nothing is validated."""
     text_key: str = "text"
     """The column that holds a document's text."""
+    messages_key: str | None = None
+    """The column that holds a conversation: a list of messages with `role` and `content`, or that as JSON. When given,
+    every side renders it with its own chat template and only what the assistant says is learned; `text_key` is unused.
+    """
+    tools_key: str | None = None
+    """With `messages_key`: the column of the tools that a conversation may call, or that as JSON."""
     append_eos: bool = True
-    """End each document that is not cut with the end-of-sequence token, on every side."""
+    """End each text that is not cut with the end-of-sequence token, on every side."""
     shuffle: bool = True
     """A new order each epoch, drawn from `run.seed`."""
     num_workers: int = Field(0, ge=0)
     """Processes that tokenize and align ahead; 0: the driver does it between steps."""
+    cache: bool = True
+    """Tokenize and align a document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
+
+    @model_validator(mode="after")
+    def tools_belong_to_messages(self) -> "Data":
+        if self.tools_key is not None and self.messages_key is None:
+            raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
+        return self
+
+    @model_validator(mode="after")
+    def conversations_are_no_text_files(self) -> "Data":
+        if self.messages_key is not None and (self.train.text_files or self.validation.text_files):
+            raise ValueError(
+                f"messages_key={self.messages_key} needs columns, which text_files do not have; give arrow_files, "
+                "parquet_files, jsonl_files or hub"
+            )
+        return self

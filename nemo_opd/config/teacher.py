@@ -4,17 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import Frozen
 from nemo_opd.config.loss import LossTerm, SameVocabTerm
+from nemo_opd.config.model import Model
 
 
-class TeacherBase(Settings):
+class TeacherBase(Model):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short and unique; it names the teacher in metrics."""
-    model: str
-    """A Hugging Face folder, hub name, or `demo:teacher_cross`."""
-    tokenizer: str | None = None
-    """Where the tokenizer is, when not with the model."""
     weight: float = Field(1.0, ge=0)
     """Weight in the sum over teachers."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
@@ -39,10 +36,20 @@ class CrossTokenizerTeacher(TeacherBase):
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
     """projection=auto: entries kept in a row."""
+    roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
+    """Role → the special tokens, of either side, that have it, where that is not found out:
+    `{end_of_turn: ["<|stop|>", "<|eot_id|>"]}`. Tokens of one role are compared with each other; the inspect tool shows
+    what is found out.
+    """
     max_length: int | None = Field(None, ge=2)
     """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
     loss: LossTerm | None = None
     """This teacher's own term instead of the one `loss` gives it."""
+
+    @property
+    def roles_by_token(self) -> dict[str, tuple[str, ...]]:
+        tokens = dict.fromkeys(token for tokens in self.roles.values() for token in tokens)
+        return {token: tuple(role for role, having in self.roles.items() if token in having) for token in tokens}
 
 
 Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher, Field(discriminator="type")]

@@ -1,15 +1,61 @@
-"""What a loader reads: texts by their indices."""
+"""What a loader reads: texts or conversations, by their indices."""
 
-from collections.abc import Mapping
-from typing import Protocol
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from nemo_opd.errors import DataError
 
 TEXT = "text"
-"""The column of the texts."""
+MESSAGES = "messages"
+TOOLS = "tools"
+"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are."""
 
 
-class Documents(Protocol):
-    """What `sources.load_documents` returns, or anything that is read alike."""
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+Document = str | Conversation
+
+
+class Columns(Protocol):
+    """A Hugging Face dataset of the columns above, or anything that is read alike."""
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, indices: list[int], /) -> Mapping[str, list[str]]: ...
+    def __getitem__(self, indices: list[int], /) -> Mapping[str, list[Any]]: ...
+
+
+def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
+    """Raises DataError for a conversation that is malformed JSON."""
+    rows = columns[indices]
+    if TEXT in rows:
+        return rows[TEXT]
+    tools = rows.get(TOOLS, [None] * len(indices))
+    return [Conversation(parsed(m), parsed(t)) for m, t in zip(rows[MESSAGES], tools, strict=True)]
+
+
+def parsed(value: Any) -> Any:
+    """A column's value, which may be JSON.
+
+    Arrow gives every message all keys that any message has; those that are null were not there.
+    """
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"a conversation is malformed JSON: {error.msg} in {value[:60]!r}…; repair the column that "
+                "data.messages_key or data.tools_key names"
+            ) from error
+    return without_nulls(value)
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

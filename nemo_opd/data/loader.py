@@ -12,24 +12,25 @@ import torch
 from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate
-from nemo_opd.data.documents import TEXT, Documents
+from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import CheckpointError
 from nemo_opd.types import Batch
 
 Samples = list[Sample]
+MakeSample = Callable[[Document], Sample]
 
 
 @dataclass(frozen=True)
 class SampleSource:
     """Samples by lists of indices. Picklable: a copy is in every worker."""
 
-    documents: Documents
-    make_sample: Callable[[str], Sample]
+    columns: Columns
+    make_sample: MakeSample
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        return [self.make_sample(text) for text in self.documents[indices][TEXT]]
+        return [self.make_sample(document) for document in read_documents(self.columns, indices)]
 
 
 class TrainLoader:
@@ -41,8 +42,8 @@ class TrainLoader:
 
     def __init__(
         self,
-        documents: Documents,
-        sample_maker: Callable[[str], Sample],
+        documents: Columns,
+        sample_maker: MakeSample,
         batch_size: int,
         seed: int,
         shuffle: bool,
@@ -120,7 +121,7 @@ class TrainLoader:
             return iter(loader)
 
 
-def validation_batches(documents: Documents, sample_maker: Callable[[str], Sample], batch_size: int) -> Iterator[Batch]:
+def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:
     """All documents once, in order; the last batch may be short."""
     samples = SampleSource(documents, sample_maker)
     for start in range(0, len(documents), batch_size):

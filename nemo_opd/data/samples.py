@@ -1,4 +1,4 @@
-"""A text as the student and every teacher see it: token ids, their bytes, and the alignment.
+"""A document as the student and every teacher see it: token ids, their bytes, and the alignment.
 
 Positions are S for the student and T for a teacher, as in nemo_opd.types; a sample has no padding.
 """
@@ -6,23 +6,17 @@ Positions are S for the student and T for a teacher, as in nemo_opd.types; a sam
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment import pieces_of
+from nemo_opd.data.documents import Document
 from nemo_opd.errors import DataError
 from nemo_opd.types import Alignment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-class Aligner(Protocol):
-    """nemo_opd.alignment.TokenAligner, or anything with its method."""
-
-    def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +25,7 @@ class Tokens:
 
     ids: NDArray[np.int32]
     loss_mask: NDArray[np.bool_]
-    """False at position 0, which no logits predict."""
+    """Tokens to be learned. False at position 0, which no logits predict."""
     num_bytes: NDArray[np.int32]
     """Bytes of text a token stands for; 0 for special tokens."""
 
@@ -62,60 +56,13 @@ class Sample:
     teachers: tuple[TeacherSample, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Encoding:
-    """The whole of a text, before anything is cut."""
+class Aligner(Protocol):
+    """nemo_opd.alignment.TokenAligner, or anything with its methods."""
 
-    ids: NDArray[np.int32]
-    ends: NDArray[np.int64]
-    """Bytes of text up to the end of each token."""
+    @property
+    def fingerprint(self) -> str: ...
 
-    def starts(self) -> NDArray[np.int64]:
-        """Bytes of text before each token."""
-        return np.concatenate(([0], self.ends[:-1])) if len(self.ends) else self.ends
-
-    def cut(self, length: int) -> Encoding:
-        return Encoding(self.ids[:length], self.ends[:length])
-
-    def tokens(self) -> Tokens:
-        return Tokens(self.ids, np.arange(len(self.ids)) > 0, np.diff(self.ends, prepend=0).astype(np.int32))
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token behind."""
-
-    tokenizer: PreTrainedTokenizerBase
-    lengths: NDArray[np.int32]
-    """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
-    max_length: int
-    append_eos: bool
-
-    @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
-    ) -> Self:
-        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
-        return cls(tokenizer, pieces_of(tokenizer).lengths[:vocab_size], max_length, append_eos)
-
-    def __call__(self, text: str) -> Encoding:
-        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none.
-
-        Raises DataError for a text with a token that the model cannot read.
-        """
-        # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
-        encoded = self.tokenizer(text, return_attention_mask=False, verbose=False)
-        ids: list[int] = list(encoded["input_ids"])
-        eos = self.tokenizer.eos_token_id
-        if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
-            ids.append(eos)
-        array = np.asarray(ids, dtype=np.int32)
-        if array.max(initial=0) >= len(self.lengths):
-            token = self.tokenizer.convert_ids_to_tokens(int(array.max()))
-            raise DataError(
-                f"a document holds {token!r}, for which the model has no embedding; take it out of {text[:60]!r}…"
-            )
-        return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
+    def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment: ...
 
 
 @dataclass(frozen=True)
@@ -123,50 +70,40 @@ class SameTokenizer:
     """A teacher that reads the student's ids."""
 
 
-@dataclass(frozen=True)
-class CrossTokenizer:
-    """A teacher that reads its own ids."""
+class SampleMaker(Protocol):
+    """Document → Sample. Picklable, so that loader workers can hold one."""
 
-    encoder: Encoder
-    aligner: Aligner
+    @property
+    def identity(self) -> str:
+        """Everything that decides what comes out for a document."""
+        ...
 
-
-@dataclass(frozen=True)
-class SampleMaker:
-    """Text → Sample. Picklable where the tokenizers and aligners are, so that loader workers can hold one."""
-
-    student: Encoder
-    teachers: tuple[SameTokenizer | CrossTokenizer, ...]
-
-    def __call__(self, text: str) -> Sample:
-        """The text cut to each side's length; a teacher keeps no token that starts where a cut student ends.
-
-        Raises AlignmentError from the aligners.
-        """
-        whole = self.student(text)
-        kept = whole.cut(self.student.max_length)
-        student = kept.tokens()
-        is_cut = len(kept.ids) < len(whole.ids)
-        num_bytes = int(kept.ends[-1]) if is_cut else None
-        return Sample(student, tuple(_teacher_sample(text, student, num_bytes, teacher) for teacher in self.teachers))
+    def __call__(self, document: Document, /) -> Sample: ...
 
 
-def _teacher_sample(
-    text: str, student: Tokens, num_bytes: int | None, teacher: SameTokenizer | CrossTokenizer
-) -> TeacherSample:
-    if isinstance(teacher, SameTokenizer):
-        return TeacherSample(student, None)
-    whole = teacher.encoder(text)
-    inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
-    tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
-    return TeacherSample(tokens, _usable_chunks(teacher.aligner.align(student.ids, tokens.ids)))
+def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens) -> Chunks:
+    """The exact chunks all of whose tokens are to be learned, and are within `student` and `teacher`.
+
+    Either may be shorter than what was aligned.
+    """
+    usable = ~alignment.inexact
+    for tokens, (start, stop) in ((student, alignment.bounds[:, :2].T), (teacher, alignment.bounds[:, 2:].T)):
+        learned = np.concatenate(([0], np.cumsum(tokens.loss_mask, dtype=np.int32)))
+        inside = stop <= len(tokens)
+        usable &= inside
+        usable[inside] &= learned[stop[inside]] - learned[start[inside]] == stop[inside] - start[inside]
+
+    def kept(chunk_id: NDArray[np.int32]) -> NDArray[np.int32]:
+        # Without a chunk every id is −1; with one, −1 looks up the last chunk and stays −1 either way.
+        return np.where(usable[chunk_id], chunk_id, np.int32(-1)) if len(usable) else chunk_id
+
+    return Chunks(kept(alignment.student_chunk_id[: len(student)]), kept(alignment.teacher_chunk_id[: len(teacher)]))
 
 
-def _usable_chunks(alignment: Alignment) -> Chunks:
-    def usable(chunk_id: NDArray[np.int32]) -> NDArray[np.int32]:
-        if not alignment.num_chunks:
-            return chunk_id
-        # Id −1 looks up the last chunk, and stays −1 either way.
-        return np.where(alignment.inexact[chunk_id], np.int32(-1), chunk_id)
-
-    return Chunks(usable(alignment.student_chunk_id), usable(alignment.teacher_chunk_id))
+def require_ids(ids: NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTokenizerBase, content: str) -> None:
+    """Raises DataError for a document with a token that the model cannot read."""
+    if ids.max(initial=0) >= vocab_size:
+        token = tokenizer.convert_ids_to_tokens(int(ids.max()))
+        raise DataError(
+            f"a document holds {token!r}, for which the model has no embedding; take it out of {content[:60]!r}…"
+        )

@@ -14,12 +14,11 @@ from pathlib import Path
 
 import datasets
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
-from nemo_opd.data.documents import TEXT
 from nemo_opd.data.files import resolve_files
+from nemo_opd.data.layout import Layout
 from nemo_opd.errors import DataError
 
 _ARROW_FILE_MAGIC = b"ARROW1"
@@ -29,11 +28,11 @@ _PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
 _log = logging.getLogger(__name__)
 
 
-def load_documents(source: Source, text_key: str, *, key: str) -> datasets.Dataset:
-    """The documents of a source in one string column, `text`, in the order of the files and of their rows.
+def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Dataset:
+    """The columns of the layout, under our names, in the order of the files and of their rows.
 
     `key` is where the source stands in the config (`data.train`). Raises DataError, naming the key and the value, for a
-    source that is absent, missing, unreadable, without a text column named `text_key`, or without text.
+    source that is absent, missing, unreadable, without the layout's columns, or without content.
     """
     if not source.given:
         choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
@@ -41,28 +40,29 @@ def load_documents(source: Source, text_key: str, *, key: str) -> datasets.Datas
     ((kind, value),) = ((kind, source.given[kind]) for kind in source.given)
     key = f"{key}.{kind}"
     if isinstance(value, HubDataset):
-        documents = _read_hub(value, text_key, key)
-        _require_text(documents, f"{key}.path={value.path!r}")
+        documents = _read_hub(value, layout, key)
+        layout.require_content(documents, f"{key}.path={value.path!r}")
     else:
-        documents = _READERS[kind](resolve_files(value, key=key), text_key, key)
-        _require_text(documents, f"{key}={_shown(value)}")
+        documents = _READERS[kind](resolve_files(value, key=key), layout, key)
+        layout.require_content(documents, f"{key}={_shown(value)}")
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))
     return documents
 
 
-def _read_arrow(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
-    tables = [_read_arrow_file(path, text_key, key) for path in paths]
-    types = {str(table.features[TEXT].dtype): path for table, path in zip(tables, paths, strict=True)}
-    if len(types) > 1:
-        differing = "; ".join(f"{dtype} in {path}" for dtype, path in types.items())
-        raise DataError(
-            f"{key}: column {text_key!r} has several types ({differing}); rewrite the files with one of them"
-        )
+def _read_arrow(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
+    tables = [_read_arrow_file(path, layout, key) for path in paths]
+    for name, column in layout.columns.items():
+        types = {str(table.data.schema.field(column).type): path for table, path in zip(tables, paths, strict=True)}
+        if len(types) > 1:
+            differing = "; ".join(f"{dtype} in {path}" for dtype, path in types.items())
+            raise DataError(
+                f"{key}: column {name!r} has several types ({differing}); rewrite the files with one of them"
+            )
     return datasets.concatenate_datasets(tables)
 
 
-def _read_arrow_file(path: Path, text_key: str, key: str) -> datasets.Dataset:
+def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
     with _reading(key, path):
         if _is_ipc_file(path):
             dataset = _read_ipc_file(path)
@@ -70,7 +70,7 @@ def _read_arrow_file(path: Path, text_key: str, key: str) -> datasets.Dataset:
             dataset = datasets.Dataset.from_file(str(path))
             _warn_without_end(path, key)
         dataset.data.table.validate()
-    return _text_only(dataset, text_key, key, path)
+    return _selected(dataset, layout, key, path)
 
 
 def _read_ipc_file(path: Path) -> datasets.Dataset:
@@ -95,20 +95,20 @@ def _warn_without_end(path: Path, key: str) -> None:
             _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, _shown(path))
 
 
-def _read_parquet(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
+def _read_parquet(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
     filled = []
     for path in paths:
         with _reading(key, path):
             metadata = pq.read_metadata(path)
-        _require_text_column(metadata.schema.to_arrow_schema(), text_key, key, path)
+        layout.require_columns(metadata.schema.to_arrow_schema(), f"{key}={_shown(path)}")
         filled += [path] * (metadata.num_rows > 0)
     _require_rows(filled, key, paths)
     with _reading(key, *paths):
-        dataset = _convert("parquet", filled, columns=[text_key])
-    return _text_only(dataset, text_key, key, *paths)
+        dataset = _convert("parquet", filled, columns=list(layout.columns))
+    return _selected(dataset, layout, key, *paths)
 
 
-def _read_jsonl(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
+def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
     filled = [path for path in paths if _has_lines(path, key)]
     _require_rows(filled, key, paths)
     try:
@@ -118,7 +118,7 @@ def _read_jsonl(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
         # The reader counts rows within its own blocks; users need the line of the file.
         _refuse_malformed_line(filled, key, error)
         raise
-    return _text_only(dataset, text_key, key, *paths)
+    return _selected(dataset, layout, key, *paths)
 
 
 def _has_lines(path: Path, key: str) -> bool:
@@ -151,7 +151,7 @@ def _malformation(line: bytes) -> str | None:
     return "it is no JSON object"
 
 
-def _read_text(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
+def _read_text(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
     for path in paths:
         with _reading(key, path), path.open(encoding="utf-8") as file:
             for _ in file:
@@ -160,14 +160,14 @@ def _read_text(paths: list[Path], text_key: str, key: str) -> datasets.Dataset:
         return _convert("text", paths, sample_by="document")
 
 
-def _read_hub(hub: HubDataset, text_key: str, key: str) -> datasets.Dataset:
+def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
     with _reading(f"{key}.path", hub.path, way_out=way_out):
         dataset = datasets.load_dataset(hub.path, hub.name, split=hub.split)
-    return _text_only(dataset, text_key, f"{key}.path", hub.path)
+    return _selected(dataset, layout, f"{key}.path", hub.path)
 
 
-_READERS: dict[str, Callable[[list[Path], str, str], datasets.Dataset]] = {
+_READERS: dict[str, Callable[[list[Path], Layout, str], datasets.Dataset]] = {
     "arrow_files": _read_arrow,
     "parquet_files": _read_parquet,
     "jsonl_files": _read_jsonl,
@@ -187,36 +187,10 @@ def _convert(builder: str, paths: list[Path], **options: object) -> datasets.Dat
     return datasets.load_dataset(builder, data_files=files, split="train", **options)
 
 
-def _text_only(dataset: datasets.Dataset, text_key: str, key: str, *value: object) -> datasets.Dataset:
-    _require_text_column(dataset.data.schema, text_key, key, *value)
-    dataset = dataset.select_columns([text_key])
-    return dataset if text_key == TEXT else dataset.rename_column(text_key, TEXT)
-
-
-def _require_text_column(schema: pa.Schema, text_key: str, key: str, *value: object) -> None:
-    where = f"{key}={_shown(value)}"
-    if text_key not in schema.names:
-        columns = ", ".join(schema.names) or "none"
-        raise DataError(f"{where} has no column {text_key!r}; set data.text_key to one of its columns: {columns}")
-    dtype = schema.field(text_key).type
-    if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
-        raise DataError(
-            f"{where}: column {text_key!r} is of type {dtype}, not string; set data.text_key to a column of strings"
-        )
-
-
-def _require_text(documents: datasets.Dataset, source: str) -> None:
-    if not len(documents):
-        raise DataError(f"{source}: no documents; the source has no rows")
-    column = documents.data.column(TEXT)
-    if column.null_count:
-        first = pc.index(pc.is_null(column), True).as_py()
-        raise DataError(
-            f"{source}: {column.null_count} of {len(documents)} documents have no text (null), the first in row {first}"
-            " (counted from 0 over all files); leave those rows out"
-        )
-    if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
-        raise DataError(f"{source}: all {len(documents)} documents are empty; check data.text_key and the source")
+def _selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
+    layout.require_columns(dataset.data.schema, f"{key}={_shown(value)}")
+    renamed = {name: column for name, column in layout.columns.items() if name != column}
+    return dataset.select_columns(list(layout.columns)).rename_columns(renamed)
 
 
 @contextmanager

@@ -17,8 +17,10 @@ class TeacherSummary:
     weight: float
     loss: str
     """The term it teaches through, such as p_kl."""
-    overlap: float | None = None
-    """Shared vocabulary / smaller vocabulary (METHODS §2), where it was measured."""
+    coverage: tuple[str, ...] = ()
+    """How its vocabulary fits the student's (METHODS §2), in lines."""
+    warnings: tuple[str, ...] = ()
+    """Why its loss fits the pair badly, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 
-from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
@@ -220,13 +220,13 @@ def header(run: RunSummary, step: int) -> Panel:
 
 
 def _teachers(run: RunSummary) -> Group:
-    lines = []
+    lines: list[RenderableType] = []
     for teacher in run.teachers:
-        facts = [f"weight {teacher.weight:g}", teacher.type, teacher.loss]
-        if teacher.overlap is not None:
-            facts.append(f"overlap {teacher.overlap:.3f}")
+        facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
+        details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
+        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
         lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
-        lines.append(Text("  " + ", ".join(facts), "dim"))
+        lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
     return Group(*lines)
 
 

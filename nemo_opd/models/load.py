@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from nemo_opd.config.model import Model
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ModelError
 
@@ -47,6 +48,26 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
             "convert it to a tokenizer.json"
         )
     return tokenizer
+
+
+def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
+    """A model's tokenizer with the chat template that the settings name.
+
+    Raises ModelError naming what is under `key`.
+    """
+    name, source = settings.tokenizer_source
+    tokenizer = load_tokenizer(source, key=f"{key}.{name}")
+    if settings.chat_template is not None:
+        tokenizer.chat_template = read_template(settings.chat_template, key=f"{key}.chat_template")
+    return tokenizer
+
+
+def read_template(path: str, *, key: str) -> str:
+    """Raises ModelError, naming `key`, for a file that cannot be read."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
 
 
 def load_config(reference: str, *, key: str) -> PretrainedConfig:

@@ -2,15 +2,30 @@
 
 from nemo_opd.projection.audit import Audit, Coverage, audit, recommended_loss
 from nemo_opd.projection.build import build_projection
+from nemo_opd.projection.byte_prefix import add_byte_prefix
 from nemo_opd.projection.cache import cached_projection
+from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
+from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.multi_token import add_multi_token
+from nemo_opd.projection.options import BuilderOptions
+from nemo_opd.projection.shared_prefix import add_shared_prefix
+from nemo_opd.projection.sort_and_cut import sort_and_cut
 
 __all__ = [
     "Audit",
+    "BuilderOptions",
     "Coverage",
+    "EmbeddingSource",
     "ProjectionMatrix",
+    "add_byte_prefix",
+    "add_embeddings",
+    "add_multi_token",
+    "add_shared_prefix",
     "audit",
     "build_projection",
     "cached_projection",
+    "exact_map",
     "recommended_loss",
+    "sort_and_cut",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 NUMERALS_COVERED = 0.9
 """Share of the numerals of each length from which exact pairs carry arithmetic."""
+FEW_SHARED = 0.5
+"""Overlap below which most of the smaller vocabulary is missing from an exact map; published pairs start at 0.63."""
+FEW_EXACT = 0.25
+"""Share of the student's tokens with a partner below which exact pairs are an exception."""
+MUCH_WITHOUT_ROW = 0.05
+"""Share of the student's text tokens without a row from which text, not only oddities, has no target."""
+PAIR_LOSSES = ("gold", "h_kl", "strict")
+"""Compare the tokens that have a partner."""
+ROW_LOSSES = ("p_kl", *PAIR_LOSSES)
+"""Read the rows of the projection; byte_prefix and shared_prefix have maps of their own, alm and uld none."""
 CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
@@ -58,6 +68,8 @@ class Audit:
     partial_utf8: Coverage
     """Tokens that are not whole characters."""
     special: Coverage
+    text: Coverage
+    """All tokens that stand for bytes."""
 
     @property
     def recommended_loss(self) -> Literal["h_kl", "p_kl"]:
@@ -67,6 +79,44 @@ class Audit:
 def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
     """h_kl, which compares exact pairs, where the numerals of every length are covered; else p_kl."""
     return "h_kl" if all(coverage.rate >= NUMERALS_COVERED for coverage in digits) else "p_kl"
+
+
+def fit_warnings(audit: Audit, loss: str) -> list[str]:
+    """A sentence for each reason why the loss of this type (`p_kl`, `h_kl`, …) fits the pair badly; none where it fits.
+
+    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `same_vocab`) always fit.
+    """
+    warnings = []
+    if loss in PAIR_LOSSES:
+        warnings += [*_numerals_warning(audit, loss), *_partners_warning(audit, loss)]
+    without = audit.text.total - audit.text.spelled
+    if loss in ROW_LOSSES and without > MUCH_WITHOUT_ROW * audit.text.total:
+        warnings.append(
+            f"{without:,} of the student's {audit.text.total:,} text tokens have no row in the projection, so {loss} "
+            "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads none"
+        )
+    return warnings
+
+
+def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
+    uncovered = [
+        f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
+        for length, coverage in enumerate(audit.digits, start=1)
+        if coverage.rate < NUMERALS_COVERED
+    ]
+    if uncovered:
+        yield (
+            f"{loss} compares exact pairs, but only {' and '.join(uncovered)} have one, so little arithmetic is "
+            "distilled; p_kl reads the rows that spell the others"
+        )
+
+
+def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
+    if audit.overlap < FEW_SHARED or audit.one_to_one < FEW_EXACT:
+        yield (
+            f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
+            f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the others"
+        )
 
 
 def audit(
@@ -102,6 +152,7 @@ def audit(
         cjk=coverage([i for i, piece in enumerate(contents) if CJK.search(piece.decode("utf-8", "ignore"))]),
         partial_utf8=coverage([i for i, piece in enumerate(contents) if is_partial_utf8(piece)]),
         special=coverage(np.flatnonzero(student.is_special).tolist()),
+        text=coverage(np.flatnonzero(student.lengths > 0).tolist()),
     )
 
 

@@ -1,19 +1,20 @@
-"""Builds the projection of a pair of tokenizers (METHODS §2)."""
+"""Builds the projection of a pair of tokenizers: all passes of METHODS §2, one after the other."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from nemo_opd.alignment.backend import name_of
-from nemo_opd.alignment.merge import TEXT
-from nemo_opd.alignment.pieces import pieces_of
-from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
+from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.exact import exact_pairs
+from nemo_opd.projection.byte_prefix import add_byte_prefix_of
+from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings_of
+from nemo_opd.projection.exact import exact_map_of
 from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.multi_token import Progress, decayed_row, spell_with
+from nemo_opd.projection.multi_token import add_multi_token_of
+from nemo_opd.projection.pair import read_pair
+from nemo_opd.projection.shared_prefix import add_shared_prefix_of
+from nemo_opd.projection.sort_and_cut import sort_and_cut
+from nemo_opd.projection.spelling import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,48 +26,27 @@ def build_projection(
     top_k: int = 4,
     progress: Progress | None = None,
     *,
+    reverse: bool = False,
+    embeddings: EmbeddingSource | None = None,
     roles: RoleOverrides | None = None,
 ) -> ProjectionMatrix:
     """Student token → the teacher tokens that spell it: the same bytes or role, else the teacher's pieces of its bytes.
 
-    `roles` as for TokenAligner. Rows of special tokens without a partner and of holes stay empty.
+    `reverse` and `embeddings` run the optional passes; `roles` as for TokenAligner. Rows of special tokens without a
+    partner and of holes stay empty. The byte-prefix and shared-prefix maps are always made.
     Raises AlignmentError for a tokenizer whose pieces cannot be exact, ProjectionError for top_k < 1 or an empty map.
     """
     if top_k < 1:
         raise ProjectionError(f"top_k is {top_k}, but a row needs room for one entry; give 1 or more")
-    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
-    special = pair_special_tokens(student_tokenizer, teacher_tokenizer, student, teacher, roles)
-    student_is_text, teacher_is_text = special.student_class == TEXT, special.teacher_class == TEXT
-    indices = np.full((student.vocab_size, top_k), -1, np.int32)
-    weights = np.zeros((student.vocab_size, top_k), np.float32)
-    exact = np.zeros(student.vocab_size, np.bool_)
-
-    for s, t in special.best.items():
-        indices[s, 0], weights[s, 0] = t, 1
-    pairs = np.concatenate(
-        [exact_pairs(student, teacher, student_is_text, teacher_is_text), np.array(special.pairs).reshape(-1, 2)]
-    ).astype(np.int64)
-    indices[pairs[:, 0], 0], weights[pairs[:, 0], 0], exact[pairs[:, 0]] = pairs[:, 1], 1, True
-
-    rest = np.flatnonzero(student_is_text & ~exact).tolist()
-    spelled = spell_with(teacher_tokenizer, teacher, [student.bytes_of(s) for s in rest], progress)
-    for s, ids in zip(rest, spelled, strict=True):
-        if ids is not None:
-            row = decayed_row(ids, top_k)
-            indices[s, : len(row.ids)], weights[s, : len(row.ids)] = row.ids, row.weights
-
-    if (indices[:, 0] < 0).all():
+    pair = read_pair(student_tokenizer, teacher_tokenizer, roles)
+    matrix = exact_map_of(pair)
+    matrix = add_multi_token_of(matrix, pair, width=top_k, reverse=reverse, progress=progress)
+    if embeddings is not None:
+        matrix = add_embeddings_of(matrix, pair, embeddings, progress)
+    matrix = sort_and_cut(matrix, top_k)
+    if not matrix.row_lengths.any():
         raise ProjectionError(
-            f"no token of {name_of(student_tokenizer)} can be spelled with {name_of(teacher_tokenizer)}; "
+            f"no token of {matrix.student_name} can be spelled with {matrix.teacher_name}; "
             "a projection between them would be empty"
         )
-    return ProjectionMatrix(
-        indices,
-        weights,
-        exact,
-        teacher_vocab_size=teacher.vocab_size,
-        student_fingerprint=student.fingerprint,
-        teacher_fingerprint=teacher.fingerprint,
-        student_name=name_of(student_tokenizer),
-        teacher_name=name_of(teacher_tokenizer),
-    )
+    return add_shared_prefix_of(add_byte_prefix_of(matrix, pair), pair)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,10 +13,12 @@ from numpy.typing import ArrayLike, NDArray
 from nemo_opd.alignment.backend import fingerprint
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
+from nemo_opd.projection.options import BuilderOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TORCH_SUFFIXES = (".pt", ".pth")
 ROW_SUM_TOLERANCE = 1e-4
 """float32 weights of a row sum to 1 within K · 6e-8; the rest is room for weights written with few digits."""
 
@@ -35,6 +38,13 @@ class ProjectionMatrix:
     teacher_fingerprint: str
     student_name: str
     teacher_name: str
+    byte_prefix: NDArray[np.int32] | None
+    """Φ [W]: the longest student token that begins a teacher token; −1 where none does. None: not made."""
+    student_shared_prefix: NDArray[np.int32] | None
+    """Ψ_S [V]: the longest shared token that begins a student token, as a row of `shared_pairs`; −1 where none does."""
+    teacher_shared_prefix: NDArray[np.int32] | None
+    """Ψ_T [W]: likewise for teacher tokens."""
+    options: BuilderOptions
 
     def __init__(
         self,
@@ -47,6 +57,10 @@ class ProjectionMatrix:
         teacher_fingerprint: str = "",
         student_name: str = "",
         teacher_name: str = "",
+        byte_prefix: ArrayLike | None = None,
+        student_shared_prefix: ArrayLike | None = None,
+        teacher_shared_prefix: ArrayLike | None = None,
+        options: BuilderOptions | None = None,
     ) -> None:
         """`exact` is a claim of who built the arrays: no row is exact when not given.
 
@@ -59,6 +73,9 @@ class ProjectionMatrix:
         flags = np.zeros(rows, np.bool_) if exact is None else np.asarray(exact)
         _check_rows(checked_indices, checked_weights, size)
         _check_exact(flags, checked_indices)
+        if (student_shared_prefix is None) != (teacher_shared_prefix is None):
+            raise ProjectionError("a shared-prefix map is given for one side only; give both or neither")
+        num_shared = int(flags.sum())
         values = (
             ("indices", checked_indices.astype(np.int32)),
             ("weights", checked_weights.astype(np.float32)),
@@ -68,6 +85,10 @@ class ProjectionMatrix:
             ("teacher_fingerprint", teacher_fingerprint),
             ("student_name", student_name),
             ("teacher_name", teacher_name),
+            ("byte_prefix", _prefix_map("byte_prefix", byte_prefix, size, rows)),
+            ("student_shared_prefix", _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared)),
+            ("teacher_shared_prefix", _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared)),
+            ("options", BuilderOptions() if options is None else options),
         )
         for name, value in values:
             object.__setattr__(self, name, value)
@@ -87,17 +108,33 @@ class ProjectionMatrix:
         """[V]: entries of a row; 0 is an empty row."""
         return (self.indices >= 0).sum(axis=1)
 
+    @property
+    def shared_pairs(self) -> NDArray[np.int32]:
+        """[X, 2]: (student id, teacher id) of the exact rows, by student id; the shared vocabulary."""
+        students = np.flatnonzero(self.exact).astype(np.int32)
+        return np.stack([students, self.indices[students].max(axis=1, initial=-1)], axis=1)
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""
         header = io.Header(
             student_vocab_size=self.student_vocab_size,
             teacher_vocab_size=self.teacher_vocab_size,
+            row_width=self.top_k,
             student_fingerprint=self.student_fingerprint,
             teacher_fingerprint=self.teacher_fingerprint,
             student_name=self.student_name,
             teacher_name=self.teacher_name,
+            options=self.options,
         )
-        io.write(path, header, io.Arrays(self.indices, self.weights, self.exact))
+        arrays = io.Arrays(
+            self.indices,
+            self.weights,
+            self.exact,
+            self.byte_prefix,
+            self.student_shared_prefix,
+            self.teacher_shared_prefix,
+        )
+        io.write(path, header, arrays)
 
     @classmethod
     def load(
@@ -106,16 +143,15 @@ class ProjectionMatrix:
         student_tokenizer: PreTrainedTokenizerBase | None = None,
         teacher_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProjectionMatrix:
-        """Read what `save` wrote, and check that it belongs to the tokenizers given.
+        """Read what `save` wrote, or a `.pt` file of NeMo-RL, and check that it belongs to the tokenizers given.
 
-        Raises ProjectionError for a file that is missing, damaged, of another version or of another pair.
+        A `.pt` file does not say whose it is: with both tokenizers it gets their sizes, fingerprints and exact rows
+        where its ids fit. Raises ProjectionError for a file that is missing, damaged, of another version or of another
+        pair.
         """
+        if Path(path).suffix in TORCH_SUFFIXES:
+            return _imported(path, student_tokenizer, teacher_tokenizer)
         header, arrays = io.read(path)
-        if arrays.indices.shape[:1] != (header.student_vocab_size,):
-            raise ProjectionError(
-                f"{path} has indices {arrays.indices.shape} and a header for {header.student_vocab_size} rows; "
-                "build it again"
-            )
         _check_pair(path, "student", header.student_fingerprint, student_tokenizer)
         _check_pair(path, "teacher", header.teacher_fingerprint, teacher_tokenizer)
         try:
@@ -128,6 +164,10 @@ class ProjectionMatrix:
                 teacher_fingerprint=header.teacher_fingerprint,
                 student_name=header.student_name,
                 teacher_name=header.teacher_name,
+                byte_prefix=arrays.byte_prefix,
+                student_shared_prefix=arrays.student_shared_prefix,
+                teacher_shared_prefix=arrays.teacher_shared_prefix,
+                options=header.options,
             )
         except ProjectionError as error:
             raise ProjectionError(f"{path} holds no projection: {error}") from None
@@ -182,3 +222,33 @@ def _check_pair(path: str | PathLike[str], side: str, expected: str, tokenizer: 
         f"{path} was made for another {side} tokenizer ({made_for}, not {fingerprint(tokenizer)[:12]}…); "
         "build the projection of this pair with tools/projection/build.py, or use projection: auto"
     )
+
+
+def _prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDArray[np.int32] | None:
+    if ids is None:
+        return None
+    array = np.asarray(ids)
+    if array.shape != (length,) or array.dtype.kind not in "iu":
+        raise ProjectionError(f"{name} must be integers [{length}], not {array.dtype} {array.shape}")
+    outside = np.flatnonzero((array < -1) | (array >= limit))
+    if len(outside):
+        raise ProjectionError(f"{name}[{outside[0]}] is {array[outside[0]]}, outside [-1, {limit})")
+    return array.astype(np.int32)
+
+
+def _imported(
+    path: str | PathLike[str],
+    student_tokenizer: PreTrainedTokenizerBase | None,
+    teacher_tokenizer: PreTrainedTokenizerBase | None,
+) -> ProjectionMatrix:
+    from nemo_opd.projection import nemo_rl
+
+    matrix = nemo_rl.read(path)
+    if student_tokenizer is None and teacher_tokenizer is None:
+        return matrix
+    if student_tokenizer is None or teacher_tokenizer is None:
+        raise ProjectionError(f"{path} names no tokenizers, so it is checked against both or none; give the other too")
+    try:
+        return nemo_rl.bind(matrix, student_tokenizer, teacher_tokenizer)
+    except ProjectionError as error:
+        raise ProjectionError(f"{path} was made for other tokenizers: {error}") from None

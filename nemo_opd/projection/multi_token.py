@@ -1,74 +1,90 @@
-"""Student tokens that the teacher spells with several tokens (METHODS §2, step 2)."""
+"""Tokens that the other side spells with several tokens (METHODS §2, steps 2 and 3)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer
+import numpy as np
+from numpy.typing import NDArray
 
-from nemo_opd.alignment.backend import read_backend, rust_tokenizer
-from nemo_opd.alignment.pieces import Pieces
-from nemo_opd.projection.byte_bpe import ByteBPE
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection.entries import Entries, assemble, entries_of, widened
+from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.pair import TokenizerPair, pair_of
+from nemo_opd.projection.spelling import Progress, spell_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Progress = Callable[[int, int], None]
-"""(pieces done, pieces in all)"""
-
 DECAY = 0.1
 """Weight of a piece relative to the one before: 0.9, 0.09, 0.009, …"""
-_BATCH = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Teacher ids and their weights, the heaviest first."""
+def add_multi_token(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    width: int,
+    reverse: bool = False,
+    progress: Progress | None = None,
+) -> ProjectionMatrix:
+    """Fill each empty row of a text token with the teacher's pieces of its bytes, the i-th of weight ∝ 0.9·0.1^i.
 
-    ids: tuple[int, ...]
-    weights: tuple[float, ...]
-
-
-def spell_with(
-    tokenizer: PreTrainedTokenizerBase, pieces: Pieces, contents: Sequence[bytes], progress: Progress | None = None
-) -> list[list[int] | None]:
-    """Ids of `tokenizer` whose bytes are exactly the content's, for each content; None where it has none.
-
-    Text goes through the whole tokenizer, so its digit and word rules hold. What does not come back byte for byte (half
-    characters, what the normaliser changes, the names of special tokens) goes through its merges alone.
+    `reverse`: each teacher text token without an exact partner is spelled by the student, and its i-th piece gets an
+    entry for it with 0.9·0.1^i; never in rows that are exact or of special tokens. At equal weight the teacher's own
+    spelling of the row comes first. Rows are cut to the `width` heaviest entries and of sum 1.
+    Raises ProjectionError for width < 1 and tokenizers of another pair, AlignmentError for inexact tokenizers.
     """
-    if not contents:
-        return []
-    backend = Tokenizer.from_str(rust_tokenizer(tokenizer).to_str())
-    backend.no_truncation()
-    backend.no_padding()
-    by_merges = ByteBPE(read_backend(tokenizer))
-    spelled: list[list[int] | None] = []
-    for start in range(0, len(contents), _BATCH):
-        batch = contents[start : start + _BATCH]
-        texts = [content.decode("utf-8", "replace") for content in batch]
-        encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
-        for content, encoding in zip(batch, encodings, strict=True):
-            ids: list[int] | None = encoding.ids
-            if not _spells(pieces, ids, content):
-                ids = by_merges.encode(content)
-            spelled.append(ids if _spells(pieces, ids, content) else None)
-        if progress is not None:
-            progress(len(spelled), len(contents))
-    return spelled
+    pair = pair_of(matrix, student_tokenizer, teacher_tokenizer)
+    return add_multi_token_of(matrix, pair, width=width, reverse=reverse, progress=progress)
 
 
-def _spells(pieces: Pieces, ids: list[int] | None, content: bytes) -> bool:
-    return bool(ids) and b"".join(map(pieces.bytes_of, ids or ())) == content
+def add_multi_token_of(
+    matrix: ProjectionMatrix, pair: TokenizerPair, *, width: int, reverse: bool, progress: Progress | None
+) -> ProjectionMatrix:
+    """`add_multi_token` of tokenizers that were read before."""
+    if width < 1:
+        raise ProjectionError(f"width is {width}, but a row needs room for one entry; give 1 or more")
+    open_rows = pair.student.is_text & ~matrix.exact
+    missing = np.flatnonzero(open_rows & (matrix.row_lengths == 0))
+    unpaired = pair.teacher.is_text.copy()
+    unpaired[matrix.shared_pairs[:, 1]] = False
+    alone = np.flatnonzero(unpaired) if reverse else np.empty(0, np.int64)
+
+    total = len(missing) + len(alone)
+    spelled = spell_with(pair.teacher, _select(pair.student.contents, missing), _shifted(progress, 0, total))
+    direct = _decayed(missing[spelled.content], spelled.ids, spelled.place, later=False)
+    spelled = spell_with(pair.student, _select(pair.teacher.contents, alone), _shifted(progress, len(missing), total))
+    symmetric = _decayed(spelled.ids, alone[spelled.content], spelled.place, later=True)
+
+    entries = Entries.concatenate(direct, symmetric.where(open_rows[symmetric.rows]))
+    indices, weights = _merged(matrix, entries, width)
+    options = matrix.options.after("multi_token", width=width, decay=DECAY, reverse=reverse)
+    return replace(matrix, indices=indices, weights=weights, options=options)
 
 
-def decayed_row(ids: Sequence[int], top_k: int) -> Row:
-    """Weights ∝ 0.9·0.1^i for the i-th id, added up where an id repeats, cut to the `top_k` heaviest, of sum 1."""
-    mass: dict[int, float] = {}
-    for place, token_id in enumerate(ids):
-        mass[token_id] = mass.get(token_id, 0.0) + (1 - DECAY) * DECAY**place
-    kept = sorted(mass.items(), key=lambda item: (-item[1], item[0]))[:top_k]
-    total = sum(weight for _, weight in kept)
-    return Row(tuple(i for i, _ in kept), tuple(weight / total for _, weight in kept))
+def _select(contents: Sequence[bytes], ids: NDArray[np.int64]) -> list[bytes]:
+    return [contents[token_id] for token_id in ids.tolist()]
+
+
+def _shifted(progress: Progress | None, done_before: int, total: int) -> Progress | None:
+    return None if progress is None else lambda done, _: progress(done_before + done, total)
+
+
+def _decayed(rows: NDArray[np.int64], columns: NDArray[np.int64], place: NDArray[np.int64], *, later: bool) -> Entries:
+    return Entries(rows, columns, (1 - DECAY) * DECAY ** place.astype(np.float64), np.full(len(rows), later))
+
+
+def _merged(matrix: ProjectionMatrix, entries: Entries, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+    """The rows of `matrix`, those with new entries made anew from old and new ones."""
+    changed = np.unique(entries.rows)
+    old = entries_of(matrix.indices, matrix.weights, changed)
+    num_columns = max(width, matrix.top_k)
+    indices, weights = widened(matrix.indices, matrix.weights, num_columns)
+    made = assemble(Entries.concatenate(old, entries), matrix.student_vocab_size, width)
+    indices[changed], weights[changed] = -1, 0
+    indices[changed, :width], weights[changed, :width] = made[0][changed], made[1][changed]
+    return indices, weights

@@ -1,41 +1,72 @@
-"""An audit and sample rows as rich tables, and a plot of a sample."""
+"""An audit, special-token roles and sample rows for a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from os import PathLike
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 
-import numpy as np
-from rich.markup import escape
+from rich.panel import Panel
 from rich.table import Table
+from rich.text import Text
 
-from nemo_opd.alignment.pieces import Pieces
-from nemo_opd.projection.audit import CJK, Audit, Coverage, is_partial_utf8
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.alignment.roles import RolePair
+from nemo_opd.projection.audit import Audit, Coverage
+from nemo_opd.projection.samples import Sample, counted_runs
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+
+def audit_panel(audit: Audit) -> Panel:
+    """Four lines for the start of a run: what the pair shares, its numerals, and the loss that suggests."""
+    title = f"projection  {short_name(audit.student_name)} → {short_name(audit.teacher_name)}"
+    lines = Text("\n".join(audit_lines(audit)), no_wrap=True, overflow="ellipsis")
+    return Panel(lines, title=Text(title, overflow="ellipsis", no_wrap=True), title_align="left", expand=False)
+
+
+def audit_lines(audit: Audit) -> tuple[str, str]:
+    """The audit in two lines of at most 76 characters."""
+    shared = (
+        f"overlap {audit.overlap:.3f}",
+        f"1:1 {audit.one_to_one:.3f}",
+        f"specials {shown_coverage(audit.special)}",
+        f"recommended loss {audit.recommended_loss}",
+    )
+    numerals = (f"{length}-digit {shown_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
+    return ", ".join(shared), "exact pairs of numerals: " + ", ".join(numerals)
+
+
+def shown_coverage(coverage: Coverage) -> str:
+    return f"{coverage.exact:,}/{coverage.total:,}" if coverage.total else "none on either side"
+
+
+def short_name(name: str) -> str:
+    """A hub name or demo reference as it is, a path by its last part."""
+    path = Path(name)
+    return path.name if path.is_absolute() or name.startswith(".") else name
 
 
 def audit_table(audit: Audit) -> Table:
-    title = f"{audit.student_name} → {audit.teacher_name}"
-    table = Table(title=escape(title), title_justify="left", show_header=True, header_style="bold")
+    """All figures with what they mean."""
+    title = f"{short_name(audit.student_name)} → {short_name(audit.teacher_name)}"
+    table = Table(title=Text(title, style="italic"), title_justify="left", show_header=True, header_style="bold")
     table.add_column("projection")
     table.add_column("value", justify="right")
     table.add_column("meaning", overflow="fold")
     table.add_row("vocabularies", f"{audit.student_vocab_size:,} → {audit.teacher_vocab_size:,}", "largest id + 1")
     table.add_row("overlap", f"{audit.overlap:.3f}", "shared tokens / smaller vocabulary")
     table.add_row("one to one", f"{audit.one_to_one:.3f}", "student tokens with an exact partner")
-    for pieces, rows in enumerate(audit.rows_by_pieces):
-        meaning = "student tokens without a row" if pieces == 0 else "student tokens with so many teacher tokens"
-        table.add_row(f"rows of {pieces}", f"{rows:,}", meaning)
+    for length, rows in enumerate(audit.rows_by_pieces):
+        table.add_row(f"rows of {length}", f"{rows:,}", _rows_meaning(length))
     for name, coverage in coverages(audit).items():
         meaning = f"{coverage.exact:,} of {coverage.total:,} exact, {coverage.spelled:,} with a row"
         table.add_row(name, f"{coverage.rate:.3f}" if coverage.total else "–", meaning)
     covered = "covered" if audit.recommended_loss == "h_kl" else "not covered"
     table.add_row("recommended loss", audit.recommended_loss, f"numerals are {covered} by exact pairs")
     return table
+
+
+def _rows_meaning(length: int) -> str:
+    if length == 0:
+        return "student tokens without a row"
+    return "… with one teacher token" if length == 1 else f"… with {length} teacher tokens"
 
 
 def coverages(audit: Audit) -> Mapping[str, Coverage]:
@@ -49,82 +80,33 @@ def coverages(audit: Audit) -> Mapping[str, Coverage]:
     }
 
 
-def sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
-    """Up to `count` student ids of each kind, spread evenly over the vocabulary; special ones with a row if any."""
-    kinds: dict[str, list[int]] = {"numerals": [], "white space": [], "special": [], "CJK": [], "partial UTF-8": []}
-    for token_id, piece in enumerate(pieces.as_list()):
-        for kind in _kinds(piece, bool(pieces.is_special[token_id])):
-            kinds[kind].append(token_id)
-    kinds["special"] = [i for i in kinds["special"] if matrix.indices[i, 0] >= 0] or kinds["special"]
-    return {kind: _spread(ids, count) for kind, ids in kinds.items()}
-
-
-def _kinds(piece: bytes, is_special: bool) -> Iterator[str]:
-    if is_special:
-        yield "special"
-    elif piece.isdigit():
-        yield "numerals"
-    elif piece.isspace():
-        yield "white space"
-    elif is_partial_utf8(piece):
-        yield "partial UTF-8"
-    elif CJK.search(piece.decode()):
-        yield "CJK"
-
-
-def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
-    places = np.linspace(0, len(ids) - 1, min(count, len(ids))).round().astype(int)
-    return [ids[place] for place in places]
-
-
-def sample_table(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    student: Pieces,
-    teacher: Pieces,
-    count: int = 6,
-) -> Table:
-    """Rows of numerals, white space, special tokens, CJK and partial UTF-8."""
-    table = Table(title="sample rows", title_justify="left", header_style="bold")
-    for column in ("kind", "student token", "exact", "teacher tokens and weights"):
+def roles_table(pairs: Iterable[RolePair]) -> Table:
+    """What the student's special tokens mean, and the teacher's tokens of the same role."""
+    table = Table(title="special tokens by role", title_justify="left", header_style="bold")
+    for column in ("role", "student", "teacher", "exact"):
         table.add_column(column, overflow="fold")
-    for kind, ids in sample_ids(matrix, student, count).items():
-        for token_id in ids:
-            entries = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
-            shown = [f"{shown_token(teacher_tokenizer, teacher, t)} {weight:.3g}" for t, weight in entries if t >= 0]
-            table.add_row(
-                kind,
-                escape(shown_token(student_tokenizer, student, token_id)),
-                "✓" if matrix.exact[token_id] else "",
-                escape("   ".join(shown)) or "–",
-            )
+    for pair in pairs:
+        texts = (pair.role, pair.student, "–" if pair.teacher is None else pair.teacher)
+        table.add_row(*map(Text, texts), "✓" if pair.one_to_one else "")
     return table
 
 
-def shown_token(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, token_id: int) -> str:
-    """A token in quotes, bytes that are no characters as \\x.., special tokens by name."""
-    if pieces.is_special[token_id]:
-        return str(tokenizer.convert_ids_to_tokens(token_id))
-    piece = pieces.bytes_of(token_id)
-    return repr(piece) if is_partial_utf8(piece) else repr(piece.decode())
+def sample_table(samples: Iterable[Sample]) -> Table:
+    """Rows of numerals, white space, special tokens, CJK, partial UTF-8 and words of several pieces."""
+    table = Table(title="sample rows", title_justify="left", header_style="bold")
+    for column in ("kind", "student token", "exact", "teacher tokens and weights"):
+        table.add_column(column, overflow="fold")
+    before = ""
+    for sample in samples:
+        if before and sample.kind != before:
+            table.add_section()
+        entries = "   ".join(f"{shown(entry.token)} {entry.weight:.3g}" for entry in sample.entries)
+        kind = "" if sample.kind == before else sample.kind
+        table.add_row(kind, Text(shown(sample.token)), "✓" if sample.exact else "", Text(entries or "–"))
+        before = sample.kind
+    return table
 
 
-def plot_sample(matrix: ProjectionMatrix, path: str | PathLike[str], rows: int = 200, columns: int = 200) -> None:
-    """A PNG heat map of weights: `rows` student ids spread over the vocabulary × teacher ids in `columns` bins."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    ids = np.unique(np.linspace(0, matrix.student_vocab_size - 1, rows).round().astype(int))
-    image = np.zeros((len(ids), columns))
-    row, entry = np.nonzero(matrix.indices[ids] >= 0)
-    bins = matrix.indices[ids][row, entry].astype(np.int64) * columns // matrix.teacher_vocab_size
-    np.maximum.at(image, (row, bins), matrix.weights[ids][row, entry])
-    figure = Figure(figsize=(8, 7), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    extent = (0, matrix.teacher_vocab_size, matrix.student_vocab_size, 0)
-    mesh = axes.imshow(image, aspect="auto", cmap="magma", vmin=0, vmax=1, interpolation="nearest", extent=extent)
-    axes.set(xlabel="teacher id", ylabel="student id", title=f"{len(ids)} of {matrix.student_vocab_size:,} rows")
-    figure.colorbar(mesh, ax=axes, label="largest weight")
-    figure.savefig(path, dpi=120, format="png")
+def shown(token: str) -> str:
+    """A token as it is where it has a character to see, its spaces counted where it has none."""
+    return token if token.strip("'\" ") else counted_runs(token)

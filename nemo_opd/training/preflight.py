@@ -3,7 +3,11 @@
 from datasets import Dataset
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.documents import read_documents
+from nemo_opd.data.layout import layout_of
+from nemo_opd.data.samples import SampleMaker
 from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.handoff.transport import transport_for
 from nemo_opd.training.layout import (
     progress_to_resume,
@@ -32,6 +36,8 @@ def preflight(config: RunConfig) -> Plan:
         plan_teacher(i, settings, student, teacher)
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
+    sample_maker = build_sample_maker(config, student, teachers)
+    require_readable(sample_maker, train_documents, "data.train")
     steps_per_epoch = -(-len(train_documents) // config.train.global_batch_size)
     return Plan(
         config=config,
@@ -44,7 +50,7 @@ def preflight(config: RunConfig) -> Plan:
         teachers=teacher_plans,
         train_documents=train_documents,
         validation_documents=validation_documents,
-        sample_maker=build_sample_maker(config, student, teachers),
+        sample_maker=sample_maker,
         steps_per_epoch=steps_per_epoch,
         total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
         memory=estimate(
@@ -58,7 +64,16 @@ def preflight(config: RunConfig) -> Plan:
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    train = load_documents(config.data.train, config.data.text_key, key="data.train")
+    layout = layout_of(config.data)
+    train = load_documents(config.data.train, layout, key="data.train")
     if not config.data.validation.given:
         return train, None
-    return train, load_documents(config.data.validation, config.data.text_key, key="data.validation")
+    return train, load_documents(config.data.validation, layout, key="data.validation")
+
+
+def require_readable(make_sample: SampleMaker, documents: Dataset, key: str) -> None:
+    """Make the first sample. Raises DataError, naming `key`, for what would end the run at its first step."""
+    try:
+        make_sample(read_documents(documents, [0])[0])
+    except (AlignmentError, DataError) as error:
+        raise DataError(f"{key}: the first document cannot be used: {error}") from error

@@ -6,14 +6,17 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.alignment import TokenAligner, fingerprint, pieces_of
 from nemo_opd.alignment.pieces import HOLE
-from nemo_opd.config.model import Student
+from nemo_opd.config.model import Model, Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.data.samples import CrossTokenizer, Encoder, SameTokenizer, SampleMaker
+from nemo_opd.data.cache import CachedSampleMaker
+from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.samples import SameTokenizer, SampleMaker
+from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.errors import ModelError, ProjectionError
-from nemo_opd.models.load import load_config, load_tokenizer
+from nemo_opd.models.load import load_config, tokenizer_of
 from nemo_opd.projection import ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.memory import ModelSize, model_size
 from nemo_opd.training.plan import TeacherPlan
@@ -30,14 +33,14 @@ class Side:
 def load_side(settings: Student | Teacher, key: str) -> Side:
     """Raises ModelError where the model or its tokenizer is not readable, or the two do not belong together."""
     size = model_size(load_config(settings.model, key=f"{key}.model"))
-    source, source_key = settings.tokenizer or settings.model, f"{key}.{'tokenizer' if settings.tokenizer else 'model'}"
-    tokenizer = load_tokenizer(source, key=source_key)
+    tokenizer = tokenizer_of(settings, key=key)
     pieces = pieces_of(tokenizer)
     # Special tokens may go beyond: Gemma-3-1B has the tokenizer of its siblings that see, without their image token.
     beyond = slice(size.vocab_size, None)
     if not np.all(pieces.is_special[beyond] | (pieces.origin[beyond] == HOLE)):
+        name, source = settings.tokenizer_source
         raise ModelError(
-            f"{source_key}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.model} has "
+            f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.model} has "
             f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
         )
     return Side(size, tokenizer, min(pieces.vocab_size, size.vocab_size))
@@ -49,6 +52,7 @@ def plan_teacher(i: int, settings: Teacher, student: Side, teacher: Side) -> Tea
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
         require_room_for_ids(i, settings, student, teacher)
         return TeacherPlan(teacher.vocab_size, None, None)
+    require_other_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
     matrix = load_projection(i, settings, student.tokenizer, teacher.tokenizer)
     return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix))
 
@@ -58,7 +62,7 @@ def load_projection(
 ) -> ProjectionMatrix:
     """Raises ProjectionError naming the key where the file given is not of this pair or not readable."""
     if settings.projection == "auto":
-        matrix, _ = cached_projection(student, tokenizer, settings.top_k)
+        matrix, _ = cached_projection(student, tokenizer, settings.top_k, roles=settings.roles_by_token)
         return matrix
     try:
         return ProjectionMatrix.load(settings.projection, student_tokenizer=student, teacher_tokenizer=tokenizer)
@@ -84,6 +88,17 @@ def require_same_tokenizer(
         )
 
 
+def require_other_tokenizer(
+    i: int, settings: Teacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Raises ModelError where alignment and projection would be the identity."""
+    if fingerprint(student) == fingerprint(tokenizer):
+        raise ModelError(
+            f"teachers.{i}.type=cross_tokenizer: {settings.name} has the student's tokenizer, so there is nothing to "
+            "align; write type: same_tokenizer"
+        )
+
+
 def require_room_for_ids(i: int, settings: Teacher, student: Side, teacher: Side) -> None:
     """Raises ModelError where the student's tokenizer has ids that the teacher cannot read."""
     if student.vocab_size > teacher.size.vocab_size:
@@ -94,14 +109,42 @@ def require_room_for_ids(i: int, settings: Teacher, student: Side, teacher: Side
 
 
 def build_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]) -> SampleMaker:
+    """Raises AlignmentError where a conversation needs a chat template and a side has none."""
+    make = chat_sample_maker if config.data.messages_key is not None else text_sample_maker
+    maker = make(config, student, teachers)
+    return CachedSampleMaker(maker) if config.data.cache else maker
+
+
+def text_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]) -> TextSampleMaker:
     def encoder(side: Side, max_length: int) -> Encoder:
         return Encoder.of(side.tokenizer, max_length, config.data.append_eos, side.vocab_size)
 
     def reader(settings: Teacher, side: Side) -> SameTokenizer | CrossTokenizer:
         if not isinstance(settings, CrossTokenizerTeacher):
             return SameTokenizer()
-        max_length = settings.max_length or config.train.max_length
-        return CrossTokenizer(encoder(side, max_length), TokenAligner(student.tokenizer, side.tokenizer))
+        return CrossTokenizer(encoder(side, longest(config, settings)), aligner(settings, student, side))
 
     readers = tuple(map(reader, config.active_teachers, teachers))
-    return SampleMaker(encoder(student, config.train.max_length), readers)
+    return TextSampleMaker(encoder(student, config.train.max_length), readers)
+
+
+def chat_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]) -> ChatSampleMaker:
+    def encoder(settings: Model, side: Side, max_length: int) -> ChatEncoder:
+        return ChatEncoder.of(side.tokenizer, max_length, settings.chat_template_kwargs, side.vocab_size)
+
+    def reader(settings: Teacher, side: Side) -> SameTokenizer | CrossTokenizerChat:
+        if not isinstance(settings, CrossTokenizerTeacher):
+            return SameTokenizer()
+        own = encoder(settings, side, longest(config, settings))
+        return CrossTokenizerChat(own, aligner(settings, student, side))
+
+    readers = tuple(map(reader, config.active_teachers, teachers))
+    return ChatSampleMaker(encoder(config.student, student, config.train.max_length), readers)
+
+
+def longest(config: RunConfig, teacher: CrossTokenizerTeacher) -> int:
+    return teacher.max_length or config.train.max_length
+
+
+def aligner(teacher: CrossTokenizerTeacher, student: Side, side: Side) -> TokenAligner:
+    return TokenAligner(student.tokenizer, side.tokenizer, roles=teacher.roles_by_token)

@@ -5,9 +5,11 @@ import platform
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from nemo_opd.logging import RunSummary, TeacherSummary
-from nemo_opd.projection.report import audit_table
+from nemo_opd.projection.audit import fit_warnings
+from nemo_opd.projection.report import audit_lines, audit_table
 from nemo_opd.training.plan import Plan
 
 
@@ -20,7 +22,8 @@ def run_summary(plan: Plan) -> RunSummary:
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
-            overlap=teacher.audit.overlap if teacher.audit else None,
+            coverage=audit_lines(teacher.audit) if teacher.audit else (),
+            warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
         )
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
     ]
@@ -46,9 +49,11 @@ def device_name(device: str) -> str:
 
 def print_plan(plan: Plan, console: Console) -> None:
     """The audit of every teacher's pair, the batch grid and the memory estimate."""
-    for teacher in plan.teachers:
+    for i, teacher in enumerate(plan.teachers):
         if teacher.audit is not None:
             console.print(audit_table(teacher.audit))
+            for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
+                console.print(Text(f"warning: {warning}", "yellow"))
     console.print(batch_grid(plan))
     console.print(memory_table(plan))
 

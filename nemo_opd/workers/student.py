@@ -25,7 +25,7 @@ from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.losses.build import build
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.models.export import save_pretrained
-from nemo_opd.models.load import load_config, load_model, load_tokenizer
+from nemo_opd.models.load import load_config, load_model, tokenizer_of
 from nemo_opd.models.parallelize import shard
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
@@ -200,7 +200,7 @@ class StudentWorker:
     def export(self, folder: Path) -> None:
         """Write model and tokenizer in Hugging Face form, in the precision of the model it started from."""
         settings = self.config.student
-        tokenizer = load_tokenizer(settings.tokenizer or settings.model, key="student.tokenizer")
+        tokenizer = tokenizer_of(settings, key="student")
         stored = load_config(settings.model, key="student.model").dtype
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
         with resident(self.model, self.device, offload=self.offload):

@@ -1,9 +1,21 @@
-"""The alignment of text tokens by sets of byte ends: slow and written without pointers."""
+"""What alignment must give, written with sets, strings and recursion instead of pointers and blocks."""
 
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise, takewhile
+from functools import cache
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nemo_opd.types import Alignment
+
+Run = tuple[int, int, int]
+"""(start in a, start in b, length)"""
+Normalizer = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -13,32 +25,19 @@ class Chunk:
     inexact: bool
 
 
-def expected_chunks(student: list[bytes], teacher: list[bytes]) -> list[Chunk]:
-    """Chunks of two sequences of pieces, none of them empty."""
-    s_ends = [0, *accumulate(map(len, student))]
-    t_ends = [0, *accumulate(map(len, teacher))]
-    s_text, t_text = b"".join(student), b"".join(teacher)
-    prefix = _equal(s_text, t_text)
-    front = sorted(end for end in set(s_ends) & set(t_ends) if end <= prefix)
-    cuts = [(s_ends.index(end), t_ends.index(end)) for end in front]
-    if prefix == min(len(s_text), len(t_text)):
-        return _between(cuts)
-    room = min(len(s_text), len(t_text)) - prefix
-    suffix = min(room, _equal(s_text[::-1], t_text[::-1]))
-    back = {len(s_text) - end for end in s_ends} & {len(t_text) - end for end in t_ends}
-    tail = sorted((rest for rest in back if rest <= suffix), reverse=True)
-    rest_cuts = [(s_ends.index(len(s_text) - rest), t_ends.index(len(t_text) - rest)) for rest in tail]
-    (i, j), (i_next, j_next) = cuts[-1], rest_cuts[0]
-    middle = [Chunk((i, i_next), (j, j_next), True)] if i_next > i and j_next > j else []
-    return _between(cuts) + middle + _between(rest_cuts)
-
-
-def _equal(a: bytes, b: bytes) -> int:
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
-
-
-def _between(cuts: list[tuple[int, int]]) -> list[Chunk]:
-    return [Chunk((i, k), (j, m), False) for (i, j), (k, m) in pairwise(cuts)]
+def expected_chunks(student: list[bytes], teacher: list[bytes], runs: Iterable[Run]) -> list[Chunk]:
+    """Chunks of two sequences of pieces, none of them empty, whose bytes are equal in `runs`."""
+    s_token = {end: i for i, end in enumerate([0, *accumulate(map(len, student))])}
+    t_token = {end: j for j, end in enumerate([0, *accumulate(map(len, teacher))])}
+    cuts = [
+        (s_token[a + k], t_token[b + k], number)
+        for number, (a, b, length) in enumerate(runs)
+        for k in range(length + 1)
+        if a + k in s_token and b + k in t_token
+    ]
+    return [
+        Chunk((i, k), (j, m), first != second) for (i, j, first), (k, m, second) in pairwise(cuts) if k > i and m > j
+    ]
 
 
 def chunks_of(alignment: Alignment) -> list[Chunk]:
@@ -51,3 +50,80 @@ def chunks_of(alignment: Alignment) -> list[Chunk]:
         Chunk((i, k), (j, m), bool(inexact))
         for (i, k, j, m), inexact in zip(alignment.bounds.tolist(), alignment.inexact, strict=True)
     ]
+
+
+def best_score(a: Sequence[str], b: Sequence[str], match: int, start: int, shift: int) -> int:
+    """The best sum over runs of `match` per byte − `start` − `shift` per symbol by which the gap before it is uneven.
+
+    What follows the last run is free. Symbols may be several characters long. Tries every sequence of runs.
+    """
+
+    @cache
+    def rest(i: int, j: int) -> int:
+        best = 0
+        for x in range(i, len(a)):
+            for y in range(j, len(b)):
+                score = -start - shift * abs((x - i) - (y - j))
+                for n in range(min(len(a) - x, len(b) - y)):
+                    if a[x + n] != b[y + n]:
+                        break
+                    score += match * len(a[x + n].encode())
+                    best = max(best, score + rest(x + n + 1, y + n + 1))
+        return best
+
+    return rest(0, 0)
+
+
+def score_of(a: bytes, b: bytes, runs: Sequence[Run], match: int, start: int, shift: int) -> int:
+    """The same sum of given runs; the first, the equal prefix, is free."""
+    total = 0
+    for (i, j, before), (x, y, length) in pairwise(runs):
+        if length:
+            uneven = len(a[i + before : x].decode()) - len(b[j + before : y].decode())
+            total += match * length - start - shift * abs(uneven)
+    return total
+
+
+def true_runs(text: str, student: Normalizer, teacher: Normalizer) -> NDArray[np.int64]:
+    """The runs of two normalised forms of one text, known because the parts of the text are normalised one by one."""
+    runs: list[Run] = []
+    i = j = 0
+    for part in _parts(text):
+        left, right = student(part).encode(), teacher(part).encode()
+        if left == right:
+            if runs and runs[-1][0] + runs[-1][2] == i and runs[-1][1] + runs[-1][2] == j:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + len(left))
+            else:
+                runs.append((i, j, len(left)))
+        i, j = i + len(left), j + len(right)
+    return np.array(runs, np.int64).reshape(-1, 3)
+
+
+def _parts(text: str) -> list[str]:
+    """The text in parts that no normaliser looks across: a character with what composes with it."""
+    parts: list[str] = []
+    for character in text:
+        if parts and not character.isascii() and _joins(parts[-1], character):
+            parts[-1] += character
+        else:
+            parts.append(character)
+    return parts
+
+
+def _joins(part: str, character: str) -> bool:
+    separate = unicodedata.normalize("NFC", part) + unicodedata.normalize("NFC", character)
+    return unicodedata.combining(character) != 0 or unicodedata.normalize("NFC", part + character) != separate
+
+
+def common_ends(
+    student_ends: NDArray[np.int64], teacher_ends: NDArray[np.int64], runs: NDArray[np.int64], margin: int = 0
+) -> set[tuple[int, int]]:
+    """(student byte, teacher byte) where both sides cut inside a run, at least `margin` bytes from what differs."""
+    last = int(student_ends.max(initial=0)), int(teacher_ends.max(initial=0))
+    found: set[tuple[int, int]] = set()
+    for a, b, length in runs.tolist():
+        before, after = (margin if a or b else 0), (margin if (a + length, b + length) != last else 0)
+        offsets = np.intersect1d(student_ends - a, teacher_ends - b)
+        inside = offsets[(offsets >= before) & (offsets <= length - after)]
+        found |= {(a + offset, b + offset) for offset in inside.tolist()}
+    return found

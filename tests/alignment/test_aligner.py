@@ -2,8 +2,8 @@
 
 import pickle
 import random
-import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import Pieces, TokenAligner
+from nemo_opd.alignment.merge import merge, spell
+from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.errors import AlignmentError
 from tests.alignment.conftest import SMALL, Pair, small_pair
 from tests.alignment.oracle import chunks_of, expected_chunks
-from tests.tokenizers_fixture import byte_level, corpus_texts, encode, real_tokenizer
+from tests.tokenizers_fixture import byte_level, corpus_texts, encode, sentencepiece
 
 HOSTILE = st.sampled_from(
     (
@@ -45,13 +47,19 @@ def spelled(pieces: Pieces, ids: list[int]) -> list[bytes]:
     return [pieces.bytes_of(token_id) for token_id in ids]
 
 
+def runs_of(student: list[bytes], teacher: list[bytes]) -> list[tuple[int, int, int]]:
+    """Of the bytes alone; test_resync.py says what they must be."""
+    sides = [np.frombuffer(b"".join(pieces), np.uint8).copy() for pieces in (student, teacher)]
+    return [tuple(run) for run in equal_runs(*sides).tolist()]
+
+
 def check(aligner: TokenAligner, student_ids: list[int], teacher_ids: list[int]) -> None:
     """Compare with the oracle; special tokens, whose names a random text may contain, are left out."""
     student_ids = [i for i in student_ids if aligner.student_pieces.lengths[i]]
     teacher_ids = [i for i in teacher_ids if aligner.teacher_pieces.lengths[i]]
     alignment = aligner.align(student_ids, teacher_ids)
     student, teacher = spelled(aligner.student_pieces, student_ids), spelled(aligner.teacher_pieces, teacher_ids)
-    assert chunks_of(alignment) == expected_chunks(student, teacher)
+    assert chunks_of(alignment) == expected_chunks(student, teacher, runs_of(student, teacher))
     for c, (i, k, j, m) in enumerate(alignment.bounds.tolist()):
         left, right = b"".join(student[i:k]), b"".join(teacher[j:m])
         exact = not alignment.inexact[c]
@@ -176,19 +184,42 @@ def test_pickled_for_a_loader_worker(pair: Pair, aligner: TokenAligner) -> None:
     assert copy.align(*ids).student_chunk_id.tolist() == aligner.align(*ids).student_chunk_id.tolist()
 
 
-def test_two_thousand_tokens_take_less_than_a_millisecond() -> None:
-    """Catches a quadratic merge and work in Python per token; the best of many runs, as the machine may be busy."""
-    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
-    text = "".join(corpus_texts())
-    s_ids, t_ids = encode(student, text[:40_000])[:2048], encode(teacher, text[:40_000])[:2048]
-    aligner = TokenAligner(student, teacher)
-    aligner.align(s_ids, t_ids)
-    times = []
-    for _ in range(50):
-        start = time.perf_counter()
-        aligner.align(s_ids, t_ids)
-        times.append(time.perf_counter() - start)
-    assert min(times) < 1e-3
+IDS = ([260, 300, 301, 302, 303], [261, 302, 303, 301])
+
+
+def every_form(ids: list[int]) -> list[object]:
+    """One sequence as lists, as arrays of several widths, read-only, and with strides."""
+    wide = np.array(ids)
+    locked = wide.copy()
+    locked.flags.writeable = False
+    return [ids, tuple(ids), wide, wide.astype(np.int32), wide.astype(np.uint16), locked, wide.repeat(2)[::2]]
+
+
+def test_no_form_of_input_compiles_anew(aligner: TokenAligner) -> None:
+    """Catches seconds of compilation for a read-only or 32-bit array, also where a worker's tables are read-only."""
+    buffers: list[pickle.PickleBuffer] = []
+    state = pickle.dumps(aligner, protocol=5, buffer_callback=buffers.append)
+    copy = pickle.loads(state, buffers=[bytes(buffer) for buffer in buffers])
+    assert not copy.student_pieces.buffer.flags.writeable
+    expected = aligner.align(*IDS)
+    kernels = spell, equal_runs, merge
+    before = [len(kernel.signatures) for kernel in kernels]
+    for each in (aligner, copy):
+        for student_ids, teacher_ids in zip(*map(every_form, IDS), strict=True):
+            assert each.align(student_ids, teacher_ids).bounds.tolist() == expected.bounds.tolist()
+    assert [len(kernel.signatures) for kernel in kernels] == before
+
+
+def test_threads_share_an_aligner() -> None:
+    """The kernels run without the GIL; catches state kept between or during calls."""
+    student, teacher = small_pair("nfc-byte")
+    aligner = aligner_of("nfc-byte")
+    texts = [f"{n} caf\u0065\u0301s and {'fox ' * n}" for n in range(40)]
+    pairs = [(encode(student, text), encode(teacher, text)) for text in texts]
+    expected = [aligner.align(*pair).bounds.tolist() for pair in pairs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(5):
+            assert [a.bounds.tolist() for a in pool.map(lambda pair: aligner.align(*pair), pairs)] == expected
 
 
 _ALIGNERS: dict[str, TokenAligner] = {}
@@ -198,3 +229,17 @@ def aligner_of(name: str) -> TokenAligner:
     if name not in _ALIGNERS:
         _ALIGNERS[name] = TokenAligner(*small_pair(name))
     return _ALIGNERS[name]
+
+
+def test_the_fingerprint_names_tokenizers_and_roles() -> None:
+    """A cache of alignments is keyed by it; catches one that outlives an override."""
+    student, teacher = small_pair("byte-byte")
+    roles = {"<|begin_of_text|>": "opening", "<|im_start|>": "opening"}
+    prints = [
+        TokenAligner(student, teacher).fingerprint,
+        TokenAligner(teacher, student).fingerprint,
+        TokenAligner(student, teacher, roles=roles).fingerprint,
+        TokenAligner(student, sentencepiece()).fingerprint,
+    ]
+    assert len(set(prints)) == 4
+    assert pickle.loads(pickle.dumps(TokenAligner(student, teacher))).fingerprint == prints[0]

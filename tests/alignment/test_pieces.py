@@ -1,48 +1,140 @@
 """id → bytes: spelled by the tokenizer itself, for each kind of vocabulary."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint, pieces_of
-from nemo_opd.alignment.pieces import ADDED, BYTE_FALLBACK, HOLE, ORDINARY
+from nemo_opd.alignment.backend import read_backend
+from nemo_opd.alignment.pieces import ADDED, BYTE_FALLBACK, HOLE, ORDINARY, byte_level_bytes
 from nemo_opd.errors import AlignmentError
 from tests.tokenizers_fixture import (
     REAL,
     byte_level,
+    byte_level_with_prefix,
     corpus_texts,
     encode,
+    llama_class,
+    ranks,
     real_tokenizer,
+    rebuilt,
     sentencepiece,
+    t5_class,
+    unigram,
     word_piece,
 )
 
-TEXT = "  The naïve 東京 👩‍👩‍👧‍👦\n\n\tfox ▁ \u0001 12345"
+
+def as_it_is(text: str) -> str:
+    return text
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()], ids=["byte_level", "sentencepiece"])
-def test_pieces_spell_the_text(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Catches a wrong byte alphabet and wrong fallback bytes."""
+def meta_space_first(text: str) -> str:
+    """Metaspace adds a space where there is none; SentencePiece's own `▁` is a space too."""
+    text = text.replace("▁", " ")
+    return text if text[:1] in (" ", "") else " " + text
+
+
+@dataclass(frozen=True)
+class Family:
+    make: Callable[[], PreTrainedTokenizerBase]
+    split: Callable[[str], str] = as_it_is
+    """What the pre-tokenizer makes of a normalised text, written without tokenizers."""
+
+
+FAMILIES = {
+    "byte_level": Family(byte_level),
+    "byte_level, NFC": Family(lambda: byte_level(500, nfc=True)),
+    "byte_level, lower case": Family(lambda: rebuilt(byte_level(), normalizer=normalizers.Lowercase())),
+    "byte_level, prefix": Family(byte_level_with_prefix, lambda t: t if t[:1] in (" ", "") else " " + t),
+    "ranks": Family(ranks),
+    "sentencepiece": Family(sentencepiece, lambda t: t.replace("▁", " ")),
+    "sentencepiece, Prepend": Family(lambda: sentencepiece(dummy_prefix=True), lambda t: t.replace("▁", " ")),
+    "sentencepiece, LlamaTokenizer": Family(llama_class, meta_space_first),
+    "sentencepiece, LlamaTokenizer without prefix": Family(
+        lambda: llama_class(dummy_prefix=False), lambda t: t.replace("▁", " ")
+    ),
+    "unigram, Precompiled": Family(lambda: unigram("first", "precompiled", byte_fallback=True), meta_space_first),
+    "unigram, NFKC": Family(lambda: unigram("always", "nfkc", byte_fallback=True), meta_space_first),
+    "unigram, lower case, never": Family(
+        lambda: unigram("never", "lower", byte_fallback=True), lambda t: t.replace("▁", " ")
+    ),
+    "unigram without byte fallback": Family(unigram, meta_space_first),
+    "unigram, T5Tokenizer": Family(t5_class, lambda t: "".join(" " + w for w in t.replace("▁", " ").split())),
+}
+HOSTILE = st.text(
+    st.one_of(
+        st.characters(codec="utf-8"),
+        st.sampled_from("eé\u0301\u0308\u200d\u200b\ufeff\ufffd\u00a0\u3000▁ \n\t\r\0"),
+        st.sampled_from("ﬁＡ½ⅷ\U0001f469\U0001f3fd\U00010348가ᄀ\u1161İßΣ"),
+        st.sampled_from("The quick brown 123 <0x0A> Ġ Ċ"),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_pieces_spell_the_text(name: str) -> None:
+    """Catches a wrong byte alphabet, wrong fallback bytes, `▁` in pieces, and a dummy prefix lost or counted twice."""
+    family = FAMILIES[name]
+    tokenizer = family.make()
     pieces = pieces_of(tokenizer)
-    text = TEXT.replace("▁", "_")
-    assert b"".join(map(pieces.bytes_of, encode(tokenizer, text))) == text.encode()
+    normalizer = tokenizer.backend_tokenizer.normalizer
+
+    @settings(max_examples=80, deadline=None, database=None)
+    @given(HOSTILE)
+    @example("")
+    @example("  The naïve 東京 👩‍👩‍👧‍👦\n\n\tfox ▁ \u0001 12345  ")
+    @example("ﬁ Ａ e\u0301 ½\u3000x")
+    def spells(text: str) -> None:
+        ids = encode(tokenizer, text)
+        if pieces.is_special[ids].any():
+            return
+        expected = family.split(normalizer.normalize_str(text) if normalizer else text)
+        assert b"".join(map(pieces.bytes_of, ids)) == expected.encode()
+
+    spells()
 
 
 @pytest.mark.parametrize("name", REAL)
 def test_real_pieces_spell_the_corpus(name: str) -> None:
-    """What the normaliser leaves of a text, byte for byte."""
+    """What the normaliser leaves of a document, byte for byte."""
     tokenizer = real_tokenizer(name)
     pieces = pieces_of(tokenizer)
+    contents = pieces.as_list()
     normalizer = tokenizer.backend_tokenizer.normalizer
-    for text in corpus_texts()[::9]:
-        normal = normalizer.normalize_str(text) if normalizer else text
-        expected = normal.replace("▁", " ") if name == "gemma3" else normal
-        ids = encode(tokenizer, text)
+    texts = list(corpus_texts()[::3])
+    for text, ids in zip(texts, tokenizer(texts, add_special_tokens=False)["input_ids"], strict=True):
         if pieces.is_special[ids].any():
             continue
-        assert b"".join(map(pieces.bytes_of, ids)) == expected.encode()
+        normal = normalizer.normalize_str(text) if normalizer else text
+        expected = normal.replace("▁", " ") if name == "gemma3" else normal
+        assert b"".join(contents[i] for i in ids) == expected.encode()
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_every_real_piece_is_what_the_vocabulary_writes(name: str) -> None:
+    """Written from the model's own spelling: UTF-8 of `▁` and `<0xHH>`, or GPT-2's alphabet of printable bytes."""
+    tokenizer = real_tokenizer(name)
+    pieces = pieces_of(tokenizer)
+    printable = {chr(b): b for b in range(256) if chr(b).isprintable() and b not in (0x20, 0xA0, 0xAD)}
+    alphabet = printable | {chr(256 + i): b for i, b in enumerate(b for b in range(256) if b not in printable.values())}
+    for token, token_id in tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False).items():
+        if pieces.is_special[token_id]:
+            expected = b""
+        elif name != "gemma3":
+            expected = bytes(alphabet[character] for character in token)
+        elif token.startswith("<0x"):
+            expected = bytes.fromhex(token[3:5])
+        else:
+            expected = " ".join(token.split("▁")).encode()
+        assert pieces.bytes_of(token_id) == expected
 
 
 def test_runs_of_spaces_stored_in_normalised_form_are_spaces() -> None:
@@ -61,6 +153,50 @@ def test_an_added_token_spells_what_the_normaliser_made_of_it() -> None:
     tokenizer.add_tokens([AddedToken("<think>", normalized=True)])
     (token_id,) = set(encode(tokenizer, "a <think>b")) - set(encode(tokenizer, "ab"))
     assert pieces_of(tokenizer).bytes_of(token_id) == b" <think>"
+
+
+@pytest.mark.parametrize("text", ["a <tool_call> b", "a<tool_call>b", "a  \n<tool_call>  b"])
+def test_white_space_that_an_added_token_swallows_is_no_part_of_it(text: str) -> None:
+    """One id has one spelling: a stream lacks the white space, which is where it differs from another tokenizer's."""
+    tokenizer = ranks()
+    pieces = pieces_of(tokenizer)
+    assert pieces.bytes_of(tokenizer.convert_tokens_to_ids("<tool_call>")) == b"<tool_call>"
+    assert b"".join(map(pieces.bytes_of, encode(tokenizer, text))) == b"a<tool_call>b"
+
+
+def test_added_tokens_beyond_ascii() -> None:
+    """Catches the byte alphabet read into `<é>`, which the backend's own decoder does."""
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.add_tokens(
+        [AddedToken("<é>", normalized=False), AddedToken("<東 京>", normalized=False, single_word=True)]
+    )
+    pieces = pieces_of(tokenizer)
+    text = "a <é> b <東 京> c"
+    ids = encode(tokenizer, text)
+    assert (pieces.origin[ids] == ADDED).sum() == 2
+    assert b"".join(map(pieces.bytes_of, ids)) == text.encode()
+
+
+def test_a_normaliser_that_writes_the_byte_alphabet() -> None:
+    """Its added tokens are stored in that alphabet, so that `Ġ` is a space in them too."""
+    tokenizer = rebuilt(
+        byte_level(), normalizer=normalizers.ByteLevel(), pre_tokenizer=pre_tokenizers.Split("", "removed")
+    )
+    tokenizer.add_tokens([AddedToken("<é x>", normalized=True), AddedToken("<ö x>", normalized=False)])
+    text = "a b<é x>c<ö x>"
+    pieces = pieces_of(tokenizer)
+    ids = encode(tokenizer, text)
+    assert (pieces.origin[ids] == ADDED).sum() == 2
+    assert b"".join(map(pieces.bytes_of, ids)) == text.encode()
+
+
+def test_an_added_token_under_a_lower_casing_normaliser_is_matched_in_lower_case() -> None:
+    tokenizer = rebuilt(byte_level(), normalizer=normalizers.Lowercase())
+    tokenizer.add_tokens([AddedToken("<Tool>", normalized=True), AddedToken("<RAW>", normalized=False)])
+    ids = encode(tokenizer, "A<TOOL>b<RAW>c<raw>")
+    pieces = pieces_of(tokenizer)
+    assert (pieces.origin[ids] == ADDED).sum() == 2
+    assert b"".join(map(pieces.bytes_of, ids)) == b"a<tool>b<RAW>c<raw>"
 
 
 def test_special_tokens_have_no_bytes() -> None:
@@ -125,12 +261,61 @@ def test_word_end_suffixes_are_refused() -> None:
         pieces_of(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
-def test_a_decoder_that_does_not_spell_the_pieces_is_refused() -> None:
-    """The round trip: the kind alone says byte level, but the decoder drops letters."""
-    backend = Tokenizer.from_str(byte_level().backend_tokenizer.to_str())
-    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("fox", "cat")])
-    with pytest.raises(AlignmentError, match=r"but it decodes them to .*cat"):
-        pieces_of(PreTrainedTokenizerFast(tokenizer_object=backend))
+@pytest.mark.parametrize(
+    ("decoder", "reason"),
+    [
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Replace("fox", "cat")]), "' fox'.*decodes it to .*cat"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Replace(Regex("[Q]"), "q")]), "stands for b'Q'"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Replace(Regex(r" (?=[.,!?])"), "")]), "decodes"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Replace(Regex(" n't"), "n't")]), "sequence of tokens|spell"),
+        (decoders.Sequence([decoders.Strip(" ", 1, 1), decoders.Strip("Ġ", 1, 0), decoders.ByteLevel()]), "Ġ"),
+        (decoders.Sequence([decoders.CTC(), decoders.ByteLevel()]), "decodes"),
+        (decoders.Sequence([decoders.WordPiece(), decoders.ByteLevel()]), "decodes"),
+        (decoders.CTC(), r"its decoder \(CTC\).*set backend_tokenizer.decoder"),
+        (decoders.Fuse(), r"its decoder \(Fuse\)"),
+        (decoders.Metaspace(replacement="_"), r"its decoder \(Metaspace\)"),
+        (decoders.Metaspace(), "stands for|decodes"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else str(value)[:50],
+)
+def test_a_decoder_that_does_not_spell_the_pieces_is_refused(decoder: decoders.Decoder, reason: str) -> None:
+    """The round trip: the kind alone says byte level, but the decoder drops or changes something."""
+    with pytest.raises(AlignmentError, match=rf"(?s)cannot be aligned by bytes: .*({reason})"):
+        pieces_of(rebuilt(byte_level(), decoder=decoder))
+
+
+def test_a_byte_that_decodes_to_another_is_found_wherever_it_is() -> None:
+    """Catches a check of sample texts alone: no sample holds this character."""
+    decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("\x07", "\x08")])
+    with pytest.raises(AlignmentError, match=r"stands for b'\\x07'"):
+        pieces_of(rebuilt(byte_level(), decoder=decoder))
+
+
+def test_a_pre_tokenizer_that_drops_white_space_is_refused() -> None:
+    splitter = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel(False)])
+    with pytest.raises(AlignmentError, match="drops the white space"):
+        pieces_of(rebuilt(byte_level(), pre_tokenizer=splitter))
+
+
+def test_merges_are_read_whatever_the_pieces_hold() -> None:
+    """Catches a cut of the serialised model at a piece that looks like its keys."""
+    piece = '"merges":['
+    letters = sorted(set(piece))
+    vocab = {letter: i for i, letter in enumerate(letters)} | {'"m': 90, piece: 91, 'x"merges': 92}
+    tokenizer = rebuilt(byte_level(), model=models.BPE(vocab, [('"', "m")]), decoder=decoders.ByteLevel())
+    backend = read_backend(tokenizer)
+    assert backend.merges == (('"', "m"),)
+    assert backend.vocab == vocab
+    assert read_backend(unigram()).merges == ()
+    trained = read_backend(byte_level())
+    assert all(left + right in trained.vocab for left, right in trained.merges)
+
+
+def test_byte_alphabet_or_text() -> None:
+    assert byte_level_bytes("Ġaé") == b" a\xe9"
+    assert byte_level_bytes("Ġ é") == "Ġ é".encode()
+    assert byte_level_bytes("東") == "東".encode()
+    assert byte_level_bytes("\uffff") == "\uffff".encode()
 
 
 def test_a_tokenizer_without_a_backend_is_refused() -> None:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from nemo_opd.alignment import TokenAligner, roles_of
+from nemo_opd.alignment import TokenAligner
 from nemo_opd.errors import AlignmentError
 from tests.alignment.conftest import Pair, small_pair
 from tests.tokenizers_fixture import byte_level, encode, real_tokenizer, sentencepiece
@@ -77,22 +77,6 @@ def test_a_difference_with_special_tokens_inside_makes_no_chunk(tokenizers: Pair
     assert alignment.student_chunk_id[-1] == alignment.num_chunks - 1
 
 
-def test_eos_stays_eos_where_pad_is_the_same_token() -> None:
-    tokenizer = byte_level(430, extra=("<|x|>",))
-    tokenizer.pad_token = tokenizer.eos_token
-    assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos", "end_of_turn")
-
-
-def test_the_chat_template_tells_that_eos_ends_a_turn() -> None:
-    tokenizer = byte_level(440, eos="<|stop|>")
-    assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos",)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content + '<|stop|>' }}{% endfor %}"
-    try:
-        assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos", "end_of_turn")
-    finally:
-        tokenizer.chat_template = None
-
-
 def test_overrides_pair_what_nothing_else_would(tokenizers: Pair) -> None:
     student, teacher = tokenizers
     s_ids, t_ids = ids_of(student, "<|begin_of_text|>", "fox"), ids_of(teacher, "<|im_start|>", "fox")
@@ -131,12 +115,6 @@ def test_real_special_tokens_pair(student: str, teacher: str, student_token: str
     tokenizers = real_tokenizer(student), real_tokenizer(teacher)
     ids = [t.convert_tokens_to_ids(token) for t, token in zip(tokenizers, (student_token, teacher_token), strict=True)]
     assert TokenAligner(*tokenizers).align(ids[:1], ids[1:]).special.tolist() == [True]
-
-
-def test_an_html_tag_is_no_special_token() -> None:
-    """Gemma has an added token `</s>` for HTML; catches pairing it with another's end of text."""
-    gemma = real_tokenizer("gemma3")
-    assert gemma.convert_tokens_to_ids("</s>") not in roles_of(gemma)
 
 
 def test_unknown_token_is_a_wall() -> None:

@@ -1,6 +1,7 @@
 """What settings refuse, each with the key as it is typed, the value, the reason and the way out."""
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -55,6 +56,35 @@ def test_settings_are_frozen_all_the_way_down() -> None:
     hash(config)
 
 
+def test_settings_that_name_their_own_keys_are_frozen_too() -> None:
+    """Catches a dict that makes the settings unhashable, open to change, or lost on the way to a worker."""
+    config = from_dict(
+        changed("teachers.0.roles", {"eos": ["<a>"], "x": ["<b>", "<a>"]})
+        | {"student": {"model": "/m", "chat_template_kwargs": {"enable_thinking": False}}}
+    )
+    roles = config.teachers[0].roles
+    assert roles == {"eos": ("<a>",), "x": ("<b>", "<a>")}
+    assert config.teachers[0].roles_by_token == {"<a>": ("eos", "x"), "<b>": ("x",)}
+    for change in (lambda: roles.update({}), lambda: roles.__setitem__("eos", ()), roles.clear):
+        with pytest.raises(TypeError, match="frozen"):
+            change()
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied == config
+    assert hash(copied) == hash(config)
+    assert from_dict(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"tools_key": "fns"}, "tools_key=fns without messages_key"),
+        ({"messages_key": "chat", "validation": {"text_files": "*.txt"}}, "messages_key=chat needs columns"),
+    ],
+)
+def test_conversations(data: dict[str, Any], says: str) -> None:
+    assert says in message_of(VALID | {"data": VALID["data"] | data})
+
+
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
@@ -86,7 +116,7 @@ def test_a_key_of_the_other_kind_of_teacher_is_unknown() -> None:
     """Suggestions follow the tag: a same-tokenizer teacher has no projection."""
     message = message_of(changed("teachers.1.projection", "auto"))
 
-    assert message.startswith("teachers.1.projection='auto': there is no such key; known here: name, model")
+    assert message.startswith("teachers.1.projection='auto': there is no such key; known here: model, ")
     assert "projection," not in message.partition("known here")[2]
 
 
@@ -129,7 +159,7 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("handoff.type", "hidden", "handoff.type='hidden': must be 'logits'"),
         ("teachers", [], "teachers=[]: "),
         ("teachers", 3, "teachers=3: "),
-        ("teachers.0", 7, "teachers.0=7: a group of keys, not one value; set teachers.0.KEY of name"),
+        ("teachers.0", 7, "teachers.0=7: a group of keys, not one value; set teachers.0.KEY of model, "),
     ],
 )
 def test_a_wrong_value(key: str, value: Any, says: str) -> None:

@@ -13,6 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.data.documents import Conversation, read_documents
+from nemo_opd.data.layout import ChatLayout, TextLayout
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 
@@ -65,12 +67,12 @@ Write = Callable[[Path, pa.Table], None]
 
 
 def load(source: Source, text_key: str = "text") -> list[str]:
-    return load_documents(source, text_key, key="data.train")["text"][:]
+    return load_documents(source, TextLayout(text_key), key="data.train")["text"][:]
 
 
 def refusal(source: Source, text_key: str = "text") -> str:
     with pytest.raises(DataError) as caught:
-        load_documents(source, text_key, key="data.train")
+        load_documents(source, TextLayout(text_key), key="data.train")
     return str(caught.value)
 
 
@@ -91,7 +93,7 @@ def test_path_list_and_glob(folder: Path, kind: str, write: Write, suffix: str) 
 @pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
 def test_only_the_text_column_is_kept_under_one_name(folder: Path, kind: str, write: Write, suffix: str) -> None:
     write(folder / f"a{suffix}", table(TEXTS, "content"))
-    documents = load_documents(Source(**{kind: str(folder / f"a{suffix}")}), "content", key="data.train")
+    documents = load_documents(Source(**{kind: str(folder / f"a{suffix}")}), TextLayout("content"), key="data.train")
     assert documents.column_names == ["text"]
     assert documents[[2, 0]] == {"text": ["三", "one"]}
 
@@ -103,7 +105,7 @@ def test_a_pickled_copy_maps_the_file_instead_of_carrying_it(
     """Workers get the dataset by pickle: 1 MB of text must not travel with it, also after max_samples."""
     write(folder / f"a{suffix}", table([f"{i:01000d}" for i in range(1_000)]))
     source = ValidationSource(**{kind: str(folder / f"a{suffix}")}, max_samples=900)
-    pickled = pickle.dumps(load_documents(source, "text", key="data.validation"))
+    pickled = pickle.dumps(load_documents(source, TextLayout("text"), key="data.validation"))
     assert len(pickled) < 20_000
     assert pickle.loads(pickled)[899]["text"] == f"{899:01000d}"
 
@@ -152,7 +154,7 @@ def test_hub_reads_a_local_folder(folder: Path) -> None:
 def test_demo_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
     source = ValidationSource(arrow_files="demo:validation", max_samples=3)
-    assert len(load_documents(source, "text", key="data.validation")) == 3
+    assert len(load_documents(source, TextLayout("text"), key="data.validation")) == 3
     assert "use demo:train or demo:validation" in refusal(Source(arrow_files="demo:test"))
     assert "put 'demo:train' under arrow_files" in refusal(Source(jsonl_files="demo:train"))
 
@@ -269,3 +271,65 @@ def test_arrow_files_with_different_types_of_text(folder: Path) -> None:
     message = refusal(Source(arrow_files=str(folder / "*.arrow")))
     assert "string in " in message
     assert "large_string in " in message
+
+
+CHATS = [
+    [{"role": "user", "content": "Größe?"}, {"role": "assistant", "content": "groß"}],
+    [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]},
+        {"role": "tool", "content": "4"},
+    ],
+]
+TOOLS = [None, [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_conversations(folder: Path, kind: str, write: Write, suffix: str, as_json: bool) -> None:
+    """What comes back is what was written, without the nulls that columns of objects bring along."""
+    if as_json:
+        columns = {"chat": [json.dumps(chat) for chat in CHATS], "fns": [json.dumps(tools) for tools in TOOLS]}
+    else:
+        columns = {"chat": CHATS, "fns": TOOLS}
+    write(folder / f"a{suffix}", pa.table({**columns, "n": [0, 1]}))
+    source = Source(**{kind: str(folder / f"a{suffix}")})
+    documents = load_documents(source, ChatLayout("chat", "fns"), key="data.train")
+    assert read_documents(documents, [1, 0]) == [Conversation(CHATS[1], TOOLS[1]), Conversation(CHATS[0], TOOLS[0])]
+    alone = load_documents(source, ChatLayout("chat", None), key="data.train")
+    assert read_documents(alone, [0]) == [Conversation(CHATS[0])]
+
+
+@pytest.mark.parametrize(
+    ("columns", "layout", "message"),
+    [
+        (
+            {"text": ["x"]},
+            ChatLayout("chat", None),
+            "has no column 'chat'; set data.messages_key to one of its",
+        ),
+        ({"chat": CHATS[:1]}, ChatLayout("chat", "fns"), "has no column 'fns'; set data.tools_key to one of its"),
+        ({"chat": [1]}, ChatLayout("chat", None), "is of type int64, neither a list of objects nor that as JSON"),
+        ({"chat": [["a"]]}, ChatLayout("chat", None), "neither a list of objects nor that as JSON; set data.messages"),
+        (
+            {"chat": [None, CHATS[0]]},
+            ChatLayout("chat", None),
+            "1 of 2 documents have no messages (null), the first",
+        ),
+    ],
+)
+def test_columns_that_hold_no_conversations(
+    folder: Path, columns: dict[str, list[object]], layout: ChatLayout, message: str
+) -> None:
+    pq.write_table(pa.table(columns), folder / "a.parquet")
+    source = Source(parquet_files=str(folder / "a.parquet"))
+    with pytest.raises(DataError) as caught:
+        load_documents(source, layout, key="data.train")
+    assert message in str(caught.value)
+
+
+def test_a_conversation_that_is_no_json(folder: Path) -> None:
+    pq.write_table(pa.table({"chat": ['[{"role": "user"']}), folder / "a.parquet")
+    documents = load_documents(Source(parquet_files=str(folder / "a.parquet")), ChatLayout("chat", None), key="d")
+    with pytest.raises(DataError, match=r"a conversation is malformed JSON: .*data\.messages_key"):
+        read_documents(documents, [0])

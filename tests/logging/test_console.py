@@ -41,7 +41,10 @@ def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> Non
     text = shown(Console(file=io.StringIO(), width=width))
     assert "\x1b" not in text
     assert max(map(len, text.splitlines())) <= width
-    assert all(word in text for word in ("llama-1b", "phi4mini", "0.674", "2.0000", "1.5000", "-25.0 %", "report"))
+    assert all(
+        word in text
+        for word in ("llama-1b", "phi4mini", "0.674", "warning: p_kl", "2.0000", "1.5000", "-25.0 %", "report")
+    )
 
 
 def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> None:

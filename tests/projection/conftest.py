@@ -1,5 +1,7 @@
 """The matrices several tests look at, built once."""
 
+from functools import cache
+
 import pytest
 
 from nemo_opd.projection import ProjectionMatrix, build_projection
@@ -15,6 +17,12 @@ SMALL = {
 PAIRS = [(a, b) for a in SMALL for b in SMALL]
 
 
+@cache
+def real_matrix(student: str, teacher: str) -> ProjectionMatrix:
+    """The default build of two real tokenizers; skips the test where there are none."""
+    return build_projection(real_tokenizer(student), real_tokenizer(teacher))
+
+
 @pytest.fixture(scope="session")
 def llama_qwen() -> ProjectionMatrix:
-    return build_projection(real_tokenizer("llama3_1"), real_tokenizer("qwen3"))
+    return real_matrix("llama3_1", "qwen3")

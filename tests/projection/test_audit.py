@@ -1,18 +1,15 @@
 """Figures of the audit, against published ones and against counts made here."""
 
-from io import StringIO
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 from nemo_opd.alignment import pieces_of
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection import Coverage, ProjectionMatrix, audit, build_projection, recommended_loss
+from nemo_opd.projection import Audit, Coverage, ProjectionMatrix, audit, build_projection, exact_map, recommended_loss
+from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.exact import exact_pairs
-from nemo_opd.projection.report import audit_table, sample_table
 from tests.projection.conftest import SMALL
-from tests.tokenizers_fixture import byte_level, real_tokenizer
+from tests.tokenizers_fixture import real_tokenizer
 
 
 def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
@@ -84,12 +81,81 @@ def test_a_matrix_of_other_sizes_is_refused() -> None:
         audit(SMALL["three_digits"], SMALL["one_digit"], matrix)
 
 
-def test_tables_render_hostile_tokens() -> None:
-    """Catches a token such as `[/b]` taken for rich markup, which raises."""
-    tokenizers = byte_level(400, eos="[/b]"), SMALL["sentencepiece"]
-    matrix = build_projection(*tokenizers)
-    console = Console(width=160, file=StringIO())
-    console.print(audit_table(audit(*tokenizers, matrix)))
-    console.print(sample_table(matrix, *tokenizers, *map(pieces_of, tokenizers)))
-    text = console.file.getvalue()
-    assert all(word in text for word in ("overlap", "partial UTF-8", "[/b]"))
+def healthy(**changes: object) -> Audit:
+    """Figures of a pair that every loss fits."""
+    full = Coverage(100, 100, 100)
+    figures = {
+        "student_name": "student",
+        "teacher_name": "teacher",
+        "student_vocab_size": 1000,
+        "teacher_vocab_size": 1000,
+        "overlap": 0.8,
+        "one_to_one": 0.8,
+        "rows_by_pieces": (0, 800, 200),
+        "digits": (Coverage(10, 10, 10), full, Coverage(0, 0, 0)),
+        "whitespace": full,
+        "cjk": full,
+        "partial_utf8": full,
+        "special": full,
+        "text": Coverage(1000, 800, 1000),
+    }
+    return Audit(**figures | changes)
+
+
+LOSSES = ("p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm", "uld", "same_vocab")
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_no_warning_where_the_loss_fits(loss: str) -> None:
+    assert fit_warnings(healthy(), loss) == []
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    ("changes", "warned", "figures"),
+    [
+        (
+            {"digits": (Coverage(10, 10, 10), Coverage(100, 0, 100), Coverage(1000, 899, 1000))},
+            {"gold", "h_kl", "strict"},
+            ("0 of 100 numerals of 2 digits", "899 of 1,000 numerals of 3 digits", "p_kl"),
+        ),
+        ({"digits": (Coverage(10, 8, 10),) * 3}, {"gold", "h_kl", "strict"}, ("8 of 10 numerals of 1 digit ",)),
+        ({"overlap": 0.366}, {"gold", "h_kl", "strict"}, ("80%", "0.366")),
+        ({"one_to_one": 0.02}, {"gold", "h_kl", "strict"}, ("2%", "0.800")),
+        ({"text": Coverage(1000, 800, 940)}, {"p_kl", "gold", "h_kl", "strict"}, ("60 of the student's 1,000 text",)),
+    ],
+    ids=["numerals", "digits", "overlap", "one_to_one", "rows"],
+)
+def test_warnings_name_the_loss_and_the_figures(
+    loss: str, changes: dict[str, object], warned: set[str], figures: tuple[str, ...]
+) -> None:
+    warnings = fit_warnings(healthy(**changes), loss)
+    assert len(warnings) == (loss in warned)
+    for warning in warnings:
+        assert loss in warning
+        assert all(figure in warning for figure in figures)
+        assert "\n" not in warning
+
+
+def test_numerals_just_covered_are_no_reason_to_warn() -> None:
+    """The thresholds of the recommendation and of the warning are one."""
+    figures = healthy(digits=(Coverage(10, 9, 10),) * 3)
+    assert figures.recommended_loss == "h_kl"
+    assert fit_warnings(figures, "h_kl") == []
+
+
+def test_a_real_pair_warns_about_numerals_only(llama_qwen: ProjectionMatrix) -> None:
+    figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
+    assert fit_warnings(figures, "p_kl") == []
+    (warning,) = fit_warnings(figures, "h_kl")
+    assert "0 of 100 numerals of 2 digits and 0 of 1,000 numerals of 3 digits" in warning
+
+
+def test_text_without_rows_is_counted() -> None:
+    """Special tokens without a row are not text; catches a warning about a vocabulary with many of them."""
+    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
+    figures = audit(student, teacher, exact_map(student, teacher))
+    lengths = pieces_of(student).lengths
+    assert figures.text.total == int((lengths > 0).sum())
+    assert figures.text.spelled == figures.text.exact == sum(figures.rows_by_pieces[1:]) - figures.special.spelled
+    assert len(fit_warnings(figures, "p_kl")) == 1

@@ -27,13 +27,15 @@ def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_matrix_depends_on_names_another_file() -> None:
-    """Catches a stale matrix after a change of top_k, of the pair, or of which token is eos."""
+    """Catches a stale matrix after a change of an option, of the pair, or of which token is eos."""
     tokenizer = byte_level(410, extra=("<|end_of_text|>",))
     paths = [cached_projection(STUDENT, TEACHER, top_k)[1] for top_k in (1, 2)]
     paths += [cached_projection(TEACHER, STUDENT)[1], cached_projection(tokenizer, TEACHER)[1]]
     tokenizer.eos_token = "<|end_of_text|>"
     paths.append(cached_projection(tokenizer, TEACHER)[1])
-    assert len(set(paths)) == 5
+    paths.append(cached_projection(STUDENT, TEACHER, reverse=True)[1])
+    paths += [cached_projection(STUDENT, TEACHER, roles={"<|im_start|>": role})[1] for role in ("bos", "other")]
+    assert len(set(paths)) == 8
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", None])

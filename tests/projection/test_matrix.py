@@ -2,11 +2,13 @@
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+import torch
+from safetensors.numpy import load_file, save_file
 
 from nemo_opd.errors import OPDError, ProjectionError
 from nemo_opd.projection import ProjectionMatrix, build_projection
@@ -19,11 +21,19 @@ def small() -> ProjectionMatrix:
     return ProjectionMatrix(indices, weights, np.array([True, False, False]), teacher_vocab_size=5)
 
 
+def small_with_maps() -> ProjectionMatrix:
+    return replace(
+        small(), byte_prefix=[0, -1, 2, 1, 1], student_shared_prefix=[0, 0, -1], teacher_shared_prefix=[0, -1, 0, 0, 0]
+    )
+
+
 def test_from_arrays() -> None:
     matrix = small()
     assert (matrix.indices.dtype, matrix.weights.dtype, matrix.exact.dtype) == (np.int32, np.float32, np.bool_)
     assert (matrix.student_vocab_size, matrix.teacher_vocab_size, matrix.top_k) == (3, 5, 2)
     assert matrix.row_lengths.tolist() == [1, 2, 0]
+    assert matrix.shared_pairs.tolist() == [[0, 0]]
+    assert (matrix.byte_prefix, matrix.student_shared_prefix, matrix.options.passes) == (None, None, ())
 
 
 def test_defaults_from_arrays() -> None:
@@ -59,6 +69,21 @@ def test_refused(indices: object, weights: object, exact: object, reason: str) -
         ProjectionMatrix(indices, weights, exact, teacher_vocab_size=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("maps", "reason"),
+    [
+        ({"byte_prefix": [0, 1]}, r"byte_prefix must be integers \[5\], not int64 \(2,\)"),
+        ({"byte_prefix": [0.0] * 5}, "byte_prefix must be integers"),
+        ({"byte_prefix": [0, 0, 0, 0, 2**40]}, r"byte_prefix\[4\] is 1099511627776, outside \[-1, 3\)"),
+        ({"student_shared_prefix": [0, 0, 0]}, "for one side only"),
+        ({"student_shared_prefix": [0, 0, 0], "teacher_shared_prefix": [0, 0, 0, 0, 1]}, r"outside \[-1, 1\)"),
+    ],
+)
+def test_maps_refused(maps: dict[str, object], reason: str) -> None:
+    with pytest.raises(ProjectionError, match=reason):
+        replace(small(), **maps)
+
+
 def test_saved_and_loaded(tmp_path: Path) -> None:
     student, teacher = SMALL["three_digits"], SMALL["one_digit"]
     matrix = build_projection(student, teacher)
@@ -85,7 +110,7 @@ def test_a_file_of_another_pair_is_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_refused(tmp_path: Path) -> None:
     """At any length: catches a reader that crashes or takes half a file for a whole one."""
     path = tmp_path / "matrix.safetensors"
-    small().save(path)
+    small_with_maps().save(path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 7):
         path.write_bytes(whole[:length])
@@ -93,52 +118,151 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
             ProjectionMatrix.load(path)
 
 
-def test_a_pickle_is_never_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["old.pt", "posing.safetensors"])
+def test_a_pickle_is_never_run(tmp_path: Path, name: str) -> None:
     class Hostile:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return open, (str(tmp_path / "pwned"), "w")  # type: ignore[return-value]
 
-    (tmp_path / "old.pt").write_bytes(pickle.dumps(Hostile()))
-    with pytest.raises(ProjectionError, match="damaged or no projection"):
-        ProjectionMatrix.load(tmp_path / "old.pt")
+    (tmp_path / name).write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(ProjectionError, match=name):
+        ProjectionMatrix.load(tmp_path / name)
     assert not (tmp_path / "pwned").exists()
+
+
+def test_a_file_of_nemo_rl_is_told_by_its_suffix(tmp_path: Path) -> None:
+    """With both tokenizers it becomes a matrix of theirs; with one there is nothing to tell them apart by."""
+    student, teacher = SMALL["three_digits"], SMALL["one_digit"]
+    matrix = build_projection(student, teacher)
+    path = tmp_path / "old.pt"
+    content = {"indices": torch.from_numpy(matrix.indices), "likelihoods": torch.from_numpy(matrix.weights)}
+    torch.save(content, path)
+    assert np.array_equal(ProjectionMatrix.load(path).indices, matrix.indices)
+    bound = ProjectionMatrix.load(path, student, teacher)
+    assert (bound.student_fingerprint, bound.teacher_fingerprint) == (
+        matrix.student_fingerprint,
+        matrix.teacher_fingerprint,
+    )
+    assert np.array_equal(bound.exact, matrix.exact)
+    with pytest.raises(ProjectionError, match="give the other too"):
+        ProjectionMatrix.load(path, student)
+    with pytest.raises(ProjectionError, match=r"old\.pt was made for other tokenizers"):
+        ProjectionMatrix.load(path, teacher, student)
+
+
+def rewritten(path: Path, metadata: dict[str, str | None], **arrays: np.ndarray | None) -> None:
+    """The same file with other header entries and arrays; None leaves one out."""
+    content = path.read_bytes()
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])["__metadata__"] | metadata
+    tensors = load_file(path) | arrays
+    save_file(
+        {name: array for name, array in tensors.items() if array is not None},
+        path,
+        {name: text for name, text in header.items() if text is not None},
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"format": "other"}, "no projection"),
-        ({"version": "99"}, "format version '99'"),
+        ({"version": "99"}, "format version '99', and this nemo_opd reads version '2'"),
+        ({"version": "1"}, "format version '1', and this nemo_opd reads version '2'; build it again"),
+        ({"version": None}, "format version None"),
         ({"teacher_vocab_size": "many"}, "damaged header"),
-        ({"teacher_vocab_size": "2"}, r"outside \[-1, 2\)"),
-        ({"student_vocab_size": "9"}, "header for 9 rows"),
+        ({"teacher_vocab_size": "2"}, r"byte_prefix is I32 \(5,\), but its header says I32 \(2,\)"),
+        ({"student_vocab_size": "9"}, r"indices is I32 \(3, 2\), but its header says I32 \(9, 2\)"),
+        ({"student_vocab_size": "-3"}, "student_vocab_size is '-3', no size"),
+        ({"student_vocab_size": "9" * 5000}, "no size"),
+        ({"student_vocab_size": "٣"}, "no size"),
+        ({"row_width": "3"}, "header says I32"),
+        ({"row_width": None}, "row_width is missing"),
+        ({"student_fingerprint": None}, "student_fingerprint is missing"),
+        ({"arrays": None}, "arrays is missing"),
+        ({"arrays": "indices weights"}, "lists the arrays"),
+        ({"arrays": "indices weights exact more"}, "lists the arrays"),
+        ({"arrays": "indices weights exact"}, "but it holds"),
+        ({"options": None}, "options is missing"),
+        ({"options": "[" * 100000}, "builder options are damaged"),
+        ({"options": "[]"}, "builder options are damaged"),
+        ({"options": '{"passes": "exact_map"}'}, "builder options are damaged: passes"),
+        ({"options": '{"decay": NaN}'}, "builder options are damaged"),
+        ({"options": '{"decay": -0.1}'}, "builder options are damaged: decay"),
+        ({"options": '{"top_k": 1e400}'}, "builder options are damaged: top_k"),
+        ({"options": '{"__class__": "os"}'}, "builder options are damaged: __class__"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, changes: dict[str, str], reason: str) -> None:
+def test_headers_that_lie(tmp_path: Path, changes: dict[str, str | None], reason: str) -> None:
     path = tmp_path / "matrix.safetensors"
-    small().save(path)
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    metadata = json.loads(content[8 : 8 + size])["__metadata__"]
-    matrix = small()
-    arrays = {"indices": matrix.indices, "weights": matrix.weights, "exact": matrix.exact}
-    save_file(arrays, path, metadata | changes)
+    small_with_maps().save(path)
+    rewritten(path, changes)
+    with pytest.raises(ProjectionError, match=reason) as caught:
+        ProjectionMatrix.load(path)
+    assert len(str(caught.value)) < 600 + len(str(path))
+
+
+@pytest.mark.parametrize(
+    "name", ["indices", "weights", "exact", "byte_prefix", "student_shared_prefix", "teacher_shared_prefix"]
+)
+def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "matrix.safetensors"
+    array = getattr(small_with_maps(), name)
+    for bad in (None, np.zeros((), array.dtype), array[:-1], array.astype(np.int64), array.reshape(-1, 1, 1)):
+        small_with_maps().save(path)
+        rewritten(path, {}, **{name: bad})
+        with pytest.raises(ProjectionError, match="build it again"):
+            ProjectionMatrix.load(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("indices", 5, r"outside \[-1, 5\)"),
+        ("indices", -7, r"outside \[-1, 5\)"),
+        ("weights", np.nan, "negative or not finite"),
+        ("weights", -0.25, "negative or not finite"),
+        ("byte_prefix", 3, r"byte_prefix\[0\] is 3, outside \[-1, 3\)"),
+        ("student_shared_prefix", 1, r"student_shared_prefix\[0\] is 1, outside \[-1, 1\)"),
+        ("teacher_shared_prefix", -2, r"outside \[-1, 1\)"),
+    ],
+)
+def test_values_that_no_map_has(tmp_path: Path, name: str, value: float, reason: str) -> None:
+    path = tmp_path / "matrix.safetensors"
+    small_with_maps().save(path)
+    array = load_file(path)[name]
+    array.flat[0] = value
+    rewritten(path, {}, **{name: array})
     with pytest.raises(ProjectionError, match=reason):
         ProjectionMatrix.load(path)
 
 
-@pytest.mark.parametrize("name", ["indices", "weights", "exact"])
-def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:
+def test_any_damage_is_an_error_or_a_matrix(tmp_path: Path) -> None:
+    """A few bytes changed anywhere, 500 times. Catches an exception of a library that reaches the user."""
     path = tmp_path / "matrix.safetensors"
-    small().save(path)
-    content = path.read_bytes()
-    metadata = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["__metadata__"]
-    matrix = small()
-    arrays = {"indices": matrix.indices, "weights": matrix.weights, "exact": matrix.exact}
-    for bad in ({**arrays, name: np.zeros((), arrays[name].dtype)}, {k: v for k, v in arrays.items() if k != name}):
-        save_file(bad, path, metadata)
-        with pytest.raises(ProjectionError):
+    small_with_maps().save(path)
+    whole, generator = path.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(500):
+        damaged = bytearray(whole)
+        for place in generator.integers(len(whole), size=generator.integers(1, 4)).tolist():
+            damaged[place] = int(generator.integers(256))
+        path.write_bytes(damaged)
+        try:
             ProjectionMatrix.load(path)
+        except ProjectionError:
+            refused += 1
+    assert refused > 250
+
+
+def test_a_file_says_how_it_was_built(tmp_path: Path) -> None:
+    """Catches options that come back with lists for tuples, and so differ from those that made them."""
+    path = tmp_path / "matrix.safetensors"
+    roles = {"<|begin_of_text|>": "opening", "<|im_start|>": ("opening", "bos")}
+    matrix = build_projection(SMALL["three_digits"], SMALL["one_digit"], reverse=True, roles=roles)
+    matrix.save(path)
+    assert ProjectionMatrix.load(path).options == matrix.options
+    assert matrix.options.roles == (("<|begin_of_text|>", ("opening",)), ("<|im_start|>", ("opening", "bos")))
 
 
 def test_a_missing_file_and_an_unwritable_folder(tmp_path: Path) -> None:

@@ -19,7 +19,15 @@ from transformers import AutoTokenizer, T5Config
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config import RunConfig
-from nemo_opd.errors import CheckpointError, ConfigError, DataError, ModelError, OPDError, ProjectionError
+from nemo_opd.errors import (
+    AlignmentError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ModelError,
+    OPDError,
+    ProjectionError,
+)
 from nemo_opd.models.load import load_model
 from nemo_opd.projection import build_projection
 from nemo_opd.training.preflight import preflight
@@ -287,6 +295,68 @@ def test_a_same_tokenizer_teacher_with_too_few_embeddings(refused: Refused, tiny
 
     assert message.startswith(f"teachers.1.type=same_tokenizer: same has {size} token embeddings")
     assert message.endswith(f"has ids up to {size}; write type: cross_tokenizer")
+
+
+def test_a_cross_tokenizer_teacher_with_the_students_tokenizer(refused: Refused, tiny: Tiny) -> None:
+    """It would work, at the price of an alignment that is the identity."""
+    message = refused(ModelError, f"teachers.0.model={tiny.teacher_same}")
+
+    assert message == (
+        "teachers.0.type=cross_tokenizer: cross has the student's tokenizer, so there is nothing to align; write type: "
+        "same_tokenizer"
+    )
+
+
+def test_roles_of_a_token_that_neither_side_has(refused: Refused) -> None:
+    message = refused(AlignmentError, "++teachers.0.roles={eos: ['<|nowhere|>']}")
+
+    assert "roles names the token '<|nowhere|>', which neither tokenizer has" in message
+
+
+# Conversations
+
+CHAT = ("data.validation.arrow_files=null", "++data.messages_key=messages")
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+ALTERNATING = "{{ raise_exception('roles must alternate') }}"
+
+
+@pytest.fixture
+def chat(inputs: Path) -> list[str]:
+    """Overrides for a run on conversations."""
+    messages = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "brown"}]
+    file = save_arrow(inputs / "chat.arrow", pa.table({"messages": [messages] * 4}))
+    return [*CHAT, f"data.train.arrow_files={file}"]
+
+
+def with_templates(inputs: Path, student: str, teacher: str) -> list[str]:
+    (inputs / "student.jinja").write_text(student)
+    (inputs / "teacher.jinja").write_text(teacher)
+    return [
+        f"++student.chat_template={inputs / 'student.jinja'}",
+        f"++teachers.0.chat_template={inputs / 'teacher.jinja'}",
+    ]
+
+
+def test_conversations_without_a_mistake_pass(configure: Configure, inputs: Path, chat: list[str]) -> None:
+    preflight(configure(*chat, *with_templates(inputs, TEMPLATE, TEMPLATE), f"run.output_dir={inputs / 'run'}"))
+
+
+def test_no_chat_template(refused: Refused, chat: list[str]) -> None:
+    assert "has no chat template" in refused(AlignmentError, *chat)
+
+
+def test_a_chat_template_that_is_no_file(refused: Refused, chat: list[str]) -> None:
+    message = refused(ModelError, *chat, "++student.chat_template=/nowhere.jinja")
+
+    assert message.startswith("student.chat_template=/nowhere.jinja: ")
+    assert message.endswith("name a file with a Jinja chat template")
+
+
+def test_a_chat_template_that_refuses_the_conversation(refused: Refused, inputs: Path, chat: list[str]) -> None:
+    message = refused(DataError, *chat, *with_templates(inputs, TEMPLATE, ALTERNATING))
+
+    assert message.startswith("data.train: the first document cannot be used: the chat template of ")
+    assert "roles must alternate" in message
 
 
 # Projections

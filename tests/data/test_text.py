@@ -11,16 +11,19 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.alignment.pieces import byte_level_bytes
-from nemo_opd.data.samples import Aligner, CrossTokenizer, Encoder, SameTokenizer, Sample, SampleMaker, Tokens
+from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, Tokens, usable_chunks
+from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.types import Alignment
 
 BOS, EOS = 0, 1
 TEXT = "the cat sat on the naïve mat, 東京タワー 345 the end of the cat"
 
 
-def maker(student: Any, teacher: Any, student_length: int, teacher_length: int, append_eos: bool = True) -> SampleMaker:
+def maker(
+    student: Any, teacher: Any, student_length: int, teacher_length: int, append_eos: bool = True
+) -> TextSampleMaker:
     cross = CrossTokenizer(Encoder.of(teacher, teacher_length, append_eos), TokenAligner(student, teacher))
-    return SampleMaker(Encoder.of(student, student_length, append_eos), (cross, SameTokenizer()))
+    return TextSampleMaker(Encoder.of(student, student_length, append_eos), (cross, SameTokenizer()))
 
 
 def piece(tokenizer: Any, token_id: int) -> bytes:
@@ -113,23 +116,43 @@ def test_no_warning_about_model_max_length(make_tokenizer: Any) -> None:
 
 
 class Inexact:
-    """Chunks 0, 1 and 2 of two tokens each; chunk 1 is inexact, position 2 and 3 of the student have no partner."""
+    """Chunks of two tokens each; chunk 1 is inexact, tokens 2 and 3 of the student have no partner."""
+
+    fingerprint = "inexact"
 
     def align(self, student_ids: NDArray[np.int32], teacher_ids: NDArray[np.int32]) -> Alignment:
         student = np.array([0, 0, -1, -1, 1, 1, 2, 2], np.int32)
         teacher = np.array([0, 0, 1, 1, 2, 2], np.int32)
         flags = np.zeros(3, np.bool_)
-        bounds = np.zeros((3, 4), np.int32)
+        bounds = np.array([(0, 2, 0, 2), (4, 6, 2, 4), (6, 8, 4, 6)], np.int32)
         return Alignment(student, teacher, bounds, flags, np.array([False, True, False]), flags, flags, flags)
 
 
-def test_inexact_chunks_are_dropped_on_both_sides(fine: Any) -> None:
+def some_tokens(loss_mask: list[int]) -> Tokens:
+    zeros = np.zeros(len(loss_mask), np.int32)
+    return Tokens(zeros, np.array(loss_mask, np.bool_), zeros)
+
+
+@pytest.mark.parametrize(
+    ("student_mask", "teacher_mask", "kept"),
+    [
+        ([1] * 8, [1] * 6, [0, 2]),
+        ([0, *[1] * 7], [1] * 6, [2]),
+        ([1] * 8, [1, 0, 1, 1, 1, 1], [2]),
+        ([1] * 7, [1] * 6, [0]),
+        ([1] * 8, [1] * 5, [0]),
+        ([1] * 8, [], []),
+    ],
+)
+def test_chunks_that_no_loss_may_use(student_mask: list[int], teacher_mask: list[int], kept: list[int]) -> None:
+    """Inexact, not to be learned on one side, or cut on one side: dropped on both."""
     aligner: Aligner = Inexact()
-    encoder = Encoder.of(fine, 99, append_eos=False)
-    chunks = SampleMaker(encoder, (CrossTokenizer(encoder, aligner),))("abc").teachers[0].chunks
-    assert chunks is not None
-    assert chunks.student.tolist() == [0, 0, -1, -1, -1, -1, 2, 2]
-    assert chunks.teacher.tolist() == [0, 0, -1, -1, 2, 2]
+    student, teacher = some_tokens(student_mask), some_tokens(teacher_mask)
+    chunks = usable_chunks(aligner.align(student.ids, teacher.ids), student, teacher)
+    whole = [0, 0, -1, -1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]
+    sides = zip((chunks.student, chunks.teacher), whole, (student_mask, teacher_mask), strict=True)
+    for chunk_ids, everything, mask in sides:
+        assert chunk_ids.tolist() == [c if c in kept else -1 for c in everything[: len(mask)]]
 
 
 @pytest.mark.parametrize("length", [5, 99])
@@ -148,13 +171,14 @@ def test_chunks_of_both_sides_spell_the_same_bytes(coarse: Any, fine: Any, lengt
     student_chunks = spelled(sample.student, teacher.chunks.student, coarse)
     assert student_chunks == spelled(teacher.tokens, teacher.chunks.teacher, fine)
     seen = b"".join(piece(coarse, int(i)) for i in sample.student.ids)
-    assert b"".join(student_chunks.values()) == seen
+    # The teacher's first token is predicted by nothing.
+    assert piece(fine, int(teacher.tokens.ids[0])) + b"".join(student_chunks.values()) == seen
 
 
 def test_a_pickled_maker_makes_the_same_sample(coarse: Any, fine: Any) -> None:
     """Workers get the maker by pickle."""
     original = maker(coarse, fine, 20, 30)
-    copy: SampleMaker = pickle.loads(pickle.dumps(original))
+    copy: TextSampleMaker = pickle.loads(pickle.dumps(original))
 
     def arrays(sample: Sample) -> list[list[int]]:
         chunks = sample.teachers[0].chunks

@@ -1,0 +1,54 @@
+"""The form of a conversation: what every chat template can render."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nemo_opd.errors import AlignmentError
+
+Message = Mapping[str, Any]
+
+
+def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages with contents as strings: None and no content are empty, the texts of a list of parts are joined.
+
+    Raises AlignmentError for what is no list of mappings with a role, for other contents, and for no messages.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise AlignmentError(
+            f"a conversation must be a list of messages such as {{'role': 'user', 'content': 'Hi'}}, "
+            f"not {type(messages).__name__}"
+        )
+    if not messages:
+        raise AlignmentError("a conversation without messages cannot be rendered; drop it from the data")
+    return [_plain(k, message) for k, message in enumerate(messages)]
+
+
+def _plain(k: int, message: Message) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise AlignmentError(
+            f"messages[{k}] is {_short(message)}, which is no mapping with a role; write for example "
+            "{'role': 'user', 'content': 'Hi'}"
+        )
+    return {**message, "content": _text(k, message.get("content"))}
+
+
+def _text(k: int, content: object) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence) and not isinstance(content, bytes):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if all(isinstance(part, str) for part in parts):
+            return "".join(map(str, parts))
+    raise AlignmentError(
+        f"messages[{k}].content is {_short(content)}; it must be a string, None or a list of text parts such as "
+        "{'type': 'text', 'text': 'Hi'} (write a tool's result as JSON text)"
+    )
+
+
+def _short(value: object) -> str:
+    written = repr(value)
+    return written if len(written) <= 80 else written[:77] + "..."

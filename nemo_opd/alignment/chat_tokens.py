@@ -1,0 +1,72 @@
+"""Which tokens of a rendered conversation stand for which of its characters."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment.chat_spans import ContentSpan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedTokens:
+    """A text, its tokens, and the characters that each of them stands for."""
+
+    text: str
+    ids: NDArray[np.int32]
+    """[S]"""
+    starts: NDArray[np.int64]
+    """[S]: first character; tokens of one character share it."""
+    ends: NDArray[np.int64]
+    """[S]"""
+
+    def at(self, character: int) -> int:
+        """The first token with text at or behind a character."""
+        return int(np.searchsorted(self.ends, character, "right"))
+
+    def spans(self, contents: Sequence[ContentSpan | None]) -> NDArray[np.int32]:
+        """[M, 2]. A token that straddles an edge belongs to the content; between two contents, to the first."""
+        spans = np.zeros((len(contents), 2), np.int32)
+        previous = 0
+        for k, content in enumerate(contents):
+            start = stop = previous
+            if content is not None:
+                start = max(previous, self.at(content.start))
+                behind = int(np.searchsorted(self.starts, content.stop, "left"))
+                stop = max(start, behind) if content.stop > content.start else start
+            spans[k] = start, stop
+            previous = stop
+        return spans
+
+    def turn_end(self, start: int, limit: int, turn_ends: Collection[int], past_text: bool) -> int:
+        """Behind the end-of-turn token in [start, limit), with only white space before it unless `past_text`."""
+        for position in range(start, limit):
+            if int(self.ids[position]) in turn_ends:
+                return position + 1
+            if not past_text and self.text[self.starts[position] : self.ends[position]].strip():
+                break
+        return start
+
+
+def locate_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> LocatedTokens:
+    """The template writes its special tokens itself, so none are added.
+
+    Characters that no token claims go to a neighbour: spaces that some tokenizers trim off a token's offsets to that
+    token, marks that a normaliser composed with the character before them to the token of that character.
+    """
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1].copy()
+    for i in np.flatnonzero(starts[1:] > ends[:-1]).tolist():
+        if text[ends[i] : starts[i + 1]].isspace():
+            starts[i + 1] = ends[i]
+        else:
+            ends[i] = starts[i + 1]
+    return LocatedTokens(text, np.array(encoded["input_ids"], np.int32), starts, ends)

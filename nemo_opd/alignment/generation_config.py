@@ -1,0 +1,74 @@
+"""The special ids that a model's generation config names."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "generation_config.json"
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationIds:
+    bos: tuple[int, ...] = ()
+    eos: tuple[int, ...] = ()
+    """All that end a generation: often the end of a turn, of a message and of a text."""
+    pad: tuple[int, ...] = ()
+
+
+def generation_ids(tokenizer: PreTrainedTokenizerBase) -> GenerationIds:
+    """From the file beside the tokenizer's, or in the local cache of a hub model; never from the network.
+
+    Nothing where there is no file. A file that cannot be read is ignored, with a warning.
+    """
+    file = _file(str(getattr(tokenizer, "name_or_path", "") or ""))
+    if file is None:
+        return GenerationIds()
+    status = file.stat()
+    return _read(file, status.st_mtime_ns, status.st_size)
+
+
+def _file(name: str) -> Path | None:
+    if not name:
+        return None
+    if Path(name).is_dir():
+        file = Path(name) / FILE_NAME
+        return file if file.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        cached = try_to_load_from_cache(name, FILE_NAME)
+    except HFValidationError:  # neither a folder nor a name the hub could have
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
+@lru_cache(maxsize=32)
+def _read(file: Path, _mtime_ns: int, _size: int) -> GenerationIds:
+    """Keyed by the file's state, so that a broken one is warned of once."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        return GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        logger.warning("the special tokens that %s names are ignored, because it cannot be read: %s", file, error)
+        return GenerationIds()
+
+
+def _ids(value: object) -> tuple[int, ...]:
+    """An id, a list of ids or nothing. Raises TypeError for anything else."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(type(i) is int for i in ids):
+        raise TypeError(f"a token id is an integer, not {value!r}")
+    return tuple(ids)

@@ -1,0 +1,348 @@
+"""Finds the equal runs of two byte streams that differ here and there (METHODS §1).
+
+The equal prefix first; then anchors, 16-byte windows that either stream has once; then, between them, a dynamic program
+over UTF-8 characters in blocks of a fixed size. Time is linear in the lengths whatever the bytes are: the windows meet
+in a table without probing, and a block always commits most of one of its sides.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+_jit = numba.njit(cache=True, nogil=True)
+
+ANCHOR = 16
+"""Bytes of a window; an equal run as long as this is no accident where neither stream has it twice."""
+BLOCK = 512
+"""Characters of either stream that the dynamic program sees at once; its back pointers, 256 KiB, stay in the cache."""
+KEPT = BLOCK * 3 // 4
+"""Characters of a block that are committed; those after them have seen too little of what follows."""
+
+MATCH, START, SHIFT = 8, 12, 1
+"""Gained per equal byte, paid per run, and paid per character by which one stream runs ahead of the other.
+
+A run of one byte does not pay, one of two bytes does unless it lies off the diagonal by more than a few characters.
+Marks are free: decomposed text runs ahead of composed text by them, Hangul by two characters in three.
+"""
+_NEVER = -(1 << 30)
+_RUN_FOLLOWS_GAP = 1
+_ENDS_RUN, _BOTH, _LEFT, _RIGHT = 0, 2, 4, 6
+"""What a differing region's last step consumed; `_ENDS_RUN`: none, the region opens here."""
+
+Bytes = NDArray[np.uint8]
+Places = NDArray[np.int32]
+Runs = list[tuple[int, int, int]]
+"""(start in a, start in b, length)"""
+
+
+class _Characters(NamedTuple):
+    codes: NDArray[np.uint32]
+    """[n]: their bytes as one number; a byte that is not UTF-8 is a character of its own."""
+    shifts: NDArray[np.int32]
+    """[n]: the price of having no counterpart."""
+    edges: NDArray[np.int64]
+    """[n + 1]: where they start in the stream, and where the last one ends."""
+
+
+class _Block(NamedTuple):
+    moves: NDArray[np.int8]
+    """[left + 1, right + 1]: the last step of the best path to a cell that ends in a run | in a differing region."""
+    end: tuple[int, int, bool]
+    """The cell where the best path ends, and whether it ends in a run."""
+
+
+@_jit
+def equal_runs(a: Bytes, b: Bytes) -> NDArray[np.int64]:
+    """Runs [R, 3] of equal bytes: start in a, start in b, length; increasing and disjoint in both streams.
+
+    The first is the equal prefix, perhaps empty, and is cut at the first differing byte; others hold whole UTF-8
+    characters. The last reaches the end of at least one stream: where the other goes on, the first was cut. Where both
+    end differently an empty run at both ends closes the list. O(n + m) time and memory on any bytes.
+    """
+    runs = [(0, 0, _equal_ahead(a, 0, b, 0))]
+    if runs[0][2] < min(len(a), len(b)):
+        for anchor in _anchors(a, b, runs[0][2]):
+            i, j, length = _extend(a, anchor[0], b, anchor[1], runs[-1])
+            if length:
+                _fill(a, i, b, j, runs, True)
+                _append(runs, i, j, length)
+        _fill(a, len(a), b, len(b), runs, False)
+        _close(a, b, runs)
+    return np.array(runs, np.int64)
+
+
+@_jit
+def _equal_ahead(a: Bytes, i: int, b: Bytes, j: int) -> int:
+    """Equal bytes from i, j on."""
+    limit = min(len(a) - i, len(b) - j)
+    n = 0
+    while n < limit and a[i + n] == b[j + n]:
+        n += 1
+    return n
+
+
+@_jit
+def _append(runs: Runs, i: int, j: int, length: int) -> None:
+    start, other, before = runs[-1]
+    if start + before == i and other + before == j:
+        runs[-1] = (start, other, before + length)
+    else:
+        runs.append((i, j, length))
+
+
+@_jit
+def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
+    """A stream that ends inside a character of the other was cut there; else both end differently."""
+    i, j, length = runs[-1]
+    ahead = _equal_ahead(a, i + length, b, j + length)
+    if len(a) - i - length == ahead or len(b) - j - length == ahead:
+        runs[-1] = (i, j, length + ahead)
+    else:
+        runs.append((len(a), len(b), 0))
+
+
+@_jit
+def _continues(data: Bytes, at: int) -> bool:
+    """The byte at `at` continues a UTF-8 character."""
+    return at < len(data) and data[at] & 0xC0 == 0x80
+
+
+@_jit
+def _whole(a: Bytes, i: int, b: Bytes, j: int) -> int:
+    """Equal bytes from i, j on, without those of a last character that goes on differently."""
+    n = _equal_ahead(a, i, b, j)
+    if i + n == len(a) or j + n == len(b) or not (_continues(a, i + n) or _continues(b, j + n)):
+        return n
+    kept = n
+    while kept > 0 and n - kept < 3 and _continues(a, i + kept - 1):
+        kept -= 1
+    return max(kept - 1, 0)
+
+
+@_jit
+def _inside_character(data: Bytes, at: int) -> int:
+    """Bytes from `at` to the next character."""
+    n = 0
+    while n < 3 and _continues(data, at + n):
+        n += 1
+    return n
+
+
+@_jit
+def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
+    """The longest run of whole characters around an equal window at i, j, after the run `last`; empty inside it."""
+    a_floor, b_floor = last[0] + last[2], last[1] + last[2]
+    if i < a_floor or j < b_floor:
+        return i, j, 0
+    while i > a_floor and j > b_floor and a[i - 1] == b[j - 1]:
+        i, j = i - 1, j - 1
+    skipped = _inside_character(a, i)
+    return i + skipped, j + skipped, _whole(a, i + skipped, b, j + skipped)
+
+
+@_jit
+def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
+    """[N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
+    size = 1
+    while size < max(len(a), len(b)) - start:
+        size *= 2
+    a_starts, a_slots = _windows(a, start, size)
+    b_starts, b_slots = _windows(b, start, size)
+    a_owner, b_owner = _owners(a_starts, a_slots, size), _owners(b_starts, b_slots, size)
+    pairs = np.empty((len(a_starts), 2), np.int64)
+    count = 0
+    for slot in a_slots:
+        i, j = a_owner[slot], b_owner[slot]
+        if i >= 0 and j >= 0 and np.array_equal(a[i : i + ANCHOR], b[j : j + ANCHOR]):
+            pairs[count, 0], pairs[count, 1] = i, j
+            count += 1
+    return _longest_increasing(pairs[:count])
+
+
+@_jit
+def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
+    """Starts of the windows that their own hash selects, a quarter of all, and their slots in a table of `size`."""
+    starts = np.empty(max(len(data) - start, 0), np.int32)
+    slots = np.empty(len(starts), np.int32)
+    base, oldest, value, count = 1_099_511_628_211, 1, 0, 0
+    for _ in range(ANCHOR):
+        oldest *= base
+    for at in range(start, len(data)):
+        value = value * base + data[at] + 1
+        begin = at + 1 - ANCHOR
+        if begin > start:
+            value -= oldest * (data[begin - 1] + 1)
+        mixed = value * -7_046_029_254_386_353_131
+        if begin >= start and (mixed >> 61) & 3 == 0:
+            starts[count], slots[count] = begin, (mixed >> 20) & (size - 1)
+            count += 1
+    return starts[:count], slots[:count]
+
+
+@_jit
+def _owners(starts: Places, slots: Places, size: int) -> Places:
+    """[size]: the start of the one window in a slot; −1: none, −2: several."""
+    owners = np.full(size, -1, np.int32)
+    for k in range(len(starts)):
+        owners[slots[k]] = starts[k] if owners[slots[k]] == -1 else -2
+    return owners
+
+
+@_jit
+def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of pairs that increase in the first number, the longest selection that increases in the second too (patience)."""
+    ends = np.empty(len(pairs), np.int64)
+    before = np.empty(len(pairs), np.int64)
+    length = 0
+    for k in range(len(pairs)):
+        low, high = 0, length
+        while low < high:
+            middle = (low + high) // 2
+            if pairs[ends[middle], 1] < pairs[k, 1]:
+                low = middle + 1
+            else:
+                high = middle
+        before[k] = ends[low - 1] if low else -1
+        ends[low] = k
+        length = max(length, low + 1)
+    chosen = np.empty((length, 2), np.int64)
+    k = ends[length - 1] if length else -1
+    for place in range(length - 1, -1, -1):
+        chosen[place] = pairs[k]
+        k = before[k]
+    return chosen
+
+
+@_jit
+def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool) -> None:
+    """Append the runs between the last one and a_stop, b_stop. `joined`: these two places belong together."""
+    i, j = runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]
+    skipped = _inside_character(a, i), _inside_character(b, j)
+    i, j, in_run = i + skipped[0], j + skipped[1], skipped == (0, 0)
+    while i < a_stop and j < b_stop:
+        ahead = _whole(a[:a_stop], i, b[:b_stop], j) if in_run else 0
+        if ahead:
+            _append(runs, i, j, ahead)
+            i, j = i + ahead, j + ahead
+        left, right = _characters(a, i, a_stop), _characters(b, j, b_stop)
+        a_ends, b_ends = left.edges[-1] == a_stop, right.edges[-1] == b_stop
+        block = _best_paths(left, right, in_run, joined and a_ends and b_ends)
+        kept = len(left.codes) if a_ends else KEPT, len(right.codes) if b_ends else KEPT
+        x, y, in_run = _commit(left, right, block, kept, runs)
+        i, j = left.edges[x], right.edges[y]
+
+
+@_jit
+def _characters(data: Bytes, start: int, stop: int) -> _Characters:
+    """The first characters of data[start:stop], a block of them at most."""
+    codes = np.empty(min(stop - start, BLOCK), np.uint32)
+    shifts = np.empty(len(codes), np.int32)
+    edges = np.empty(len(codes) + 1, np.int64)
+    edges[0] = start
+    count = 0
+    while count < len(codes) and edges[count] < stop:
+        at = edges[count]
+        width = _width(data, at, stop)
+        code = 0
+        for k in range(width):
+            code = code << 8 | data[at + k]
+        codes[count], shifts[count] = code, 0 if _is_mark(code) else SHIFT
+        count += 1
+        edges[count] = at + width
+    return _Characters(codes[:count], shifts[:count], edges[: count + 1])
+
+
+@_jit
+def _is_mark(code: int) -> bool:
+    """The UTF-8 of a character that composes with the one before: U+0300-036F, U+1160-11FF, U+3099 and U+309A."""
+    return 0xCC80 <= code <= 0xCDAF or 0xE185A0 <= code <= 0xE187BF or 0xE38299 <= code <= 0xE3829A
+
+
+@_jit
+def _width(data: Bytes, at: int, stop: int) -> int:
+    """Bytes of the UTF-8 character at `at`; 1 where there is none."""
+    lead = data[at]
+    if lead < 0xC2 or lead > 0xF4:
+        return 1
+    width = 2 if lead < 0xE0 else 3 if lead < 0xF0 else 4
+    for k in range(at + 1, at + width):
+        if k >= stop or not _continues(data, k):
+            return 1
+    return width
+
+
+@_jit
+def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: bool) -> _Block:
+    """The dynamic program: `run` is the best score of a path to a cell whose last characters match, `gap` of any path.
+
+    The path starts inside a run or a differing region, and ends in the last cell if `joined`, else free of charge
+    anywhere on the far edges.
+    """
+    n, m = len(left.codes), len(right.codes)
+    moves = np.empty((n + 1, m + 1), np.int8)
+    run = np.full(m + 1, _NEVER, np.int32)
+    gap = np.zeros(m + 1, np.int32)
+    gap[1:] = -np.cumsum(right.shifts)
+    run[0] = 0 if in_run else _NEVER
+    moves[0, :], moves[0, 0] = _RIGHT, _ENDS_RUN
+    best, end = _NEVER, (n, m, False)
+    for x in range(1, n + 1):
+        run_before, gap_before = run[0], gap[0]
+        code, shift, gain = left.codes[x - 1], left.shifts[x - 1], MATCH * (left.edges[x] - left.edges[x - 1])
+        run[0], gap[0], moves[x, 0] = _NEVER, gap[0] - shift, _LEFT
+        for y in range(1, m + 1):
+            matched, from_gap = _NEVER, 0
+            if code == right.codes[y - 1]:
+                from_gap = _RUN_FOLLOWS_GAP if gap_before - START > run_before else 0
+                matched = max(run_before, gap_before - START) + gain
+            score, move = gap_before, _BOTH
+            if gap[y] - shift > score:
+                score, move = gap[y] - shift, _LEFT
+            if gap[y - 1] - right.shifts[y - 1] > score:
+                score, move = gap[y - 1] - right.shifts[y - 1], _RIGHT
+            if matched >= score:
+                score, move = matched, _ENDS_RUN
+            run_before, gap_before = run[y], gap[y]
+            run[y], gap[y], moves[x, y] = matched, score, move | from_gap
+        if gap[m] >= best:
+            best, end = gap[m], (x, m, run[m] == gap[m])
+    if joined:
+        return _Block(moves, (n, m, run[m] == gap[m]))
+    for y in range(m + 1):
+        if gap[y] > best:
+            best, end = gap[y], (n, y, run[y] == gap[y])
+    return _Block(moves, end)
+
+
+@_jit
+def _commit(
+    left: _Characters, right: _Characters, block: _Block, kept: tuple[int, int], runs: Runs
+) -> tuple[int, int, bool]:
+    """Append the runs of the best path as far as `kept` characters of either side; where it stands then."""
+    x, y, in_run = block.end
+    while x > kept[0] or y > kept[1]:
+        x, y, in_run, _ = _step_back(block.moves, x, y, in_run)
+    reached = x, y, in_run
+    partner = np.full(x, -1, np.int32)
+    while x > 0 or y > 0:
+        x, y, in_run, matched = _step_back(block.moves, x, y, in_run)
+        if matched:
+            partner[x] = y
+    for k in range(len(partner)):
+        if partner[k] >= 0:
+            _append(runs, left.edges[k], right.edges[partner[k]], left.edges[k + 1] - left.edges[k])
+    return reached
+
+
+@_jit
+def _step_back(moves: NDArray[np.int8], x: int, y: int, in_run: bool) -> tuple[int, int, bool, bool]:
+    """The cell before, whether the path is in a run there, and whether the step matched two characters."""
+    move = moves[x, y]
+    if in_run or move & ~_RUN_FOLLOWS_GAP == _ENDS_RUN:
+        return x - 1, y - 1, move & _RUN_FOLLOWS_GAP == 0, True
+    last = move & ~_RUN_FOLLOWS_GAP
+    return (x if last == _RIGHT else x - 1), (y if last == _LEFT else y - 1), False, False

@@ -1,0 +1,144 @@
+"""Samples that were made before, on disk (METHODS §1): tokenization and alignment once, not once per epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import sqlite3
+import zlib
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from nemo_opd.data.documents import Document
+from nemo_opd.data.samples import Chunks, Sample, SampleMaker, TeacherSample, Tokens
+from nemo_opd.paths import cache_dir
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Raised when a sample is stored, or made from the same settings, in another way than before."""
+WAIT_S = 60.0
+"""For another process to finish writing."""
+
+
+class CachedSampleMaker:
+    """Document → Sample, read from `samples/<settings>.sqlite` in the cache folder where it is there.
+
+    A document is found by its content, so the file serves every dataset, order and run with these settings. Processes
+    share it: SQLite writes each sample whole or not at all, also when a process is killed. A file that is damaged is
+    begun again; one that cannot be used (a full disk, a folder without locks) is left alone with a warning.
+    """
+
+    def __init__(self, make: SampleMaker) -> None:
+        self._make = make
+        self.identity = make.identity
+        digest = hashlib.sha256(f"{VERSION} {self.identity}".encode()).hexdigest()
+        self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
+        self._store: Store | None = None
+        self._is_usable = True
+
+    def __call__(self, document: Document) -> Sample:
+        """Raises what making the sample raises."""
+        key = key_of(document)
+        stored = self._read(key)
+        if stored is not None:
+            return decoded(stored)
+        sample = self._make(document)
+        self._write(key, encoded(sample))
+        return sample
+
+    def __getstate__(self) -> dict[str, object]:
+        """A connection belongs to one process."""
+        return self.__dict__ | {"_store": None}
+
+    def _read(self, key: bytes) -> bytes | None:
+        try:
+            return self._opened().get(key) if self._is_usable else None
+        except sqlite3.OperationalError as error:
+            self._give_up(error)
+        except sqlite3.DatabaseError as error:
+            self._begin_again(error)
+        return None
+
+    def _write(self, key: bytes, value: bytes) -> None:
+        try:
+            if self._is_usable:
+                self._opened().put(key, value)
+        except sqlite3.DatabaseError as error:
+            self._give_up(error)
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = Store(self._path)
+        return self._store
+
+    def _give_up(self, error: sqlite3.DatabaseError) -> None:
+        logger.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
+        self._is_usable = False
+
+    def _begin_again(self, error: sqlite3.DatabaseError) -> None:
+        logger.warning("%s is damaged (%s) and begun again", self._path, error)
+        self._store = None
+        for suffix in ("", "-wal", "-shm"):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+
+
+class Store:
+    """Key → value in an SQLite file. Raises sqlite3.DatabaseError."""
+
+    def __init__(self, path: Path) -> None:
+        self._connection = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
+        # Readers do not wait for a writer; a crash of the machine, not of a process, may cost the newest samples.
+        self._connection.execute("PRAGMA journal_mode=WAL")
+        self._connection.execute("PRAGMA synchronous=NORMAL")
+        self._connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
+
+    def get(self, key: bytes) -> bytes | None:
+        row = self._connection.execute("SELECT value FROM samples WHERE key = ?", (key,)).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, key: bytes, value: bytes) -> None:
+        self._connection.execute("INSERT OR IGNORE INTO samples VALUES (?, ?)", (key, value))
+
+
+def key_of(document: Document) -> bytes:
+    content = document if isinstance(document, str) else json.dumps(asdict(document), sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=16).digest()
+
+
+def encoded(sample: Sample) -> bytes:
+    """Arrays by name; token bytes and chunk ids as differences, which compress to little."""
+    arrays = named(sample.student, "student")
+    for i, teacher in enumerate(sample.teachers):
+        arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)
+        if teacher.chunks is not None:
+            arrays |= named(teacher.tokens, f"{i}")
+            arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
+    return zlib.compress(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), level=1)
+
+
+def decoded(value: bytes) -> Sample:
+    arrays = load(zlib.decompress(value))
+    student = tokens(arrays, "student")
+    num_teachers = sum(name.endswith(".cross") for name in arrays)
+
+    def teacher(i: int) -> TeacherSample:
+        if not arrays[f"{i}.cross"]:
+            return TeacherSample(student, None)
+        chunks = Chunks(arrays[f"{i}.student_chunk"], arrays[f"{i}.teacher_chunk"])
+        return TeacherSample(tokens(arrays, f"{i}"), chunks)
+
+    return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
+
+
+def named(side: Tokens, name: str) -> dict[str, NDArray[np.generic]]:
+    return {f"{name}.ids": side.ids, f"{name}.loss_mask": side.loss_mask, f"{name}.num_bytes": side.num_bytes}
+
+
+def tokens(arrays: dict[str, NDArray[np.generic]], name: str) -> Tokens:
+    return Tokens(arrays[f"{name}.ids"], arrays[f"{name}.loss_mask"], arrays[f"{name}.num_bytes"])  # type: ignore[arg-type]

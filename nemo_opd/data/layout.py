@@ -1,0 +1,110 @@
+"""Which columns hold the documents, and what they have to be."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import datasets
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from nemo_opd.config.data import Data
+from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS
+from nemo_opd.errors import DataError
+
+
+class Layout(Protocol):
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """The user's name of a column → ours."""
+        ...
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        """Raises DataError where a column is missing or of another type."""
+
+    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+        """Raises DataError where there is nothing to learn from."""
+
+
+def layout_of(data: Data) -> Layout:
+    return TextLayout(data.text_key) if data.messages_key is None else ChatLayout(data.messages_key, data.tools_key)
+
+
+@dataclass(frozen=True, slots=True)
+class TextLayout:
+    """A document is a string."""
+
+    text_key: str
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {self.text_key: TEXT}
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        dtype = type_of(schema, self.text_key, "data.text_key", source)
+        if not is_string(dtype):
+            raise DataError(
+                f"{source}: column {self.text_key!r} is of type {dtype}, not string; set data.text_key to a column of "
+                "strings"
+            )
+
+    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+        column = whole_column(documents, TEXT, source)
+        if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
+            raise DataError(f"{source}: all {len(documents)} documents are empty; check data.text_key and the source")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatLayout:
+    """A document is a list of messages, and perhaps a list of tools; either may be JSON."""
+
+    messages_key: str
+    tools_key: str | None
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {self.messages_key: MESSAGES} | ({} if self.tools_key is None else {self.tools_key: TOOLS})
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        for setting, name in (("data.messages_key", self.messages_key), ("data.tools_key", self.tools_key)):
+            if name is None:
+                continue
+            dtype = type_of(schema, name, setting, source)
+            if not is_string(dtype) and not is_list_of_structs(dtype):
+                raise DataError(
+                    f"{source}: column {name!r} is of type {dtype}, neither a list of objects nor that as JSON; set "
+                    f"{setting} to such a column"
+                )
+
+    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+        whole_column(documents, MESSAGES, source)
+
+
+def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:
+    if name not in schema.names:
+        columns = ", ".join(schema.names) or "none"
+        raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
+    return schema.field(name).type
+
+
+def is_string(dtype: pa.DataType) -> bool:
+    return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
+
+
+def is_list_of_structs(dtype: pa.DataType) -> bool:
+    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype)
+    return is_list and pa.types.is_struct(dtype.value_type)
+
+
+def whole_column(documents: datasets.Dataset, column: str, source: str) -> pa.ChunkedArray:
+    """Raises DataError where there are no rows, or rows that hold nothing."""
+    if not len(documents):
+        raise DataError(f"{source}: no documents; the source has no rows")
+    values = documents.data.column(column)
+    if values.null_count:
+        first = pc.index(pc.is_null(values), True).as_py()
+        raise DataError(
+            f"{source}: {values.null_count} of {len(documents)} documents have no {column} (null), the first in row "
+            f"{first} (counted from 0 over all files); leave those rows out"
+        )
+    return values

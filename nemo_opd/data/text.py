@@ -1,0 +1,121 @@
+"""Texts to samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment import fingerprint, pieces_of
+from nemo_opd.data.documents import Document
+from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The whole of a text, before anything is cut."""
+
+    ids: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    """Bytes of text up to the end of each token."""
+
+    def starts(self) -> NDArray[np.int64]:
+        """Bytes of text before each token."""
+        return np.concatenate(([0], self.ends[:-1])) if len(self.ends) else self.ends
+
+    def cut(self, length: int) -> Encoding:
+        return Encoding(self.ids[:length], self.ends[:length])
+
+    def tokens(self) -> Tokens:
+        return Tokens(self.ids, np.arange(len(self.ids)) > 0, np.diff(self.ends, prepend=0).astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token behind."""
+
+    tokenizer: PreTrainedTokenizerBase
+    lengths: NDArray[np.int32]
+    """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
+    max_length: int
+    append_eos: bool
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
+    ) -> Self:
+        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
+        return cls(tokenizer, pieces_of(tokenizer).lengths[:vocab_size], max_length, append_eos)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        eos = self.tokenizer.eos_token_id if self.append_eos else None
+        return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths)
+
+    def __call__(self, text: str) -> Encoding:
+        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none.
+
+        Raises DataError for a text with a token that the model cannot read.
+        """
+        # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
+        encoded = self.tokenizer(text, return_attention_mask=False, verbose=False)
+        ids: list[int] = list(encoded["input_ids"])
+        eos = self.tokenizer.eos_token_id
+        if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
+            ids.append(eos)
+        array = np.asarray(ids, dtype=np.int32)
+        require_ids(array, len(self.lengths), self.tokenizer, text)
+        return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class CrossTokenizer:
+    """A teacher that reads its own ids."""
+
+    encoder: Encoder
+    aligner: Aligner
+
+
+@dataclass(frozen=True)
+class TextSampleMaker:
+    """Text → Sample."""
+
+    student: Encoder
+    teachers: tuple[SameTokenizer | CrossTokenizer, ...]
+
+    @property
+    def identity(self) -> str:
+        teachers = [
+            None if isinstance(teacher, SameTokenizer) else (*teacher.encoder.identity, teacher.aligner.fingerprint)
+            for teacher in self.teachers
+        ]
+        return repr(("text", self.student.identity, teachers))
+
+    def __call__(self, text: Document) -> Sample:
+        """The text cut to each side's length; a teacher keeps no token that starts where a cut student ends.
+
+        Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
+        """
+        assert isinstance(text, str)
+        whole = self.student(text)
+        kept = whole.cut(self.student.max_length)
+        student = kept.tokens()
+        is_cut = len(kept.ids) < len(whole.ids)
+        num_bytes = int(kept.ends[-1]) if is_cut else None
+        return Sample(student, tuple(teacher_sample(text, student, num_bytes, teacher) for teacher in self.teachers))
+
+
+def teacher_sample(
+    text: str, student: Tokens, num_bytes: int | None, teacher: SameTokenizer | CrossTokenizer
+) -> TeacherSample:
+    if isinstance(teacher, SameTokenizer):
+        return TeacherSample(student, None)
+    whole = teacher.encoder(text)
+    inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
+    tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
+    return TeacherSample(tokens, usable_chunks(teacher.aligner.align(student.ids, tokens.ids), student, tokens))

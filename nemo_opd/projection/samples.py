@@ -1,0 +1,115 @@
+"""Rows of a projection to look at: a few student tokens of every kind with the teacher tokens they lead to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_opd.alignment.pieces import BYTE_FALLBACK, Pieces, pieces_of
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection.audit import CJK, is_partial_utf8
+from nemo_opd.projection.matrix import ProjectionMatrix
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+KINDS = ("numerals", "white space", "special", "CJK", "partial UTF-8", "several pieces")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    id: int
+    token: str
+    """As `shown_token` writes it."""
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    kind: str
+    id: int
+    token: str
+    """As `shown_token` writes it."""
+    exact: bool
+    entries: tuple[Entry, ...]
+
+
+def samples(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    count: int = 6,
+) -> list[Sample]:
+    """Up to `count` rows of every kind, as many exact as other ones where there are both, by kind and id.
+
+    Raises ProjectionError for a negative count.
+    """
+    if count < 0:
+        raise ProjectionError(f"{count} sample rows of each kind are asked for; give 0 or more")
+    student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
+
+    def sample(kind: str, token_id: int) -> Sample:
+        row = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
+        entries = (Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
+        token = shown_token(student_tokenizer, student, token_id)
+        return Sample(kind, token_id, token, bool(matrix.exact[token_id]), tuple(entries))
+
+    return [sample(kind, i) for kind, ids in sample_ids(matrix, student, count).items() for i in ids]
+
+
+def sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
+    """Kind → up to `count` student ids, spread evenly over the vocabulary; special ones with a row if any."""
+    kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
+    lengths = matrix.row_lengths
+    for token_id, piece in enumerate(pieces.as_list()):
+        if pieces.origin[token_id] == BYTE_FALLBACK and piece.isascii():
+            continue  # twins of ordinary tokens, which would pass for rows that miss their partner
+        for kind in _kinds(piece, bool(pieces.is_special[token_id]), bool(lengths[token_id] > 1)):
+            kinds[kind].append(token_id)
+    kinds["special"] = [i for i in kinds["special"] if lengths[i]] or kinds["special"]
+    return {kind: _both(matrix, ids, count) for kind, ids in kinds.items()}
+
+
+def _kinds(piece: bytes, is_special: bool, is_split: bool) -> Iterator[str]:
+    if is_special:
+        yield "special"
+    elif piece.isdigit():
+        yield "numerals"
+    elif piece.isspace():
+        yield "white space"
+    elif is_partial_utf8(piece):
+        yield "partial UTF-8"
+    elif CJK.search(piece.decode()):
+        yield "CJK"
+    elif is_split:
+        yield "several pieces"
+
+
+def _both(matrix: ProjectionMatrix, ids: Sequence[int], count: int) -> Sequence[int]:
+    """Half exact, half not; more of the one where the other has fewer."""
+    exact = [i for i in ids if matrix.exact[i]]
+    other = [i for i in ids if not matrix.exact[i]]
+    num_exact = min(len(exact), max(count // 2, count - len(other)))
+    return sorted([*_spread(exact, num_exact), *_spread(other, count - num_exact)])
+
+
+def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
+    places = np.linspace(0, len(ids) - 1, min(count, len(ids))).round().astype(int)
+    return [ids[place] for place in places]
+
+
+def counted_runs(token: str) -> str:
+    """A token of `shown_token` with spaces as ␣ and more than three equal signs of white space as ␣×26 or \\n×5."""
+    return re.sub(r"(␣|\\[ntr])\1{3,}", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", token.replace(" ", "␣"))
+
+
+def shown_token(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, token_id: int) -> str:
+    """A token in quotes, bytes that are no characters as \\x.., special tokens by name."""
+    if pieces.is_special[token_id]:
+        return str(tokenizer.convert_ids_to_tokens(token_id))
+    piece = pieces.bytes_of(token_id)
+    return repr(piece) if is_partial_utf8(piece) else repr(piece.decode())

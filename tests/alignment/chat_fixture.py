@@ -1,0 +1,46 @@
+"""Messages, and small tokenizers with chat templates of two kinds."""
+
+import copy
+from functools import cache
+
+from transformers import PreTrainedTokenizerFast
+
+from tests.tokenizers_fixture import byte_level, sentencepiece
+
+TRIMMED = """{{ '<|begin_of_text|>' }}{% for message in messages -%}
+{{ '[' + message.role + ']\n' + message.content | trim + '<|eot_id|>' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"""
+PLAIN = """{% for message in messages %}{{ '<bos>' + message.role + '<pad>' + message.content + '<end_of_turn>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<bos>assistant<pad>' }}{% endif %}"""
+
+
+@cache
+def small_chat(name: str) -> PreTrainedTokenizerFast:
+    """trimmed: bytes, contents trimmed. plain: SentencePiece, contents as they are."""
+    return with_template(*{"trimmed": (byte_level(), TRIMMED), "plain": (sentencepiece(), PLAIN)}[name])
+
+
+def with_template(tokenizer: PreTrainedTokenizerFast, template: str) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def system(content: str) -> dict[str, object]:
+    return {"role": "system", "content": content}
+
+
+def user(content: str) -> dict[str, object]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: str | None, **others: object) -> dict[str, object]:
+    return {"role": "assistant", "content": content, **others}
+
+
+def tool(content: str) -> dict[str, object]:
+    return {"role": "tool", "content": content}
+
+
+def call(name: str, arguments: dict[str, object]) -> dict[str, object]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

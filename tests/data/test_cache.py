@@ -1,0 +1,180 @@
+"""Cached samples equal made ones, whoever writes, dies or damages the file in between."""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sqlite3
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_opd.data.cache import CachedSampleMaker
+from nemo_opd.data.documents import Conversation, Document
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
+    return tmp_path / "samples"
+
+
+def tokens(values: list[int]) -> Tokens:
+    ids = np.array(values, np.int32)
+    return Tokens(ids, ids % 2 == 0, ids % 5)
+
+
+@dataclass
+class Maker:
+    """Counts what it makes, for two cross-tokenizer teachers and one between them with the student's tokenizer."""
+
+    identity: str = "a"
+    made: list[Document] = field(default_factory=list)
+
+    def __call__(self, document: Document) -> Sample:
+        self.made.append(document)
+        content = document if isinstance(document, str) else repr(document)
+        student, other = tokens([ord(c) for c in content]), tokens([ord(c) for c in content[::2]])
+        chunks = Chunks(np.arange(len(student), dtype=np.int32) // 2, np.arange(len(other), dtype=np.int32) - 1)
+        cross = TeacherSample(other, chunks)
+        return Sample(student, (cross, TeacherSample(student, None), cross))
+
+
+def arrays(sample: Sample) -> list[object]:
+    def flat(value: object) -> Iterator[object]:
+        if isinstance(value, np.ndarray):
+            yield value.dtype, value.tolist()
+        elif isinstance(value, tuple):
+            for inner in value:
+                yield from flat(inner)
+        else:
+            yield value
+
+    return list(flat(astuple(sample)))
+
+
+DOCUMENTS: tuple[Document, ...] = (
+    "",
+    "a text",
+    "ein Text mit Größe 東京\x00",
+    Conversation([{"role": "user", "content": "a text"}]),
+    Conversation([{"role": "user", "content": "a text"}], tools=[{"name": "search"}]),
+)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_a_read_sample_is_the_made_one(document: Document) -> None:
+    """Catches a lost type, a lost teacher, and a same-tokenizer teacher that no longer shares the student's tokens."""
+    maker = Maker()
+    made = CachedSampleMaker(maker)(document)
+    read = CachedSampleMaker(maker)(document)
+    assert maker.made == [document]
+    assert arrays(read) == arrays(made)
+    assert read.teachers[1].tokens is read.student
+
+
+def test_documents_are_told_apart() -> None:
+    """Catches a conversation taken for the text it holds, and one with tools for one without."""
+    maker = Maker()
+    cached = CachedSampleMaker(maker)
+    assert len({str(arrays(cached(document))) for document in DOCUMENTS}) == len(DOCUMENTS)
+    assert maker.made == list(DOCUMENTS)
+
+
+def test_other_settings_have_another_file(folder: Path) -> None:
+    first, second = Maker("a"), Maker("b")
+    CachedSampleMaker(first)("x")
+    CachedSampleMaker(second)("x")
+    assert (len(first.made), len(second.made)) == (1, 1)
+    assert len(list(folder.glob("*.sqlite"))) == 2
+
+
+def test_a_worker_gets_the_cache_by_pickle() -> None:
+    """Catches a connection that travels to another process."""
+    cached = CachedSampleMaker(Maker())
+    cached("x")
+    copy: CachedSampleMaker = pickle.loads(pickle.dumps(cached))
+    assert arrays(copy("x")) == arrays(cached("x"))
+
+
+def fill(start: int, count: int) -> None:
+    cached = CachedSampleMaker(Maker())
+    for i in range(start, start + count):
+        cached(str(i))
+
+
+def fill_for_ever() -> None:
+    fill(0, 10**9)
+
+
+def test_processes_write_at_once() -> None:
+    """Four writers of overlapping documents: nothing is lost, nothing fails."""
+    context = multiprocessing.get_context("spawn")
+    writers = [context.Process(target=fill, args=(start, 200)) for start in (0, 50, 100, 150)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    maker = Maker()
+    cached = CachedSampleMaker(maker)
+    for i in range(350):
+        assert arrays(cached(str(i))) == arrays(Maker()(str(i)))
+    assert not maker.made
+
+
+def test_a_writer_is_killed(folder: Path) -> None:
+    """SIGKILL in the middle of writing: what was written is whole, and writing goes on."""
+    context = multiprocessing.get_context("spawn")
+    writer = context.Process(target=fill_for_ever)
+    writer.start()
+    while number_stored(folder) < 50:
+        time.sleep(0.02)
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    maker = Maker()
+    cached = CachedSampleMaker(maker)
+    for i in range(100):
+        assert arrays(cached(str(i))) == arrays(Maker()(str(i)))
+    assert len(maker.made) <= 50
+    (file,) = folder.glob("*.sqlite")
+    assert sqlite3.connect(file).execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def number_stored(folder: Path) -> int:
+    try:
+        (file,) = folder.glob("*.sqlite")
+        return int(sqlite3.connect(file).execute("SELECT count(*) FROM samples").fetchone()[0])
+    except (ValueError, sqlite3.OperationalError):
+        return 0
+
+
+def test_a_damaged_file_is_begun_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    CachedSampleMaker(Maker())("x")
+    (file,) = folder.glob("*.sqlite")
+    for journal in folder.glob("*.sqlite-*"):
+        journal.unlink()
+    file.write_bytes(b"no database at all, but long enough to be looked at" * 100)
+    maker = Maker()
+    damaged = CachedSampleMaker(maker)
+    assert arrays(damaged("x")) == arrays(Maker()("x"))
+    assert "is damaged (file is not a database) and begun again" in caplog.text
+    damaged("x")
+    CachedSampleMaker(maker)("x")
+    assert len(maker.made) == 1
+
+
+def test_a_cache_that_cannot_be_used_costs_a_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A folder in the file's place stands for whatever keeps SQLite from opening it."""
+    maker = Maker()
+    cached = CachedSampleMaker(maker)
+    cached._path.mkdir()
+    assert arrays(cached("x")) == arrays(cached("x"))
+    assert len(maker.made) == 2
+    assert caplog.text.count("samples are not cached in") == 1
+    assert "data.cache=false" in caplog.text

@@ -1,0 +1,69 @@
+"""Φ against brute force."""
+
+import numpy as np
+import pytest
+
+from nemo_opd.alignment import pieces_of
+from nemo_opd.projection import add_byte_prefix, build_projection, exact_map
+from tests.projection.conftest import PAIRS, SMALL, real_matrix
+from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
+
+
+def longest(token: bytes, contents: list[bytes]) -> bytes:
+    """Every content is looked at."""
+    return max((content for content in contents if content and token.startswith(content)), key=len, default=b"")
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_every_teacher_token(names: tuple[str, str]) -> None:
+    """Catches a shorter prefix taken for the longest, and a special token's name taken for text."""
+    student, teacher = (SMALL[name] for name in names)
+    phi = build_projection(student, teacher).byte_prefix
+    left, right = pieces_of(student).as_list(), pieces_of(teacher).as_list()
+    assert phi.shape == (len(right),)
+    for t, token in enumerate(right):
+        if token:
+            assert left[phi[t]] == longest(token, left)
+        else:
+            assert phi[t] == -1 or left[phi[t]] == b""
+
+
+@pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
+def test_real_teacher_tokens(pair: tuple[str, str]) -> None:
+    left, right = (pieces_of(real_tokenizer(name)).as_list() for name in pair)
+    phi = real_matrix(*pair).byte_prefix
+    text = [t for t, token in enumerate(right) if token]
+    for t in text[:: len(text) // 25]:
+        assert left[phi[t]] == longest(right[t], left)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
+    """Byte-fallback twins included: METHODS §5 has byte_prefix equal same_vocab there."""
+    phi = build_projection(SMALL[name], SMALL[name]).byte_prefix
+    assert phi.tolist() == list(range(len(phi)))
+
+
+def test_of_equal_bytes_the_partner_else_the_natural_piece() -> None:
+    """` fox` is an ordinary piece and an added token of the student."""
+    student, teacher = byte_level(530), sentencepiece()
+    student.add_tokens([" fox"])
+    phi = build_projection(student, teacher).byte_prefix
+    assert phi[teacher.convert_tokens_to_ids("▁fox")] == student.convert_tokens_to_ids("Ġfox")
+
+
+def test_tokens_without_bytes_go_by_role_or_nowhere() -> None:
+    """Two ends of the teacher, one of the student: both are it. Roles are those the matrix was built with."""
+    student, teacher = byte_level(430, eos="<|endoftext|>", extra=("<|mine|>",)), SMALL["one_digit"]
+    end, mine, start = student.eos_token_id, student.convert_tokens_to_ids("<|mine|>"), "<|im_start|>"
+    phi = build_projection(student, teacher).byte_prefix
+    ends = [teacher.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    assert phi[ends].tolist() == [end, end]
+    assert phi[teacher.convert_tokens_to_ids(start)] == -1
+    matrix = exact_map(student, teacher, roles={"<|mine|>": "opening", start: "opening"})
+    for phi in (
+        add_byte_prefix(matrix, student, teacher).byte_prefix,
+        build_projection(student, teacher, roles={"<|mine|>": "opening", start: "opening"}).byte_prefix,
+    ):
+        assert phi[teacher.convert_tokens_to_ids(start)] == mine
+    assert np.array_equal(add_byte_prefix(matrix, student, teacher, roles={}).byte_prefix[ends], [end, end])

@@ -1,0 +1,150 @@
+"""What must hold for the rows of all ordered pairs of real tokenizers (METHODS §2), and what a build costs."""
+
+import json
+import subprocess
+import sys
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from nemo_opd.alignment import pieces_of
+from nemo_opd.alignment.merge import TEXT
+from nemo_opd.alignment.pieces import HOLE
+from nemo_opd.alignment.roles import pair_special_tokens
+from nemo_opd.projection import ProjectionMatrix, build_projection
+from tests.projection.conftest import real_matrix
+from tests.tokenizers_fixture import REAL, real_tokenizer
+
+PUBLISHED = {
+    frozenset({"qwen3", "llama3_1"}): 0.848,
+    frozenset({"qwen3", "gemma3"}): 0.632,
+    frozenset({"llama3_1", "gemma3"}): 0.674,
+    frozenset({"qwen3", "gpt4o"}): 0.646,
+    frozenset({"llama3_1", "gpt4o"}): 0.798,
+    frozenset({"gemma3", "gpt4o"}): 0.655,
+}
+"""Shared / smaller vocabulary; gpt4o for gpt-oss, which has its pieces."""
+every_pair = pytest.mark.parametrize("names", list(permutations(REAL, 2)), ids="-".join)
+
+
+@every_pair
+def test_rows_are_distributions(names: tuple[str, str]) -> None:
+    """Catches an id twice in a row, an id out of range, a row of another sum, an exact row with a second entry."""
+    matrix = real_matrix(*names)
+    sizes = tuple(pieces_of(real_tokenizer(name)).vocab_size for name in names)
+    used = matrix.indices >= 0
+    rows, places = np.nonzero(used)
+    cells = rows * sizes[1] + matrix.indices[rows, places]
+    assert (matrix.indices.shape[0], matrix.teacher_vocab_size) == sizes
+    assert len(np.unique(cells)) == len(cells)
+    assert matrix.indices.max() < sizes[1]
+    sums = matrix.weights.sum(axis=1, dtype=np.float64)
+    assert np.abs(sums[used.any(axis=1)] - 1).max() < 4 * 2**-24  # float32 rounding of at most four weights ≤ 1
+    assert (sums[~used.any(axis=1)] == 0).all()
+    assert (matrix.weights[used] > 0).all()
+    assert (used[matrix.exact].sum(axis=1) == 1).all()
+    assert (matrix.weights[matrix.exact, 0] == 1).all()
+    assert len(np.unique(matrix.indices[matrix.exact, 0])) == matrix.exact.sum()
+
+
+@every_pair
+def test_no_mass_on_unrelated_ids(names: tuple[str, str]) -> None:
+    """Text leads to pieces of its own bytes and begins with the heaviest; roles never lead to text."""
+    matrix = real_matrix(*names)
+    tokenizers = [real_tokenizer(name) for name in names]
+    left, right = map(pieces_of, tokenizers)
+    special = pair_special_tokens(*tokenizers, left, right)
+    student_is_text, teacher_is_text = special.student_class == TEXT, special.teacher_class == TEXT
+    rows, places = np.nonzero(matrix.indices >= 0)
+    columns = matrix.indices[rows, places]
+    assert np.array_equal(student_is_text[rows], teacher_is_text[columns])
+    ours, theirs = left.as_list(), right.as_list()
+    text = student_is_text[rows]
+    entries = zip(rows[text].tolist(), columns[text].tolist(), places[text].tolist(), strict=True)
+    for s, t, place in entries:
+        piece = theirs[t]
+        assert ours[s].startswith(piece) if place == 0 else piece in ours[s], (ours[s], piece)
+    exact = matrix.exact & student_is_text
+    assert all(ours[s] == theirs[matrix.indices[s, 0]] for s in np.flatnonzero(exact).tolist())
+
+
+@every_pair
+def test_all_text_is_spelled(names: tuple[str, str]) -> None:
+    """But what holds `▁`, which a SentencePiece teacher has no piece for: there it is a space."""
+    matrix = real_matrix(*names)
+    pieces = pieces_of(real_tokenizer(names[0]))
+    contents = pieces.as_list()
+    empty = [contents[s] for s in np.flatnonzero((matrix.row_lengths == 0) & (pieces.lengths > 0)).tolist()]
+    assert all("▁".encode() in content for content in empty)
+    assert len(empty) < 10
+
+
+@every_pair
+def test_published_overlaps(names: tuple[str, str]) -> None:
+    sizes = [int((pieces_of(real_tokenizer(name)).origin != HOLE).sum()) for name in names]
+    assert real_matrix(*names).exact.sum() / min(sizes) == pytest.approx(PUBLISHED[frozenset(names)], abs=0.01)
+
+
+def test_llama_numerals_on_qwen_lead_with_their_first_digit(llama_qwen: ProjectionMatrix) -> None:
+    """All 1,100 of two and three digits, with weights 0.9, 0.09, 0.009 of their digits."""
+    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    vocab = student.get_vocab()
+    digits = [teacher.convert_tokens_to_ids(str(digit)) for digit in range(10)]
+    numerals = [f"{value:0{length}d}" for length in (2, 3) for value in range(10**length)]
+    assert len(numerals) == 1100
+    for numeral in numerals:
+        row = vocab[numeral]
+        mass: dict[int, float] = {}
+        for place, digit in enumerate(map(int, numeral)):
+            mass[digits[digit]] = mass.get(digits[digit], 0.0) + 0.1**place / sum(0.1**i for i in range(len(numeral)))
+        found = dict(zip(llama_qwen.indices[row].tolist(), llama_qwen.weights[row].tolist(), strict=True))
+        assert {t: w for t, w in found.items() if t >= 0} == pytest.approx(mass, rel=2**-22)
+        assert llama_qwen.indices[row, 0] == digits[int(numeral[0])]
+        assert not llama_qwen.exact[row]
+
+
+def test_the_reverse_pass_adds_related_tokens_only(llama_qwen: ProjectionMatrix) -> None:
+    """And leaves alone exact rows, special rows and numerals."""
+    tokenizers = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    both = build_projection(*tokenizers, reverse=True)
+    kept = llama_qwen.exact | (pieces_of(tokenizers[0]).lengths == 0)
+    assert np.array_equal(both.indices[kept], llama_qwen.indices[kept])
+    numerals = [tokenizers[0].get_vocab()[f"{value:03d}"] for value in range(1000)]
+    assert np.array_equal(both.indices[numerals], llama_qwen.indices[numerals])
+    ours, theirs = (pieces_of(tokenizer).as_list() for tokenizer in tokenizers)
+    rows, places = np.nonzero(both.indices >= 0)
+    text = pieces_of(tokenizers[0]).lengths[rows] > 0
+    entries = zip(rows[text].tolist(), both.indices[rows, places][text].tolist(), strict=True)
+    assert all(theirs[t] in ours[s] or ours[s] in theirs[t] for s, t in entries)
+    assert len(np.unique(both.indices)) > len(np.unique(llama_qwen.indices))
+
+
+def test_end_of_turn_pairs(llama_qwen: ProjectionMatrix) -> None:
+    """<|eot_id|> → <|im_end|>."""
+    assert (llama_qwen.indices[128009, 0], llama_qwen.weights[128009, 0], llama_qwen.exact[128009]) == (151645, 1, True)
+
+
+BUILD = """
+import json, resource, sys, time
+from tests.tokenizers_fixture import real_tokenizer
+from nemo_opd.projection import build_projection
+matrix = build_projection(*map(real_tokenizer, sys.argv[1:3]), reverse=True)
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+print(json.dumps([time.process_time(), peak, matrix.options.passes]))
+"""
+
+
+@pytest.mark.parametrize(("student", "teacher", "seconds"), [("llama3_1", "qwen3", 20), ("gemma3", "gpt4o", 60)])
+def test_a_build_takes_seconds_and_little_memory(student: str, teacher: str, seconds: float) -> None:
+    """A process of its own, with imports and tokenizers: the dense map of the first pair is 39 GB.
+
+    Processor time of all threads, as the machine may be busy.
+    """
+    real_tokenizer(student), real_tokenizer(teacher)
+    command = [sys.executable, "-c", BUILD, student, teacher]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    used, peak, passes = json.loads(done.stdout)
+    assert used < seconds
+    assert peak < 2e9
+    assert passes == ["exact_map", "multi_token", "sort_and_cut", "byte_prefix", "shared_prefix"]

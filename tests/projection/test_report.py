@@ -1,0 +1,141 @@
+"""What people are shown of a projection: panel, tables, samples, heat map."""
+
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from rich.console import Console
+
+from nemo_opd.alignment import pieces_of
+from nemo_opd.alignment.roles import paired_roles
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection import Audit, ProjectionMatrix, audit, build_projection
+from nemo_opd.projection.heat_map import heat_map, label, plot_samples
+from nemo_opd.projection.report import audit_lines, audit_panel, audit_table, roles_table, sample_table
+from nemo_opd.projection.samples import KINDS, counted_runs, samples
+from tests.projection.conftest import SMALL
+from tests.tokenizers_fixture import byte_level
+
+PAIR = SMALL["three_digits"], SMALL["one_digit"]
+
+
+@pytest.fixture(scope="module")
+def matrix() -> ProjectionMatrix:
+    return build_projection(*PAIR)
+
+
+@pytest.fixture(scope="module")
+def figures(matrix: ProjectionMatrix) -> Audit:
+    return audit(*PAIR, matrix)
+
+
+def rendered(renderable: object, width: int = 80) -> str:
+    console = Console(width=width, file=StringIO())
+    console.print(renderable)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_panel_has_four_lines_and_cuts_nothing(figures: Audit, width: int) -> None:
+    """Catches a recommended loss lost behind an ellipsis, at the figures of a large vocabulary."""
+    special = replace(figures.special, exact=1234, total=6415)
+    large = replace(figures, special=special, student_name="/models/llama", teacher_name="qwen")
+    text = rendered(audit_panel(large), width)
+    assert text.count("\n") == 4
+    assert "…" not in text
+    assert all(word in text for word in ("overlap", "1,234/6,415", "recommended loss p_kl", "2-digit", "llama →"))
+    assert "/models" not in text
+
+
+def test_numerals_that_neither_side_has(figures: Audit) -> None:
+    empty = replace(figures.digits[1], total=0, exact=0)
+    lines = audit_lines(replace(figures, digits=(figures.digits[0], empty, empty)))
+    assert "2-digit none on either side" in lines[1]
+
+
+def test_tables_render_hostile_tokens() -> None:
+    """Catches a token such as `[/b]` taken for rich markup, which raises."""
+    tokenizers = byte_level(400, eos="[/b]"), SMALL["sentencepiece"]
+    matrix = build_projection(*tokenizers)
+    text = rendered(audit_table(audit(*tokenizers, matrix)), 160)
+    text += rendered(roles_table(paired_roles(*tokenizers)), 160)
+    text += rendered(sample_table(samples(matrix, *tokenizers)), 160)
+    assert all(word in text for word in ("overlap", "partial UTF-8", "[/b]", "end_of_turn"))
+
+
+def test_samples_are_rows_of_the_matrix(matrix: ProjectionMatrix) -> None:
+    """Oracle: the tokenizers' own tokens; kinds in order, no token twice, both exact and other rows."""
+    found = samples(matrix, *PAIR, count=4)
+    kinds = list(dict.fromkeys(sample.kind for sample in found))
+    assert kinds == [kind for kind in KINDS if kind in kinds]
+    assert {"numerals", "white space", "special", "CJK", "partial UTF-8"} <= set(kinds)
+    assert len({sample.id for sample in found}) == len(found)
+    numerals = [sample for sample in found if sample.kind == "numerals"]
+    assert [sample.exact for sample in numerals].count(True) == 2
+    for sample in numerals:
+        assert sample.token == repr(PAIR[0].convert_ids_to_tokens(sample.id))
+        assert {entry.id: entry.weight for entry in sample.entries} == {
+            t: pytest.approx(w)
+            for t, w in zip(matrix.indices[sample.id].tolist(), matrix.weights[sample.id].tolist(), strict=True)
+            if t >= 0
+        }
+        assert all(entry.token == repr(PAIR[1].convert_ids_to_tokens(entry.id)) for entry in sample.entries)
+
+
+def test_samples_of_a_kind_that_is_all_exact() -> None:
+    """As many as asked for, not half of them."""
+    tokenizer = SMALL["three_digits"]
+    found = samples(build_projection(tokenizer, tokenizer), tokenizer, tokenizer, count=3)
+    assert [sample.kind for sample in found].count("numerals") == 3
+    assert all(sample.exact for sample in found)
+
+
+def test_runs_of_spaces_are_counted() -> None:
+    assert counted_runs("a  b") == "a␣␣b"
+    assert counted_runs("' " + " " * 25 + "x") == "'␣×26x"
+    assert counted_runs(repr("\n" * 31)) == r"'\n×31'"
+    assert counted_runs(repr("\t\t\n\n\n\n")) == r"'\t\t\n×4'"
+
+
+def test_labels_use_what_the_font_has() -> None:
+    """DejaVu has Cyrillic but no CJK; a box for every unknown character would look the same."""
+    assert label("'да'") == "да"
+    assert label("'東京'") == r"\u6771\u4eac"
+    assert label(repr(" \t")) == r"␣\t"
+    assert label("'$x^2$'") == "$x^2$"
+    assert len(label(repr("x" * 90))) <= 20
+
+
+def test_the_heat_map_shows_the_weights(matrix: ProjectionMatrix) -> None:
+    """Catches rows and columns swapped: the image against the matrix, by labels."""
+    found = samples(matrix, *PAIR, count=3)
+    axes = heat_map(found).axes[0]
+    image = np.asarray(axes.images[0].get_array().filled(0))
+    columns = list(dict.fromkeys(entry.id for sample in found for entry in sample.entries))
+    assert image.shape == (len(found), len(columns))
+    for row, sample in enumerate(found):
+        assert image[row].sum() == pytest.approx(sum(entry.weight for entry in sample.entries))
+        for entry in sample.entries:
+            assert image[row, columns.index(entry.id)] == pytest.approx(entry.weight)
+    assert [text.get_text() for text in axes.get_xticklabels()] == [
+        label(next(e.token for s in found for e in s.entries if e.id == column)) for column in columns
+    ]
+
+
+def test_the_picture_is_whole_or_not_there(matrix: ProjectionMatrix, tmp_path: Path) -> None:
+    plot_samples(samples(matrix, *PAIR, count=2), tmp_path / "map.png", "title $ with [markup]")
+    assert matplotlib.image.imread(tmp_path / "map.png").std() > 0
+    assert [file.name for file in tmp_path.iterdir()] == ["map.png"]
+    with pytest.raises(ProjectionError, match=r"cannot write the heat map to .*nothing"):
+        plot_samples([], tmp_path / "nothing" / "map.png")
+
+
+def test_an_empty_sample_still_draws(tmp_path: Path) -> None:
+    """A matrix of one kind of token only, asked for none."""
+    matrix = build_projection(*PAIR)
+    assert samples(matrix, *PAIR, count=0) == []
+    plot_samples([], tmp_path / "map.png")
+    assert pieces_of(PAIR[0]).vocab_size == matrix.student_vocab_size

@@ -1,0 +1,79 @@
+"""Ψ_S and Ψ_T against brute force."""
+
+import numpy as np
+import pytest
+
+from nemo_opd.alignment import pieces_of
+from nemo_opd.projection import ProjectionMatrix, build_projection
+from tests.projection.conftest import PAIRS, SMALL, real_matrix
+from tests.projection.test_byte_prefix import longest
+from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
+
+
+def sides(matrix: ProjectionMatrix, student: object, teacher: object) -> list[tuple[list[bytes], np.ndarray, int]]:
+    """(bytes of every id, its map, column of shared_pairs)"""
+    return [
+        (pieces_of(student).as_list(), matrix.student_shared_prefix, 0),
+        (pieces_of(teacher).as_list(), matrix.teacher_shared_prefix, 1),
+    ]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_every_token_of_both_sides(names: tuple[str, str]) -> None:
+    """Catches an index into the wrong order of pairs, a prefix that is not shared, and a shorter one."""
+    student, teacher = (SMALL[name] for name in names)
+    matrix = build_projection(student, teacher)
+    shared = matrix.shared_pairs
+    assert shared[:, 0].tolist() == np.flatnonzero(matrix.exact).tolist()
+    left = pieces_of(student).as_list()
+    known = [left[s] for s in shared[:, 0].tolist()]
+    for contents, psi, column in sides(matrix, student, teacher):
+        assert psi.shape == (len(contents),)
+        assert psi[shared[:, column]].tolist() == list(range(len(shared)))
+        for token_id, token in enumerate(contents):
+            if token:
+                assert known[psi[token_id]] == longest(token, known)
+            else:
+                assert psi[token_id] == -1 or known[psi[token_id]] == b""
+
+
+@pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
+def test_real_tokens(pair: tuple[str, str]) -> None:
+    """All tokens with bytes have a cell, as both sides have every byte; a sample has the longest."""
+    matrix = real_matrix(*pair)
+    tokenizers = [real_tokenizer(name) for name in pair]
+    left = pieces_of(tokenizers[0]).as_list()
+    known = [left[s] for s in matrix.shared_pairs[:, 0].tolist()]
+    for contents, psi, _ in sides(matrix, *tokenizers):
+        text = [i for i, token in enumerate(contents) if token]
+        assert (psi[text] >= 0).all()
+        for token_id in text[:: len(text) // 15]:
+            assert known[psi[token_id]] == longest(contents[token_id], known)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
+    matrix = build_projection(SMALL[name], SMALL[name])
+    numbers = list(range(matrix.student_vocab_size))
+    assert matrix.student_shared_prefix.tolist() == matrix.teacher_shared_prefix.tolist() == numbers
+
+
+def test_twins_meet_in_the_shared_one() -> None:
+    """The student's second ` fox` has no partner of its own and goes where the first goes."""
+    student, teacher = byte_level(540), sentencepiece()
+    student.add_tokens([" fox"])
+    matrix = build_projection(student, teacher)
+    ordinary, added = student.convert_tokens_to_ids("Ġfox"), student.convert_tokens_to_ids(" fox")
+    psi = matrix.student_shared_prefix
+    assert psi[ordinary] == psi[added] == matrix.teacher_shared_prefix[teacher.convert_tokens_to_ids("▁fox")] >= 0
+
+
+def test_roles_meet_and_the_unknown_goes_to_the_rest() -> None:
+    """Two ends of the student and one of the teacher share a cell."""
+    student, teacher = SMALL["one_digit"], byte_level(430, eos="<|endoftext|>", extra=())
+    matrix = build_projection(student, teacher)
+    ends = [student.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>")]
+    cell = matrix.teacher_shared_prefix[teacher.eos_token_id]
+    assert matrix.student_shared_prefix[ends].tolist() == [cell, cell]
+    assert cell >= 0
+    assert matrix.student_shared_prefix[student.convert_tokens_to_ids("<|im_start|>")] == -1

@@ -1,0 +1,59 @@
+"""A run on conversations: each side in its own template, samples made once, the template kept with the student."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_opd.logging.jsonl import read
+from tests.tiny import Tiny
+from tests.training.launch import start
+
+pytestmark = pytest.mark.slow
+
+STUDENT = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
+TEACHER = (
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
+    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:\n{% endif %}"
+)
+TOOLS = [{"name": "jump"}]
+
+
+def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "student.jinja").write_text(STUDENT)
+    (tmp_path / "teacher.jinja").write_text(TEACHER)
+    chats = [
+        [{"role": "user", "content": f"fox {i}?"}, {"role": "assistant", "content": f"The quick brown fox {i * 37}"}]
+        for i in range(8)
+    ]
+    table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8})
+    pq.write_table(table, tmp_path / "chats.parquet")
+    run = start(
+        tmp_path / "run",
+        tiny.overrides(
+            "data.train.arrow_files=null",
+            f"data.train.parquet_files={tmp_path / 'chats.parquet'}",
+            "data.validation.arrow_files=null",
+            f"data.validation.parquet_files={tmp_path / 'chats.parquet'}",
+            "++data.messages_key=chat",
+            "++data.tools_key=fns",
+            f"++student.chat_template={tmp_path / 'student.jinja'}",
+            f"++teachers.0.chat_template={tmp_path / 'teacher.jinja'}",
+            "train.max_length=96",
+        ),
+    )
+    assert run.end() == 0, run.output
+    start_record, *steps = read(tmp_path / "run" / "metrics.jsonl")
+    assert len(steps) == 4
+    assert all(record["train/kd/cross"] > 0 and record["train/kd/same"] > 0 for record in steps)
+    assert steps[-1]["val/ce"] < start_record["val/ce"]
+    assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").chat_template == STUDENT
+    assert list((tmp_path / "cache" / "samples").glob("*.sqlite"))
