@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
@@ -14,15 +13,8 @@ from nemo_opd.projection.audit import Audit, Coverage
 from nemo_opd.projection.samples import Sample, counted_runs
 
 
-def audit_panel(audit: Audit) -> Panel:
-    """Four lines for the start of a run: what the pair shares, its numerals, and the loss that suggests."""
-    title = f"projection  {short_name(audit.student_name)} → {short_name(audit.teacher_name)}"
-    lines = Text("\n".join(audit_lines(audit)), no_wrap=True, overflow="ellipsis")
-    return Panel(lines, title=Text(title, overflow="ellipsis", no_wrap=True), title_align="left", expand=False)
-
-
 def audit_lines(audit: Audit) -> tuple[str, str]:
-    """The audit in two lines of at most 76 characters."""
+    """The audit in two lines of at most 76 characters, for the start of a run."""
     shared = (
         f"overlap {audit.overlap:.3f}",
         f"1:1 {audit.one_to_one:.3f}",

@@ -110,7 +110,8 @@ def test_the_reverse_pass_adds_related_tokens_only(llama_qwen: ProjectionMatrix)
     both = build_projection(*tokenizers, reverse=True)
     kept = llama_qwen.exact | (pieces_of(tokenizers[0]).lengths == 0)
     assert np.array_equal(both.indices[kept], llama_qwen.indices[kept])
-    numerals = [tokenizers[0].get_vocab()[f"{value:03d}"] for value in range(1000)]
+    vocab = tokenizers[0].get_vocab()
+    numerals = [vocab[f"{value:03d}"] for value in range(1000)]
     assert np.array_equal(both.indices[numerals], llama_qwen.indices[numerals])
     ours, theirs = (pieces_of(tokenizer).as_list() for tokenizer in tokenizers)
     rows, places = np.nonzero(both.indices >= 0)
