@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from nemo_opd.config.base import Settings
 
@@ -23,17 +23,120 @@ class SameVocabTerm(DivergenceTerm):
     """A divergence per position, for a teacher with the student's tokenizer (METHODS §4)."""
 
     type: Literal["same_vocab"] = "same_vocab"
+    support: Literal["full", "teacher_topk", "student_topk", "union"] = "full"
+    """Which tokens are compared: all, the `top_k` most likely of one side, or of either (METHODS §3)."""
+    top_k: int | None = Field(None, ge=1)
+    """A support other than full: tokens taken from a side."""
+    normalization: Literal["full", "support", "rest"] = "rest"
+    """A support other than full: what becomes of the tokens left out. rest: they are one cell together; support: both
+    sides are renormalised without them; full: they are left out of the sum, for parity with systems that do so.
+    """
+
+    @field_validator("top_k")
+    @classmethod
+    def truncated_support_needs_top_k(cls, top_k: int | None, info: ValidationInfo) -> int | None:
+        if top_k is None and info.data.get("support", "full") != "full":
+            support = info.data["support"]
+            raise ValueError(
+                f"required with support={support}; give the number of tokens to take from a side, such as 256"
+            )
+        return top_k
+
+    @field_validator("top_k")
+    @classmethod
+    def top_k_needs_a_truncated_support(cls, top_k: int | None, info: ValidationInfo) -> int | None:
+        if top_k is not None and info.data.get("support") == "full":
+            raise ValueError(
+                f"{top_k} has no effect with support=full; choose support=teacher_topk, student_topk or union, "
+                "or leave top_k out"
+            )
+        return top_k
 
 
-class PKLTerm(DivergenceTerm):
+class MergedTerm(DivergenceTerm):
+    """What terms choose that compare one pair of distributions a chunk."""
+
+    merge: Literal["first", "mean"] = "first"
+    """Where in a chunk: at its first position, or over all of them, for parity with systems that do so."""
+
+
+class PKLTerm(MergedTerm):
     """The student projected onto the teacher's vocabulary at each chunk's first position (METHODS §5)."""
 
     type: Literal["p_kl"] = "p_kl"
     coverage_coef: float = Field(1.0, ge=0)
     """Weight of −log of the student's mass on covered teacher columns."""
+    vocab_topk: int | None = Field(None, ge=1)
+    """Covered columns with a cell of their own, the most important ones; the others share one."""
 
 
-LossTerm = Annotated[SameVocabTerm | PKLTerm, Field(discriminator="type")]
+class PairedTerm(MergedTerm):
+    """What terms choose that compare matched tokens cell by cell and the others by rank."""
+
+    common_weight: float = Field(1.0, ge=0)
+    """Of the divergence on matched tokens."""
+    uncommon_weight: float = Field(1.0, ge=0)
+    """Of the sorted L1 distance of the others."""
+    uncommon_topk: int = Field(8192, ge=1)
+    """Others that are compared on either side, the likeliest."""
+
+
+class GoldTerm(PairedTerm):
+    """Exact pairs, and the tails by rank (METHODS §5)."""
+
+    type: Literal["gold"] = "gold"
+
+
+class HKLTerm(PairedTerm):
+    """gold on more pairs: those that a projection matches with most of a row's weight (METHODS §5)."""
+
+    type: Literal["h_kl"] = "h_kl"
+
+
+class StrictTerm(DivergenceTerm):
+    """Exact pairs, at tokens that are such a pair themselves (METHODS §5)."""
+
+    type: Literal["strict"] = "strict"
+    top_k: int | None = Field(None, ge=1)
+    """Pairs that are compared, the student's likeliest; all when not given."""
+    normalization: Literal["support", "rest"] = "support"
+    """support: renormalised on the pairs; rest: with one more cell for all other tokens."""
+
+
+class SharedPrefixTerm(DivergenceTerm):
+    """Both sides pushed onto the vocabulary they share (METHODS §5)."""
+
+    type: Literal["shared_prefix"] = "shared_prefix"
+
+
+class BytePrefixTerm(DivergenceTerm):
+    """The teacher brought onto the student's vocabulary by byte prefixes (METHODS §5)."""
+
+    type: Literal["byte_prefix"] = "byte_prefix"
+
+
+class TemperatureTerm(Settings):
+    """What terms choose that take no divergence."""
+
+    temperature: float = Field(1.0, gt=0)
+
+
+class ALMTerm(TemperatureTerm):
+    """The likelihood of each chunk as a coin, teacher against student (METHODS §5)."""
+
+    type: Literal["alm"] = "alm"
+
+
+class ULDTerm(TemperatureTerm):
+    """Probabilities by rank, whatever their tokens (METHODS §5)."""
+
+    type: Literal["uld"] = "uld"
+
+
+LossTerm = Annotated[
+    SameVocabTerm | PKLTerm | GoldTerm | HKLTerm | StrictTerm | BytePrefixTerm | SharedPrefixTerm | ALMTerm | ULDTerm,
+    Field(discriminator="type"),
+]
 
 
 class Objective(Settings):
@@ -55,4 +158,35 @@ class PKLLoss(Objective, PKLTerm):
     """p_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
-Loss = Annotated[SameVocabLoss | PKLLoss, Field(discriminator="type")]
+class GoldLoss(Objective, GoldTerm):
+    """gold likewise."""
+
+
+class HKLLoss(Objective, HKLTerm):
+    """h_kl likewise."""
+
+
+class StrictLoss(Objective, StrictTerm):
+    """strict likewise."""
+
+
+class BytePrefixLoss(Objective, BytePrefixTerm):
+    """byte_prefix likewise."""
+
+
+class SharedPrefixLoss(Objective, SharedPrefixTerm):
+    """shared_prefix likewise."""
+
+
+class ALMLoss(Objective, ALMTerm):
+    """alm likewise; the others have forward KL."""
+
+
+class ULDLoss(Objective, ULDTerm):
+    """uld likewise; the others have forward KL."""
+
+
+Loss = Annotated[
+    SameVocabLoss | PKLLoss | GoldLoss | HKLLoss | StrictLoss | BytePrefixLoss | SharedPrefixLoss | ALMLoss | ULDLoss,
+    Field(discriminator="type"),
+]

@@ -11,7 +11,7 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
 from nemo_opd.config.handoff import LogitsHandoff
 from nemo_opd.config.logging import Logging
-from nemo_opd.config.loss import Loss, LossTerm, PKLLoss, SameVocabTerm
+from nemo_opd.config.loss import DivergenceTerm, Loss, LossTerm, PKLLoss, SameVocabTerm
 from nemo_opd.config.model import Student
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.config.train import Train
@@ -92,7 +92,7 @@ class RunConfig(Settings):
         entry = self.teachers[teacher]
         if entry.loss is not None:
             return entry.loss
-        shared = self.loss.model_dump(include=set(SameVocabTerm.model_fields) - {"type"})
         if entry.type == "same_tokenizer":
-            return SameVocabTerm(**shared)
+            common = SameVocabTerm if isinstance(self.loss, SameVocabTerm) else DivergenceTerm
+            return SameVocabTerm(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
         return self.loss

@@ -1,7 +1,25 @@
 """Losses: tensors in, this rank's share of a sum over units out (METHODS §3-§8)."""
 
+from nemo_opd.losses.alm import alm
+from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.gold import gold
+from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.same_vocab import same_vocab
+from nemo_opd.losses.shared_prefix import shared_prefix
+from nemo_opd.losses.strict import strict
+from nemo_opd.losses.uld import uld
 
-__all__ = ["cross_entropy", "p_kl", "same_vocab"]
+__all__ = [
+    "alm",
+    "byte_prefix",
+    "cross_entropy",
+    "gold",
+    "h_kl",
+    "p_kl",
+    "same_vocab",
+    "shared_prefix",
+    "strict",
+    "uld",
+]

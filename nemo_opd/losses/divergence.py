@@ -36,6 +36,18 @@ class Divergence:
             if not 0 <= value <= 1:
                 raise ConfigError(f"{key}={value}: it is a share; give a number from 0 to 1")
 
+    @property
+    def forward_share(self) -> float | None:
+        """How much of it is forward KL and, as the rest, reverse KL; None where it is neither."""
+        if self.kind == "jsd":
+            return 1 - self.beta if self.beta in (0, 1) else None
+        return {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed": self.mixed_weight}.get(self.kind)
+
+    @property
+    def excess_weight(self) -> float:
+        """How often s − t is added to each cell, over what METHODS §3 sums."""
+        return 0.0 if self.forward_share is None else 2 * self.forward_share - 1
+
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
         """[..., X] and [..., X] → [...]; see `divergence`."""
         dtype = torch.promote_types(log_s.dtype, torch.float32)
@@ -89,16 +101,12 @@ _Formula = Callable[[_Cells], tuple[Tensor, Tensor]]
 
 def _formula(of: Divergence) -> _Formula:
     """At the ends of their range jsd and mixed are one of the KLs; the other, times 0, could be infinite."""
-    if of.kind == "tvd":
-        return _tvd
-    forward_share = {"forward_kl": 1, "reverse_kl": 0, "jsd": 1 - of.beta, "mixed": of.mixed_weight}[of.kind]
-    if forward_share == 1:
-        return _forward_kl
-    if forward_share == 0:
-        return _reverse_kl
-    if of.kind == "jsd":
-        return lambda cells: _jsd(cells, of.beta)
-    return lambda cells: _mixed(cells, of.mixed_weight)
+    share = of.forward_share
+    if share is None:
+        return _tvd if of.kind == "tvd" else lambda cells: _jsd(cells, of.beta)
+    if share in (0, 1):
+        return _forward_kl if share == 1 else _reverse_kl
+    return lambda cells: _mixed(cells, share)
 
 
 def _forward_kl(cells: _Cells) -> tuple[Tensor, Tensor]:
@@ -120,7 +128,9 @@ def _mixed(cells: _Cells, weight: float) -> tuple[Tensor, Tensor]:
 
 def _jsd(cells: _Cells, beta: float) -> tuple[Tensor, Tensor]:
     """log m is formed from the larger side and expm1, so that m = t = s holds exactly where t = s."""
-    weight_of_smaller = torch.where(cells.log_ratio >= 0, 1 - beta, beta)
+    # As tensors: of two Python numbers torch.where makes fp32, also among fp64 cells.
+    weights = cells.t.new_tensor([beta, 1 - beta])
+    weight_of_smaller = torch.where(cells.log_ratio >= 0, weights[1], weights[0])
     log_mixture_over_larger = torch.log1p(weight_of_smaller * torch.expm1(-cells.log_ratio.abs()))
     teacher = _times(cells.t, cells.log_ratio.clamp(max=0) - log_mixture_over_larger)
     student = _times(cells.s, (-cells.log_ratio).clamp(max=0) - log_mixture_over_larger)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.arguments import check_positions, check_same_length, check_temperature, own_columns
-from nemo_opd.losses.chunked import chunked_sum, equal_parts
+from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
+from nemo_opd.losses.chunked import equal_parts
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.reduction import chunk_units, reduced
+from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.sparse_projection import SparseProjection
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
-
-MERGES = ("first",)
 
 
 def p_kl(
@@ -35,6 +35,7 @@ def p_kl(
     mixed_weight: float = 0.5,
     merge: str = "first",
     coverage_coef: float = 1.0,
+    vocab_topk: int | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -43,37 +44,82 @@ def p_kl(
     """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer (METHODS §5), and the metric `kd`.
 
     p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are q
-    and p̃ renormalised on the covered columns of R. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
-    and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit. Vocabulary sizes default
-    to the projection's. normalizer: units of the global batch, by default of this call. chunk_size: units computed at
-    a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not fit.
+    and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with the
+    largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
+    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk. Unshifted logits
+    [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0
+    of either side is no unit. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by
+    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
+    for shapes, sizes or names that do not fit.
     """
-    check_temperature(temperature)
-    if merge not in MERGES:
-        raise ConfigError(f"merge={merge!r}: p_kl has no such merge; choose from {', '.join(MERGES)}")
-    check_positions(student_logits, student_ids=student_ids, student_chunk_id=student_chunk_id)
-    check_positions(teacher_logits, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
-    check_same_length(student_logits=student_logits, teacher_logits=teacher_logits)
-    student_size = own_columns("student_vocab_size", student_vocab_size, projection.student_vocab_size, student_logits)
-    teacher_size = own_columns("teacher_vocab_size", teacher_vocab_size, projection.teacher_vocab_size, teacher_logits)
+    how = Merge(merge, arithmetic_student=True)
+    if vocab_topk is not None and vocab_topk < 1:
+        raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=temperature,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
     compare = Divergence(divergence, beta, mixed_weight)
-    sparse = SparseProjection.of(projection, student_size, teacher_size, student_logits.device)
-    units = chunk_units(student_chunk_id, teacher_chunk_id)
-    teacher_rows = teacher_logits.detach().flatten(0, 1)
+    sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, student_logits.device)
+    cells = _Cells.of(inputs, how.teacher_rows(inputs), sparse.columns, vocab_topk)
 
-    def loss_of(student: Tensor, part: slice) -> Tensor:
-        log_mass = student / temperature
-        log_covered = sparse.log_project(log_mass)
-        teacher = teacher_rows.index_select(0, units.teacher_rows[part]).index_select(1, sparse.columns)
-        log_q = (teacher.to(student.dtype) / temperature).log_softmax(-1)
-        uncovered = log_mass.logsumexp(-1) - log_covered.logsumexp(-1)
-        return (compare(log_q, log_covered.log_softmax(-1)) + coverage_coef * uncovered).sum()
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        log_covered = sparse.log_project(student)
+        log_q = teacher.index_select(1, sparse.columns).log_softmax(-1)
+        uncovered = student.logsumexp(-1) - log_covered.logsumexp(-1)
+        return compare(cells.take(log_q), cells.take(log_covered.log_softmax(-1))) + coverage_coef * uncovered
 
-    parts = equal_parts(units.student_rows, _cells_per_unit(sparse, student_size), chunk_size)
-    total = chunked_sum(student_logits, units.student_rows, loss_of, width=student_size, parts=parts)
-    return reduced("kd", total * temperature**2, len(units.student_rows), normalizer)
+    return how.loss(
+        inputs,
+        unit_loss,
+        cells_per_unit=_cells_per_unit(sparse, inputs),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )
 
 
-def _cells_per_unit(sparse: SparseProjection, student_size: int) -> int:
+@dataclass(frozen=True, slots=True)
+class _Cells:
+    """The cells that covered columns, X of them, are compared on."""
+
+    kept: Tensor | None
+    """int64 [k]: columns with a cell of their own, ascending; None: all have one."""
+    others: Tensor | None
+    """int64 [X − k]: columns that share one cell."""
+
+    @staticmethod
+    def of(inputs: ChunkInputs, teacher_rows: Tensor, columns: Tensor, top_k: int | None) -> _Cells:
+        """The columns with the largest teacher logit in the rows compared; of equal ones the lower column first."""
+        if top_k is None or top_k >= len(columns):
+            return _Cells(None, None)
+        order = _largest_logits(inputs, teacher_rows).index_select(0, columns).argsort(descending=True, stable=True)
+        return _Cells(order[:top_k].sort().values, order[top_k:].sort().values)
+
+    def take(self, log_p: Tensor) -> Tensor:
+        """Log-probabilities [U, X] → those of the cells, [U, k + 1] or [U, X]."""
+        if self.kept is None or self.others is None:
+            return log_p
+        rest = log_rest(log_p.index_select(1, self.others))
+        assert rest is not None
+        return torch.cat([log_p.index_select(1, self.kept), rest], -1)
+
+
+def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
+    """[W]: over indices [R] into [B·T]; −inf without rows."""
+    largest = inputs.teacher_logits.new_full((inputs.teacher_size,), -torch.inf)
+    for part in equal_parts(rows, inputs.teacher_size, None):
+        largest = torch.maximum(largest, inputs.teacher_at(rows[part]).amax(0))
+    return largest
+
+
+def _cells_per_unit(sparse: SparseProjection, inputs: ChunkInputs) -> int:
     """fp32 numbers alive per unit at the peak of a chunk."""
-    return 5 * student_size + 3 * sparse.num_entries + 10 * sparse.num_columns
+    return 5 * inputs.student_size + 3 * inputs.teacher_size + 3 * sparse.num_entries + 12 * sparse.num_columns

@@ -1,8 +1,11 @@
 """What the units of a loss are, how many there are, and how their sum becomes a LossOutput (METHODS §7)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_same_length
@@ -17,6 +20,20 @@ class ChunkUnits:
     """int64 [U]: indices into [B·S]."""
     teacher_rows: Tensor
     """int64 [U]: indices into [B·T]."""
+    student_lengths: Tensor
+    """int64 [U]: m, student tokens of the chunk, which follow one another."""
+    teacher_lengths: Tensor
+    """int64 [U]: n, teacher tokens."""
+
+    def __len__(self) -> int:
+        return len(self.student_rows)
+
+    def where(self, kept: Tensor) -> ChunkUnits:
+        """The units that bool [U] is true of. Its `nonzero` waits for the device."""
+        index = kept.nonzero().squeeze(1)
+        return ChunkUnits(
+            self.student_rows[index], self.teacher_rows[index], self.student_lengths[index], self.teacher_lengths[index]
+        )
 
 
 def count_label_tokens(mask: Tensor) -> int:
@@ -49,6 +66,8 @@ def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnit
     return ChunkUnits(
         row * student_chunk_id.shape[1] + position - 1,
         row * teacher_chunk_id.shape[1] + teacher_position[row, position] - 1,
+        _chunk_lengths(student_chunk_id, student_chunk_id)[row, position],
+        _chunk_lengths(teacher_chunk_id, student_chunk_id)[row, position],
     )
 
 
@@ -65,6 +84,14 @@ def first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple
     is_unit = (student > highest) & (teacher.gather(1, found) == student) & (position > 0)
     is_unit[:, 0] = False
     return is_unit, found
+
+
+def _chunk_lengths(chunk_id: Tensor, wanted: Tensor) -> Tensor:
+    """Tokens of each wanted chunk: ids [B, T] and chunks [B, S] → int64 [B, S]; meaningless where one is −1."""
+    highest, chunks = chunk_id.long().cummax(1).values, wanted.long().contiguous()
+    aligned_before = F.pad((chunk_id >= 0).cumsum(1), (1, 0))
+    begin, end = torch.searchsorted(highest, chunks), torch.searchsorted(highest, chunks, right=True)
+    return aligned_before.gather(1, end) - aligned_before.gather(1, begin)
 
 
 def reduced(name: str, total: Tensor, count: int, normalizer: float | None) -> LossOutput:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.projection.byte_order import byte_order
 from nemo_opd.projection.exact import natural_order
 from nemo_opd.projection.matrix import ProjectionMatrix
 from nemo_opd.projection.pair import TokenizerPair, pair_of
@@ -26,6 +27,7 @@ def add_byte_prefix(
 ) -> ProjectionMatrix:
     """Set `byte_prefix` [W]: the longest student text token whose bytes are a prefix of the teacher token's.
 
+    And `teacher_byte_order` [W, 3], by which the loss of that name finds the tokens that begin with another.
     Of student ids with the same bytes it is the exact partner, else the most natural one. Tokens that stand for a role
     go to the student token nearest in role; −1 is for those without, and for holes.
     `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
@@ -47,5 +49,6 @@ def add_byte_prefix_of(matrix: ProjectionMatrix, pair: TokenizerPair) -> Project
             byte_prefix[t] = s
     for t, s in pair.nearest_student.items():
         byte_prefix[t] = s
+    contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
     options = matrix.options.after("byte_prefix", roles=pair.roles)
-    return replace(matrix, byte_prefix=byte_prefix, options=options)
+    return replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)

@@ -46,6 +46,7 @@ class Arrays:
     byte_prefix: NDArray[np.int32] | None = None
     student_shared_prefix: NDArray[np.int32] | None = None
     teacher_shared_prefix: NDArray[np.int32] | None = None
+    teacher_byte_order: NDArray[np.int32] | None = None
 
 
 def write(path: str | PathLike[str], header: Header, arrays: Arrays) -> None:
@@ -146,6 +147,7 @@ def _layout(header: Header, listed: list[str]) -> dict[str, Form]:
         "byte_prefix": ("I32", (num_columns,)),
         "student_shared_prefix": ("I32", (num_rows,)),
         "teacher_shared_prefix": ("I32", (num_columns,)),
+        "teacher_byte_order": ("I32", (num_columns, 3)),
     }
     required = {"indices", "weights", "exact"}
     if not required <= set(listed) <= known.keys():

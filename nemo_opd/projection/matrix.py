@@ -13,6 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from nemo_opd.alignment.backend import fingerprint
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
+from nemo_opd.projection.byte_order import checked_byte_order
 from nemo_opd.projection.options import BuilderOptions
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class ProjectionMatrix:
     """Ψ_S [V]: the longest shared token that begins a student token, as a row of `shared_pairs`; −1 where none does."""
     teacher_shared_prefix: NDArray[np.int32] | None
     """Ψ_T [W]: likewise for teacher tokens."""
+    teacher_byte_order: NDArray[np.int32] | None
+    """[W, 3]: the teacher tokens in byte order, and the range of those that begin with each; see `byte_order`."""
     options: BuilderOptions
 
     def __init__(
@@ -60,6 +63,7 @@ class ProjectionMatrix:
         byte_prefix: ArrayLike | None = None,
         student_shared_prefix: ArrayLike | None = None,
         teacher_shared_prefix: ArrayLike | None = None,
+        teacher_byte_order: ArrayLike | None = None,
         options: BuilderOptions | None = None,
     ) -> None:
         """`exact` is a claim of who built the arrays: no row is exact when not given.
@@ -76,6 +80,7 @@ class ProjectionMatrix:
         if (student_shared_prefix is None) != (teacher_shared_prefix is None):
             raise ProjectionError("a shared-prefix map is given for one side only; give both or neither")
         num_shared = int(flags.sum())
+        order = None if teacher_byte_order is None else checked_byte_order(teacher_byte_order, size)
         values = (
             ("indices", checked_indices.astype(np.int32)),
             ("weights", checked_weights.astype(np.float32)),
@@ -88,6 +93,7 @@ class ProjectionMatrix:
             ("byte_prefix", _prefix_map("byte_prefix", byte_prefix, size, rows)),
             ("student_shared_prefix", _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared)),
             ("teacher_shared_prefix", _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared)),
+            ("teacher_byte_order", order),
             ("options", BuilderOptions() if options is None else options),
         )
         for name, value in values:
@@ -133,6 +139,7 @@ class ProjectionMatrix:
             self.byte_prefix,
             self.student_shared_prefix,
             self.teacher_shared_prefix,
+            self.teacher_byte_order,
         )
         io.write(path, header, arrays)
 
@@ -167,6 +174,7 @@ class ProjectionMatrix:
                 byte_prefix=arrays.byte_prefix,
                 student_shared_prefix=arrays.student_shared_prefix,
                 teacher_shared_prefix=arrays.teacher_shared_prefix,
+                teacher_byte_order=arrays.teacher_byte_order,
                 options=header.options,
             )
         except ProjectionError as error:

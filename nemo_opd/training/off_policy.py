@@ -41,7 +41,7 @@ def train_step(session: Session) -> dict[str, float]:
     with timer.span("step_s"):
         with timer.span("data_wait_s"):
             batch = session.loader.next()
-        metrics = session.models.train_step(batch, count_units(batch), scale, timer)
+        metrics = session.models.train_step(batch, count_units(batch, session.terms), scale, timer)
     peak_memory = metrics.pop("peak_memory_gb").value()
     record = objective_values(session.config, metrics, scale, "train")
     session.kd_scale.update(record["train/ce"], record.get("train/kd", 0.0))

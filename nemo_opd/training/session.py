@@ -13,6 +13,7 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
+from nemo_opd.losses.build import build as build_term
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.models import Models
 from nemo_opd.training.objective import KDScale, objective_values
@@ -32,6 +33,10 @@ class Session:
         self.config = plan.config
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
+        self.terms = tuple(
+            build_term(self.config.term(i), teacher.projection) for i, teacher in enumerate(plan.teachers)
+        )
+        """Of each active teacher, for what counts as its units."""
         self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
         self.bits_per_byte: dict[str, float] = {}
         """Of the student before training and of each teacher."""

@@ -12,6 +12,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.loss import PKLTerm, SameVocabTerm
 from nemo_opd.errors import ConfigError, OPDError
 
+LOSSES = "'same_vocab', 'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
 CROSS = {"name": "cross", "type": "cross_tokenizer", "model": "/c"}
 SAME = {"name": "same", "type": "same_tokenizer", "model": "/s"}
 VALID: dict[str, Any] = {
@@ -173,9 +174,12 @@ def test_a_wrong_value(key: str, value: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("key", "choices"),
     [
-        ("loss.type", "'same_vocab', 'p_kl'"),
+        ("loss.type", LOSSES),
         ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer'"),
-        ("teachers.0.loss", "'same_vocab', 'p_kl'"),
+        (
+            "teachers.0.loss",
+            "'same_vocab', 'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'",
+        ),
     ],
 )
 def test_a_wrong_tag_is_told_the_choices(key: str, choices: str) -> None:
@@ -254,6 +258,37 @@ def test_cross_tokenizer_teachers_need_a_cross_tokenizer_loss() -> None:
     own = changed("loss", {"type": "same_vocab"})
     own["teachers"][0]["loss"] = {"type": "p_kl"}
     assert from_dict(own).term(0).type == "p_kl"
+
+
+def test_truncated_support_needs_top_k() -> None:
+    message = message_of(changed("loss", {"type": "same_vocab", "support": "union"}) | {"teachers": [SAME]})
+    assert message == (
+        "loss.top_k: required with support=union; give the number of tokens to take from a side, such as 256"
+    )
+    own = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "teacher_topk"}))
+    assert own.startswith("teachers.1.loss.top_k: required with support=teacher_topk")
+
+
+def test_top_k_needs_a_truncated_support() -> None:
+    """It would be a loss over the whole vocabulary that its author takes for a truncated one."""
+    message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "top_k": 64}))
+    assert message.startswith("teachers.1.loss.top_k: 64 has no effect with support=full; choose support=teacher_topk")
+    assert message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "union", "top_k": 0})).startswith(
+        "teachers.1.loss.top_k=0: must be greater than or equal to 1"
+    )
+
+
+def test_a_wrong_support_is_one_problem() -> None:
+    """A rule about two keys has nothing to say while one of them is no valid value."""
+    message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "topk", "top_k": 64}))
+    assert message.startswith("teachers.1.loss.support='topk': must be 'full', 'teacher_topk'")
+    assert len(message.splitlines()) == 1
+
+
+def test_support_reaches_the_term_of_a_same_tokenizer_teacher() -> None:
+    support = {"support": "student_topk", "top_k": 8, "normalization": "rest"}
+    config = from_dict(changed("loss", {"type": "same_vocab", **support}) | {"teachers": [SAME]})
+    assert config.term(0) == SameVocabTerm(**support)
 
 
 def test_something_is_trained_on() -> None:

@@ -1,15 +1,31 @@
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
-from nemo_opd.config.loss import PKLTerm, SameVocabTerm
+from nemo_opd import losses
+from nemo_opd.config.loss import (
+    ALMTerm,
+    BytePrefixTerm,
+    GoldTerm,
+    HKLTerm,
+    PKLLoss,
+    PKLTerm,
+    SameVocabLoss,
+    SameVocabTerm,
+    SharedPrefixTerm,
+    StrictTerm,
+    ULDTerm,
+)
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import p_kl, same_vocab
 from nemo_opd.losses.build import build
 from nemo_opd.types import ChunkRows, TeacherRows, TokenRows
 
-from . import oracle
+from . import oracle, oracle_prefix
 
+SUPPORT = {"support": "union", "top_k": 2, "normalization": "rest"}
 SETTINGS = {"divergence": "jsd", "beta": 0.2, "mixed_weight": 0.7, "temperature": 1.5}
 CHUNKS = oracle.random_chunk_ids(np.random.default_rng(3), 2, 7, 6)
 
@@ -28,9 +44,10 @@ def logits(positions: int, width: int, seed: int) -> torch.Tensor:
 def test_same_vocab_term():
     """Every setting of the term reaches the loss."""
     student, teacher, tokens = logits(7, 9, 0), logits(7, 8, 1), rows(7)
-    loss = build(SameVocabTerm(**SETTINGS), student_vocab_size=6)
+    loss = build(SameVocabTerm(**SETTINGS, **SUPPORT), student_vocab_size=6)
     out = loss(student, teacher, tokens, TeacherRows(tokens, None), 4)
-    direct = same_vocab(student, teacher, mask=tokens.loss_mask, normalizer=4, student_vocab_size=6, **SETTINGS)
+    settings = {"student_vocab_size": 6, **SETTINGS, **SUPPORT}
+    direct = same_vocab(student, teacher, mask=tokens.loss_mask, normalizer=4, **settings)
     assert torch.equal(out.loss, direct.loss)
 
 
@@ -52,6 +69,43 @@ def test_p_kl_term():
         **SETTINGS,
     )
     assert torch.equal(out.loss, direct.loss)
+
+
+@pytest.mark.parametrize(("term", "objective"), [(SameVocabTerm, SameVocabLoss), (PKLTerm, PKLLoss)])
+def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
+    """The weights of the objective are applied by the trainer; a run's own `loss` is a term that has them."""
+    tokens, chunks = rows(7), oracle.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
+    batch = (logits(7, 9, 0), logits(7, 9, 1), tokens, TeacherRows(tokens, ChunkRows(*chunks)), 4)
+    losses = [
+        build(settings, oracle.Matrix.identity(9))(*batch).loss
+        for settings in (term(**SETTINGS), objective(**SETTINGS, kd_weight=3, ce_weight=0, scaling="dynamic"))
+    ]
+    assert torch.equal(*losses)
+
+
+CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ALMTerm, ULDTerm)
+
+
+@pytest.mark.parametrize("term", [SameVocabTerm, *CROSS_TERMS])
+def test_units_are_counted_as_the_loss_counts_them(term):
+    """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of."""
+    chunks = (torch.tensor([[-1, 0, 1, 2, 2, -1, 3]]), torch.tensor([[-1, 0, 1, 1, 2, 3]]))
+    ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]]), torch.tensor([[5, 1, 2, 2, 3, 0]]))
+    student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
+    batch = student, TeacherRows(student if term is SameVocabTerm else teacher, ChunkRows(*chunks))
+    loss = build(term(), oracle_prefix.identity(9))
+    width = 7 if term is SameVocabTerm else 6
+    out = loss(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None)
+    expected = {SameVocabTerm: 5, StrictTerm: 1}.get(term, 4)
+    assert loss.num_units(*batch) == out.metrics["kd"].count == expected
+
+
+@pytest.mark.parametrize("term", CROSS_TERMS)
+def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
+    """Catches a setting that a run accepts and that reaches nothing."""
+    function = getattr(losses, term().type)
+    settings = set(term.model_fields) - {"type"}
+    assert settings <= set(inspect.signature(function).parameters)
 
 
 def test_p_kl_needs_a_projection_and_chunks():

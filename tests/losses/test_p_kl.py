@@ -1,3 +1,5 @@
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from nemo_opd.losses import p_kl, same_vocab
 from nemo_opd.losses.reduction import count_chunks
 from nemo_opd.losses.sparse_projection import SparseProjection
 
-from . import oracle
+from . import oracle, oracle_chunks
 
 B, S, T, V, W = 2, 7, 6, 9, 11
 MATRIX = oracle.Matrix.random(V, W, 3, seed=0)
@@ -207,10 +209,71 @@ def test_a_matrix_is_brought_to_a_device_once_and_let_go_with_it():
     assert SparseProjection.of(again, V, W, device) is not sparse
 
 
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_vocab_topk_equals_the_loop(kind, weights, top_k):
+    """Columns by their largest logit over the units alone, the same for all, and a rest cell of covered columns."""
+    student, teacher = logits(S, V + 2, 0), logits(T, W + 3, 1)
+    chunks = tuple(side.tolist() for side in CHUNKS)
+    compared = {(b, j) for b, _, j in oracle.units(*chunks)}
+    for b, j in ((b, j) for b in range(B) for j in range(T) if (b, j) not in compared):
+        teacher[b, j, b] += 50
+    options = {"temperature": 1.6, "coverage_coef": 0.7, "vocab_topk": top_k}
+    loss = run(student, teacher, divergence=kind, chunk_size=2, normalizer=1, **options, **weights).loss
+    kept = oracle_chunks.most_important(MATRIX, [teacher[b, j].tolist() for b, j in compared], top_k)
+    expected = oracle_chunks.p_kl_top_k(
+        student.tolist(), teacher.tolist(), MATRIX, chunks, kind, 1.6, 0.7, kept, **weights
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-11)
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_vocab_topk_gradient(kind, weights):
+    teacher = logits(T, W, 1)
+
+    def loss(student):
+        return run(student, teacher, divergence=kind, vocab_topk=3, chunk_size=2, normalizer=4, **weights).loss
+
+    assert torch.autograd.gradcheck(loss, logits(S, V + 1, 0).requires_grad_())
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind, weights):
+    student, teacher = logits(S, V, 0), logits(T, W, 1)
+    num_columns = len({t for row in MATRIX.rows() for t in row})
+    losses = [
+        run(student, teacher, divergence=kind, vocab_topk=k, **weights).loss.item()
+        for k in (*range(1, num_columns + 1), 10**6)
+    ]
+    # Fewer cells are a coarser view of the same two distributions; float64 rounds 1e-16 of the value.
+    assert all(coarse <= fine + 1e-13 for coarse, fine in itertools.pairwise(losses))
+    assert losses[-2] == losses[-1] == run(student, teacher, divergence=kind, **weights).loss.item()
+
+
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_vocab_topk_with_teacher_equal_to_student_is_exactly_zero(kind, weights):
+    student = logits(S, V, 0, torch.bfloat16).requires_grad_()
+    matrix = oracle.Matrix.identity(V)
+    teacher = student.detach().clone()
+    out = run(student, teacher, matrix, identity_chunks(), divergence=kind, vocab_topk=4, **weights)
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert not student.grad.any()
+
+
+def test_vocab_topk_without_units_stays_connected():
+    student = logits(S, V, 0).requires_grad_()
+    out = run(student, logits(T, W, 1), chunks=tuple(torch.full_like(side, -1) for side in CHUNKS), vocab_topk=3)
+    out.loss.backward()
+    assert out.loss.item() == 0
+    assert not student.grad.any()
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"merge": "mean"}, "merge='mean'.*choose from first"),
+        ({"vocab_topk": 0}, "vocab_topk=0"),
+        ({"merge": "last"}, "merge='last'.*choose from first, mean"),
         ({"temperature": -1.0}, "temperature=-1.0"),
         ({"student_vocab_size": V + 1}, f"student_vocab_size={V + 1}"),
         ({"chunks": (CHUNKS[0][:, 1:], CHUNKS[1])}, "student_ids has shape"),

@@ -5,7 +5,7 @@ import torch
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.reduction import chunk_units, count_chunks, count_label_tokens, label_rows
 
-from . import oracle
+from . import oracle, oracle_chunks
 
 
 def test_label_rows_are_the_predictors():
@@ -24,6 +24,26 @@ def test_units_equal_the_loop(seed):
     assert units.student_rows.tolist() == [b * 17 + i for b, i, _ in expected]
     assert units.teacher_rows.tolist() == [b * 12 + j for b, _, j in expected]
     assert count_chunks(student, teacher) == len(expected)
+    assert len(units) == len(expected)
+    lengths = list(zip(units.student_lengths.tolist(), units.teacher_lengths.tolist(), strict=True))
+    assert lengths == oracle_chunks.lengths(student.tolist(), teacher.tolist())
+
+
+def test_the_units_that_are_kept():
+    student, teacher = oracle.random_chunk_ids(np.random.default_rng(0), 4, 17, 12)
+    units = chunk_units(student, teacher)
+    one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
+    kept = units.where(one_to_one)
+    sizes = oracle_chunks.lengths(student.tolist(), teacher.tolist())
+    expected = [
+        b * 17 + i
+        for (b, i, _), size in zip(oracle.units(student.tolist(), teacher.tolist()), sizes, strict=True)
+        if size == (1, 1)
+    ]
+    assert kept.student_rows.tolist() == expected
+    assert 0 < len(kept) < len(units)
+    assert kept.student_lengths.eq(1).all()
+    assert len(kept.teacher_rows) == len(kept.teacher_lengths) == len(kept)
 
 
 def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
@@ -34,6 +54,8 @@ def test_chunks_on_one_side_only_or_at_token_0_are_no_units():
     units = chunk_units(student, teacher)
     assert units.student_rows.tolist() == [0, 4, 7, 8]
     assert units.teacher_rows.tolist() == [1, 3, 5, 6]
+    assert units.student_lengths.tolist() == [2, 1, 1, 1]
+    assert units.teacher_lengths.tolist() == [1, 1, 1, 2]
     assert count_chunks(student, teacher) == 4
 
 

@@ -67,3 +67,14 @@ def test_tokens_without_bytes_go_by_role_or_nowhere() -> None:
     ):
         assert phi[teacher.convert_tokens_to_ids(start)] == mine
     assert np.array_equal(add_byte_prefix(matrix, student, teacher, roles={}).byte_prefix[ends], [end, end])
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="-".join)
+def test_the_teacher_tokens_that_begin_with_another(names: tuple[str, str]) -> None:
+    """Against a look at every pair of tokens; catches a range that leaves out equal bytes under another id."""
+    teacher = SMALL[names[1]]
+    order, begin, end = build_projection(SMALL[names[0]], teacher).teacher_byte_order.T
+    pieces = pieces_of(teacher).as_list()
+    for t in range(0, len(pieces), 7):
+        expected = [u for u, piece in enumerate(pieces) if piece.startswith(pieces[t])] if pieces[t] else [t]
+        assert sorted(order[begin[t] : end[t]]) == expected

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from nemo_opd.errors import OPDError, ProjectionError
 from nemo_opd.projection import ProjectionMatrix, build_projection
+from nemo_opd.projection.byte_order import byte_order
 from tests.projection.conftest import SMALL
 
 
@@ -23,7 +24,11 @@ def small() -> ProjectionMatrix:
 
 def small_with_maps() -> ProjectionMatrix:
     return replace(
-        small(), byte_prefix=[0, -1, 2, 1, 1], student_shared_prefix=[0, 0, -1], teacher_shared_prefix=[0, -1, 0, 0, 0]
+        small(),
+        byte_prefix=[0, -1, 2, 1, 1],
+        student_shared_prefix=[0, 0, -1],
+        teacher_shared_prefix=[0, -1, 0, 0, 0],
+        teacher_byte_order=byte_order([b"a", b"", b"b", b"ab", b"a"]),
     )
 
 
@@ -203,7 +208,16 @@ def test_headers_that_lie(tmp_path: Path, changes: dict[str, str | None], reason
 
 
 @pytest.mark.parametrize(
-    "name", ["indices", "weights", "exact", "byte_prefix", "student_shared_prefix", "teacher_shared_prefix"]
+    "name",
+    [
+        "indices",
+        "weights",
+        "exact",
+        "byte_prefix",
+        "student_shared_prefix",
+        "teacher_shared_prefix",
+        "teacher_byte_order",
+    ],
 )
 def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:
     path = tmp_path / "matrix.safetensors"
@@ -225,6 +239,7 @@ def test_a_missing_or_misshapen_array(tmp_path: Path, name: str) -> None:
         ("byte_prefix", 3, r"byte_prefix\[0\] is 3, outside \[-1, 3\)"),
         ("student_shared_prefix", 1, r"student_shared_prefix\[0\] is 1, outside \[-1, 1\)"),
         ("teacher_shared_prefix", -2, r"outside \[-1, 1\)"),
+        ("teacher_byte_order", 3, "does not order the 5 teacher tokens"),
     ],
 )
 def test_values_that_no_map_has(tmp_path: Path, name: str, value: float, reason: str) -> None:
@@ -275,3 +290,11 @@ def test_a_missing_file_and_an_unwritable_folder(tmp_path: Path) -> None:
 
 def test_errors_are_our_own() -> None:
     assert issubclass(ProjectionError, OPDError)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [((0, 0), "the range 0 to 0 of 2"), ((-1, 1), "-1 to 1"), ((1, 3), "1 to 3")]
+)
+def test_ranges_that_no_byte_order_has(value: tuple[int, int], reason: str) -> None:
+    with pytest.raises(ProjectionError, match=reason):
+        ProjectionMatrix([[0]], [[1.0]], teacher_vocab_size=2, teacher_byte_order=[[1, 0, 1], [0, *value]])

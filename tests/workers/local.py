@@ -75,7 +75,11 @@ class LocalModels:
     def train_step(self, batch: Batch, kd_scale: float = 1.0) -> dict[str, float]:
         part = self.own(batch)
         return values(
-            reduced(self.student.train_step(StudentStep(part, self.score(part), count_units(batch), kd_scale)))
+            reduced(
+                self.student.train_step(
+                    StudentStep(part, self.score(part), count_units(batch, self.student.terms), kd_scale)
+                )
+            )
         )
 
     def evaluate(self, batch: Batch) -> dict[str, float]:

@@ -1,0 +1,129 @@
+"""Two vocabularies brought onto common cells, each token into one cell, as sums over segments."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.sparse_projection import Entries, SparseProjection
+
+
+@dataclass(frozen=True, slots=True)
+class CommonCells:
+    """The cells that tokens of both vocabularies fall into, X of them, and both vocabularies projected onto them."""
+
+    student: SparseProjection
+    """Its `columns` are the cells [X] as the maps name them, ascending; −1 is the rest cell."""
+    teacher: SparseProjection
+
+    @staticmethod
+    def of(
+        student_cells: NDArray[np.int32],
+        teacher_cells: NDArray[np.int32],
+        student_vocab_size: int,
+        teacher_vocab_size: int,
+        device: torch.device,
+    ) -> CommonCells:
+        """Maps [V] and [W], token → cell, within the given sizes on `device`; made once as long as the maps live.
+
+        A cell that only one side has a token for would make some divergences infinite whatever the student does; it is
+        left out, the rest cell too (METHODS §3). Raises ProjectionError where no cell but the rest is common.
+        """
+        key = (id(student_cells), id(teacher_cells), student_vocab_size, teacher_vocab_size, device)
+        if key not in _made:
+            made = _build(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device)
+            _keep(made, key, student_cells, teacher_cells)
+        return _made[key]
+
+    @staticmethod
+    def of_prefixes(
+        byte_prefix: NDArray[np.int32], student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> CommonCells:
+        """A map [W], teacher token → student token: a cell for each student token that is reached, a rest for others.
+
+        No rest cell where a single student token is left for it: taken out of it, that token would leave it empty. As
+        `of` otherwise.
+        """
+        key = (id(byte_prefix), 0, student_vocab_size, teacher_vocab_size, device)
+        if key not in _made:
+            teacher_cells = byte_prefix[:teacher_vocab_size]
+            student_cells = np.arange(student_vocab_size, dtype=np.int32)
+            others = ~np.isin(student_cells, teacher_cells)
+            student_cells[others] = REST if others.sum() > 1 else NOWHERE
+            _keep(_build(student_cells, teacher_cells, device), key, byte_prefix)
+        return _made[key]
+
+    def column_of(self, cells: Tensor) -> Tensor:
+        """int64 cells, none of them the rest → the columns of [U, X] they are, −1 where they are none."""
+        column = torch.searchsorted(self.student.columns, cells).clamp(max=self.num_cells - 1)
+        return column.masked_fill(self.student.columns[column] != cells, -1)
+
+    @property
+    def num_cells(self) -> int:
+        return self.student.num_columns
+
+    def log_project(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [U, V] and [U, W] → log-probabilities of student and teacher on the cells, both [U, X].
+
+        Both are renormalised; where every token has a cell, that changes nothing.
+        """
+        log_p, log_q = self.student.log_project(student), self.teacher.log_project(teacher)
+        return log_p.log_softmax(-1), log_q.log_softmax(-1)
+
+    def cells_per_unit(self, student_vocab_size: int, teacher_vocab_size: int) -> int:
+        """fp32 numbers alive per unit at the peak of a chunk, with a divergence on the cells."""
+        entries = self.student.num_entries + self.teacher.num_entries
+        return 5 * student_vocab_size + 3 * teacher_vocab_size + 3 * entries + 12 * self.num_cells
+
+
+REST, NOWHERE = -1, -2
+"""Cells of tokens that have none of their own."""
+
+_Key = tuple[int, int, int, int, torch.device]
+_made: dict[_Key, CommonCells] = {}
+
+
+def _keep(made: CommonCells, key: _Key, *arrays: NDArray[np.int32]) -> None:
+    _made[key] = made
+    for array in arrays:  # An id is used again once its array is gone.
+        weakref.finalize(array, _made.pop, key, None)
+
+
+def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], device: torch.device) -> CommonCells:
+    common = np.intersect1d(student_cells, teacher_cells).astype(np.int64)
+    if common.max(initial=-1) < 0:
+        raise ProjectionError(
+            f"the maps of the projection have no cell within {len(student_cells)} student and {len(teacher_cells)} "
+            "teacher tokens that both sides reach; it belongs to another pair of tokenizers, or they share nothing"
+        )
+    return CommonCells(_many_to_one(student_cells, common).to(device), _many_to_one(teacher_cells, common).to(device))
+
+
+def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:
+    """A projection whose rows have one entry, of weight 1, or none."""
+    token = np.flatnonzero(np.isin(cells, common))
+    column = np.searchsorted(common, cells[token])
+    order = np.argsort(column, kind="stable")
+    return SparseProjection(
+        torch.from_numpy(common),
+        _entries(token[order], column[order], column[order], len(common)),
+        _entries(token, column, token, len(cells)),
+    )
+
+
+def _entries(
+    token: NDArray[np.int64], column: NDArray[np.int64], segment: NDArray[np.int64], num_segments: int
+) -> Entries:
+    """`segment` is sorted."""
+    return Entries(
+        torch.from_numpy(token),
+        torch.from_numpy(column),
+        torch.zeros(len(token), 1, dtype=torch.float64),
+        torch.from_numpy(np.searchsorted(segment, np.arange(num_segments + 1))),
+    )

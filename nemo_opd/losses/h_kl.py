@@ -1,0 +1,65 @@
+"""gold on more pairs: those that a projection matches with most of a row's weight (METHODS §5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.gold import PairedDivergence, paired_loss
+from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.types import LossOutput
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+
+def h_kl(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    divergence: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    mixed_weight: float = 0.5,
+    merge: str = "first",
+    common_weight: float = 1.0,
+    uncommon_weight: float = 1.0,
+    uncommon_topk: int = 8192,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (METHODS §5), and the metric `kd`.
+
+    Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.
+    Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without
+    such pairs.
+    """
+    how = Merge(merge)
+    compare = PairedDivergence(
+        Divergence(divergence, beta, mixed_weight), common_weight, uncommon_weight, uncommon_topk
+    )
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=temperature,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    pairs = TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, student_logits.device)
+    return paired_loss(inputs, pairs, compare, how, normalizer=normalizer, chunk_size=chunk_size)

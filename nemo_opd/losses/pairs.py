@@ -1,0 +1,116 @@
+"""Tokens of two vocabularies that are matched one to one, on a device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nemo_opd.errors import ProjectionError
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+RELAXED_WEIGHT = 0.6
+"""The least weight of a relaxed pair. Above ½, so that a row has at most one."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPairs:
+    """X one-to-one pairs of a student and a teacher token, by student id, and the tokens of no pair."""
+
+    student: Tensor
+    """int64 [X], ascending."""
+    teacher: Tensor
+    """int64 [X]: partner of each."""
+    student_rest: Tensor
+    """int64 [V − X], ascending: student tokens of no pair."""
+    teacher_rest: Tensor
+    """int64 [W − X], ascending."""
+
+    @staticmethod
+    def exact(
+        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> TokenPairs:
+        """The shared vocabulary within the given sizes; made once as long as the matrix lives (METHODS §2).
+
+        Raises ProjectionError where no pair is left.
+        """
+        return _cached(projection, _exact, student_vocab_size, teacher_vocab_size, device)
+
+    @staticmethod
+    def relaxed(
+        projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
+    ) -> TokenPairs:
+        """Each student token with its teacher token of weight ≥ RELAXED_WEIGHT (METHODS §5, h_kl).
+
+        Of the students that claim one teacher token an exact row wins, then the higher weight, then the lower id.
+        Within the given sizes; made once as long as the matrix lives. Raises ProjectionError where no pair is left.
+        """
+        return _cached(projection, _relaxed, student_vocab_size, teacher_vocab_size, device)
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def to(self, device: torch.device) -> TokenPairs:
+        return TokenPairs(
+            self.student.to(device), self.teacher.to(device), self.student_rest.to(device), self.teacher_rest.to(device)
+        )
+
+
+_Ids = NDArray[np.int64]
+_Match = Callable[["ProjectionMatrix", int, int], tuple[_Ids, _Ids]]
+"""Student and teacher ids of the pairs within vocabulary sizes, by student id."""
+
+_Key = tuple[_Match, int, int, int, int, int, torch.device]
+
+_made: dict[_Key, TokenPairs] = {}
+
+
+def _cached(
+    projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
+) -> TokenPairs:
+    indices, weights, exact = projection.indices, projection.weights, projection.exact
+    key = (match, id(indices), id(weights), id(exact), students, teachers, device)
+    if key not in _made:
+        _made[key] = _build(match, projection, students, teachers).to(device)
+        for array in (indices, weights, exact):  # An id is used again once its array is gone.
+            weakref.finalize(array, _made.pop, key, None)
+    return _made[key]
+
+
+def _build(match: _Match, projection: ProjectionMatrix, students: int, teachers: int) -> TokenPairs:
+    student, teacher = match(projection, students, teachers)
+    if not len(student):
+        raise ProjectionError(
+            f"the projection matches no token of {students} student with one of {teachers} teacher tokens; it belongs "
+            "to another pair of tokenizers, says of no row that it is exact, or they have nothing in common: use uld"
+        )
+    sides = (student, teacher, _others(student, students), _others(teacher, teachers))
+    return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
+
+
+def _exact(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
+    student, teacher = projection.shared_pairs.astype(np.int64).T
+    kept = (student < students) & (teacher < teachers)
+    return student[kept], teacher[kept]
+
+
+def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
+    near = (projection.indices < teachers) & (projection.weights >= RELAXED_WEIGHT)
+    student, slot = np.nonzero(near[:students])
+    teacher = projection.indices[student, slot].astype(np.int64)
+    order = np.lexsort((student, -projection.weights[student, slot], ~projection.exact[student]))
+    _, first = np.unique(teacher[order], return_index=True)
+    winner = np.sort(order[first])
+    return student[winner], teacher[winner]
+
+
+def _others(ids: _Ids, size: int) -> _Ids:
+    return np.setdiff1d(np.arange(size), ids)

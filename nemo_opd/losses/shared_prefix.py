@@ -1,0 +1,83 @@
+"""Both sides, pushed onto their shared vocabulary, at the first position of each aligned chunk (METHODS §5)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.cell_map import CommonCells
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.divergence import Divergence
+from nemo_opd.types import LossOutput
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+
+def shared_prefix(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    divergence: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    mixed_weight: float = 0.5,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """τ² · Σ divergence(Q, P) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
+
+    P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
+    that no shared token begins fall into one rest cell, which counts where both sides have such tokens. Unshifted
+    logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with
+    token 0 of either side is no unit. Vocabulary sizes default to the projection's. normalizer: units of the global
+    batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises
+    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
+    """
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=temperature,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    compare = Divergence(divergence, beta, mixed_weight)
+    cells = shared_cells(projection, inputs)
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        log_p, log_q = cells.log_project(student, teacher)
+        return compare(log_q, log_p)
+
+    return first_position_loss(
+        inputs,
+        unit_loss,
+        cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )
+
+
+def shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
+    """The shared vocabulary as cells. Raises ProjectionError for a projection without the maps onto it."""
+    student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
+    if student_cells is None or teacher_cells is None:
+        raise ProjectionError(
+            "shared_prefix needs the shared-prefix maps, which this projection does not have; add them with "
+            "nemo_opd.projection.add_shared_prefix or tools/projection/byte_prefix.py, or use projection: auto"
+        )
+    device = inputs.student_logits.device
+    return CommonCells.of(student_cells, teacher_cells, inputs.student_size, inputs.teacher_size, device)

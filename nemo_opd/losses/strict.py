@@ -1,0 +1,172 @@
+"""The shared vocabulary, where both sides have realised the same token (METHODS §5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.reduction import ChunkUnits, chunk_units
+from nemo_opd.losses.support import Columns, with_rest
+from nemo_opd.types import LossOutput
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+NORMALIZATIONS = ("support", "rest")
+
+
+def strict(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    divergence: str = "forward_kl",
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    mixed_weight: float = 0.5,
+    top_k: int | None = None,
+    normalization: str = "support",
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (METHODS §5), and the metric `kd` in nats per unit.
+
+    q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
+    renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
+    left out where only one side has other tokens. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
+    and [B, T], chunk ids −1 or non-decreasing. Vocabulary sizes default to the projection's. normalizer: units of the
+    global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
+    Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
+    """
+    _check(top_k, normalization)
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=temperature,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    inputs = replace(inputs, units=_realised_pairs(inputs.units, student_ids, teacher_ids, projection))
+    shared = _SharedVocabulary.of(projection, inputs, top_k, normalization)
+    compare = Divergence(divergence, beta, mixed_weight)
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        return compare(*shared.cells(teacher, student))
+
+    return first_position_loss(
+        inputs,
+        unit_loss,
+        cells_per_unit=_cells_per_unit(inputs, shared),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )
+
+
+def strict_units(
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    projection: ProjectionMatrix,
+) -> ChunkUnits:
+    """Chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
+
+    Their number, `len`, is what `strict` counts as units. It waits for the device twice.
+    """
+    return _realised_pairs(chunk_units(student_chunk_id, teacher_chunk_id), student_ids, teacher_ids, projection)
+
+
+def _realised_pairs(
+    units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
+) -> ChunkUnits:
+    pairs = torch.from_numpy(projection.shared_pairs).to(student_ids.device).long()
+    partner = pairs.new_full((projection.student_vocab_size,), -1).index_copy_(0, pairs[:, 0], pairs[:, 1])
+    student = student_ids.flatten().index_select(0, units.student_rows + 1).long()
+    teacher = teacher_ids.flatten().index_select(0, units.teacher_rows + 1).long()
+    one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
+    return units.where(one_to_one & (partner.index_select(0, student) == teacher))
+
+
+@dataclass(frozen=True, slots=True)
+class _SharedVocabulary:
+    student: Tensor
+    """int64 [X]: student tokens of the exact pairs."""
+    teacher: Tensor
+    """int64 [X]: their partners."""
+    top_k: int | None
+    """None: all of them."""
+    has_rest: tuple[bool, bool]
+    """Whether student and teacher get a cell for their other tokens: neither without `normalization="rest"`."""
+
+    @staticmethod
+    def of(
+        projection: ProjectionMatrix, inputs: ChunkInputs, top_k: int | None, normalization: str
+    ) -> _SharedVocabulary:
+        pairs = torch.from_numpy(projection.shared_pairs).long()
+        pairs = pairs[(pairs[:, 0] < inputs.student_size) & (pairs[:, 1] < inputs.teacher_size)]
+        if not len(pairs):
+            raise ProjectionError(
+                f"strict compares exact pairs, and the projection has none within {inputs.student_size} student and "
+                f"{inputs.teacher_size} teacher tokens; use another loss, such as p_kl, or build the projection again"
+            )
+        pairs = pairs.to(inputs.student_logits.device)
+        kept = None if top_k is None or top_k >= len(pairs) else top_k
+        num_cells = len(pairs) if kept is None else kept
+        has_rest = (num_cells < inputs.student_size, num_cells < inputs.teacher_size)
+        if normalization != "rest":
+            has_rest = (False, False)
+        return _SharedVocabulary(pairs[:, 0], pairs[:, 1], kept, has_rest)
+
+    def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits/τ [U, W] and [U, V] → log-probabilities of teacher and student on the cells, both [U, cells]."""
+        of_teacher, of_student = self._columns(student)
+        if not any(self.has_rest):
+            return of_teacher.take(teacher).log_softmax(-1), of_student.take(student).log_softmax(-1)
+        log_q, log_p = teacher.log_softmax(-1), student.log_softmax(-1)
+        rest_p = of_student.rest(log_p) if self.has_rest[0] else None
+        rest_q = of_teacher.rest(log_q) if self.has_rest[1] else None
+        return with_rest(of_teacher.take(log_q), of_student.take(log_p), rest_q, rest_p)
+
+    def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
+        """The columns of the cells in each row of teacher and student; a constant."""
+        if self.top_k is None:
+            return Columns(self.teacher.expand(len(student), -1)), Columns(self.student.expand(len(student), -1))
+        shared = student.detach().index_select(1, self.student)
+        best = shared.topk(self.top_k, dim=-1, sorted=False).indices
+        return Columns(self.teacher[best]), Columns(self.student[best])
+
+    @property
+    def num_cells(self) -> int:
+        return len(self.student) if self.top_k is None else self.top_k
+
+
+def _check(top_k: int | None, normalization: str) -> None:
+    if top_k is not None and top_k < 1:
+        raise ConfigError(f"top_k={top_k}: strict compares at least 1 pair; give a larger number, or none for all")
+    if normalization not in NORMALIZATIONS:
+        raise ConfigError(
+            f"normalization={normalization!r}: strict has no such normalization; "
+            f"choose from {', '.join(NORMALIZATIONS)}"
+        )
+
+
+def _cells_per_unit(inputs: ChunkInputs, shared: _SharedVocabulary) -> int:
+    """fp32 numbers alive per unit at the peak of a chunk; an int64 column index counts as two."""
+    return 7 * inputs.student_size + 5 * inputs.teacher_size + 16 * shared.num_cells

@@ -1,0 +1,67 @@
+"""Sorted probabilities of both sides, whatever the tokens behind them (METHODS §5)."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.types import LossOutput
+
+
+def uld(
+    student_logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    temperature: float = 1.0,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (METHODS §5), and the metric `kd` per chunk.
+
+    p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
+    Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
+    chunk with token 0 of either side is no unit. Vocabulary sizes default to those of the heads. normalizer: units of
+    the global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
+    Raises ConfigError for shapes or sizes that do not fit.
+    """
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=temperature,
+        student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
+        teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
+    )
+    ranks = max(inputs.student_size, inputs.teacher_size)
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
+
+    return first_position_loss(
+        inputs,
+        unit_loss,
+        cells_per_unit=_cells_per_unit(inputs, ranks),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )
+
+
+def _ranked(logits: Tensor, ranks: int) -> Tensor:
+    """Logits [U, X] → probabilities in descending order [U, ranks]."""
+    probabilities = logits.softmax(-1).sort(-1, descending=True).values
+    return F.pad(probabilities, (0, ranks - logits.shape[-1]))
+
+
+def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:
+    """fp32 numbers alive per unit at the peak of a chunk; an int64 of a sort counts as two."""
+    return 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks

@@ -1,0 +1,188 @@
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.support import Columns, Support, with_rest
+
+from . import oracle_support
+
+GRID = tuple(itertools.product(oracle_support.KINDS, oracle_support.SUPPORTS, oracle_support.NORMALIZATIONS))
+grid = pytest.mark.parametrize(("kind", "support", "normalization"), GRID)
+every_kind = pytest.mark.parametrize("kind", oracle_support.KINDS)
+every_support = pytest.mark.parametrize("support", oracle_support.SUPPORTS)
+
+
+def pair(seed: int = 0, units: int = 5, width: int = 7) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of teacher and student that share some of their largest."""
+    generator = torch.Generator().manual_seed(seed)
+    teacher, noise = (2 * torch.randn(units, width, generator=generator, dtype=torch.float64) for _ in range(2))
+    return teacher, 0.5 * teacher + noise
+
+
+def of(kind) -> Divergence:
+    name, weights = kind
+    return Divergence(name, **weights)
+
+
+@grid
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+def test_value_equals_the_loop(kind, support, normalization, top_k):
+    """A column counted twice in a union, a rest taken from the wrong side, a partition over the wrong columns."""
+    teacher, student = pair()
+    value = Support(support, top_k, normalization).compare(of(kind), teacher, student)
+    expected = [
+        oracle_support.divergence(z_t, z_s, kind[0], support, top_k, normalization, **kind[1])
+        for z_t, z_s in zip(teacher.tolist(), student.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(value.tolist(), expected, rtol=1e-12, atol=1e-14)
+
+
+@grid
+def test_gradient_is_that_of_the_value(kind, support, normalization):
+    """Also through the rest cell, and none through the choice of columns."""
+    teacher, student = pair(1)
+    compare = Support(support, 3, normalization).compare
+    assert torch.autograd.gradcheck(lambda z: compare(of(kind), teacher, z), student.requires_grad_())
+
+
+@every_kind
+@every_support
+@pytest.mark.parametrize("normalization", ["support", "rest"])
+@pytest.mark.parametrize(("dtype", "top_k"), [(torch.float32, 5), (torch.float64, 40), (torch.float32, 99)])
+def test_equal_sides_give_exactly_zero(kind, support, normalization, dtype, top_k):
+    """Rounding noise would pull at a student that is already right, and of the rest's gradient there is a lot."""
+    teacher = (20 * torch.randn(4, 100, generator=torch.Generator().manual_seed(3))).to(dtype)
+    student = teacher.clone().requires_grad_()
+    value = Support(support, top_k, normalization).compare(of(kind), teacher, student)
+    value.sum().backward()
+    assert not value.any()
+    assert not student.grad.any()
+
+
+@every_support
+@every_kind
+def test_parity_form_is_zero_where_sides_are_equal(kind, support):
+    """Its gradient there is that of the formula, which is why it is for parity only."""
+    teacher, _ = pair(2)
+    value = Support(support, 3, "full").compare(of(kind), teacher, teacher.clone())
+    assert not value.any()
+
+
+@every_support
+@pytest.mark.parametrize(("beta", "end"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_parity_form_of_the_ends_of_jsd(support, beta, end):
+    """Where jsd is a KL, it has that KL's term to take out."""
+    teacher, student = pair(5)
+    columns = Support(support, 3, "full")
+    assert torch.equal(
+        columns.compare(Divergence("jsd", beta=beta), teacher, student),
+        columns.compare(Divergence(end), teacher, student),
+    )
+
+
+def test_parity_form_of_forward_kl_is_the_sum_that_other_systems_take():
+    """The generalised KL, with Σ(s − t), is never negative; the plain sum is, where the student has more there."""
+    teacher, student = torch.tensor([[1.0, 0.0, 0.9]]), torch.tensor([[3.0, 0.0, 0.0]]).requires_grad_()
+    value = Support("teacher_topk", 1, "full").compare(Divergence(), teacher, student)
+    log_q, log_p = teacher.log_softmax(-1), student.log_softmax(-1)
+    torch.testing.assert_close(value, (log_q.exp() * (log_q - log_p))[:, 0])
+    assert value.item() < 0
+
+
+@grid
+def test_every_column_is_the_full_divergence(kind, support, normalization):
+    """To the bit: no rest cell is left, and normalisations are the same."""
+    teacher, student = pair(3)
+    full = Support().compare(of(kind), teacher, student)
+    assert torch.equal(Support("full", None, normalization).compare(of(kind), teacher, student), full)
+    for top_k in (7, 8):
+        assert torch.equal(Support(support, top_k, normalization).compare(of(kind), teacher, student), full)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    kind=st.sampled_from(oracle_support.KINDS),
+    support=st.sampled_from(oracle_support.SUPPORTS),
+    top_k=st.integers(1, 11),
+    scale=st.floats(0.1, 8),
+)
+def test_with_the_rest_cell_from_zero_to_the_full_divergence(seed, kind, support, top_k, scale):
+    """The data processing inequality. Twelve cells of at most 160 nats, each rounded to 2^−52 of that."""
+    teacher, student = (scale * z for z in pair(seed, 3, 12))
+    value = Support(support, top_k, "rest").compare(of(kind), teacher, student)
+    full = Support().compare(of(kind), teacher, student)
+    tolerance = 12 * 160 * 2**-52
+    assert (value >= -tolerance).all()
+    assert (value <= full + tolerance).all()
+
+
+@grid
+def test_extreme_logits_are_finite(kind, support, normalization):
+    """The rest of a side holds e^−300 of its mass, which is 0 in fp32."""
+    teacher = torch.tensor([[150.0, 150.0, -150.0, 0.0, -150.0], [-150.0, 150.0, 150.0, 0.0, -150.0]])
+    for student in (-teacher, teacher.flip(-1), teacher.clone()):
+        student.requires_grad_()
+        value = Support(support, 2, normalization).compare(of(kind), teacher, student)
+        value.sum().backward()
+        assert value.isfinite().all()
+        assert student.grad.isfinite().all()
+
+
+@every_kind
+def test_a_union_that_takes_every_column_of_some_rows_only(kind):
+    """Its rest cell is empty there, on both sides; −inf − −inf and its gradient are NaN."""
+    teacher = torch.tensor([[4.0, 3.0, 2.0, 1.0, 0.0]] * 2, dtype=torch.float64)
+    student = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [2.0, 3.0, 4.0, 0.0, 1.0]], dtype=torch.float64).requires_grad_()
+    value = Support("union", 3, "rest").compare(of(kind), teacher, student)
+    full = Support().compare(of(kind), teacher, student)
+    (gradient,) = torch.autograd.grad(value.sum(), student, retain_graph=True)
+    (full_gradient,) = torch.autograd.grad(full.sum(), student)
+    torch.testing.assert_close(value[0], full[0], rtol=1e-14, atol=0)
+    torch.testing.assert_close(gradient[0], full_gradient[0], rtol=1e-13, atol=1e-16)
+    assert value[1] < full[1]
+    assert gradient.isfinite().all()
+
+
+def test_a_small_rest_keeps_its_digits():
+    """In fp32, 1 − Σ of the others is 0 here. log p near −30 is rounded to 2^−24 of that."""
+    log_p = torch.tensor([[30.0, 0.0, -1.0, 1.0]]).log_softmax(-1)
+    rest = Columns(torch.tensor([[0]])).rest(log_p)
+    exact = math.log(math.fsum((1, math.exp(-1), math.exp(1)))) - 30
+    assert rest.item() == pytest.approx(exact, rel=4 * 2**-24)
+
+
+def test_a_rest_that_only_one_side_can_have_is_dropped():
+    log_t, log_s = (z.log_softmax(-1) for z in pair(4))
+    short = log_t[:, :4]
+    cells_t, cells_s = with_rest(
+        short, log_s[:, :4].log_softmax(-1), Columns(torch.arange(4).expand(5, 4)).rest(log_t), None
+    )
+    for cells in (cells_t, cells_s):
+        torch.testing.assert_close(cells.exp().sum(-1), torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close(cells_t, short.log_softmax(-1))
+
+
+def test_no_unit_is_no_value():
+    assert Support("union", 2, "rest").compare(Divergence(), torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("topk",), "support='topk'"),
+        (("full", None, "none"), "normalization='none'"),
+        (("union",), "support=union needs top_k"),
+        (("full", 3), "top_k=3: support=full takes every column"),
+        (("teacher_topk", 0), "top_k=0"),
+    ],
+)
+def test_impossible_choices_are_named(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        Support(*arguments)
