@@ -496,7 +496,7 @@ def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, input
     ("overrides", "last_line"),
     [
         (["train.max_step=5"], "error: train.max_step=5: there is no such key; did you mean train.max_steps?"),
-        (["loss=nope"], "error: loss=nope: there is no such file in the group; choose one of p_kl, same_vocab"),
+        (["cluster=nope"], "error: cluster=nope: there is no such file in the group; choose one of gpu, local"),
         (
             ["data.validation.arrow_files=/nowhere.arrow"],
             "error: data.validation.arrow_files='/nowhere.arrow' does not exist; correct the path",
