@@ -112,7 +112,7 @@ def key_of(document: Document) -> bytes:
 
 
 def encoded(sample: Sample) -> bytes:
-    """Arrays by name; token bytes and chunk ids as differences, which compress to little."""
+    """Arrays by name, compressed."""
     arrays = named(sample.student, "student")
     for i, teacher in enumerate(sample.teachers):
         arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, fingerprint, pieces_of
 from nemo_opd.data.documents import Conversation, Document
-from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, identity_of, require_ids, usable_chunks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -77,11 +77,7 @@ class ChatSampleMaker:
 
     @property
     def identity(self) -> str:
-        teachers = [
-            None if isinstance(teacher, SameTokenizer) else (*teacher.encoder.identity, teacher.aligner.fingerprint)
-            for teacher in self.teachers
-        ]
-        return repr(("chat", self.student.identity, teachers))
+        return identity_of("chat", self.student, self.teachers)
 
     def __call__(self, conversation: Document) -> Sample:
         """The conversation cut to each side's length; a teacher keeps nothing behind the last chunk of a cut student.

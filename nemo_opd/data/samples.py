@@ -5,6 +5,7 @@ Positions are S for the student and T for a teacher, as in nemo_opd.types; a sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -79,6 +80,32 @@ class SampleMaker(Protocol):
         ...
 
     def __call__(self, document: Document, /) -> Sample: ...
+
+
+class Encodes(Protocol):
+    """A side of a sample maker."""
+
+    @property
+    def identity(self) -> tuple[object, ...]: ...
+
+
+class Aligned(Protocol):
+    """A teacher that reads its own ids."""
+
+    @property
+    def encoder(self) -> Encodes: ...
+
+    @property
+    def aligner(self) -> Aligner: ...
+
+
+def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
+    """The identity of a sample maker of these."""
+    parts = [
+        None if isinstance(teacher, SameTokenizer) else (*teacher.encoder.identity, teacher.aligner.fingerprint)
+        for teacher in teachers
+    ]
+    return repr((kind, student.identity, parts))
 
 
 def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens) -> Chunks:

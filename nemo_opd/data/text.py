@@ -10,7 +10,16 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import fingerprint, pieces_of
 from nemo_opd.data.documents import Document
-from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
+from nemo_opd.data.samples import (
+    Aligner,
+    SameTokenizer,
+    Sample,
+    TeacherSample,
+    Tokens,
+    identity_of,
+    require_ids,
+    usable_chunks,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,11 +99,7 @@ class TextSampleMaker:
 
     @property
     def identity(self) -> str:
-        teachers = [
-            None if isinstance(teacher, SameTokenizer) else (*teacher.encoder.identity, teacher.aligner.fingerprint)
-            for teacher in self.teachers
-        ]
-        return repr(("text", self.student.identity, teachers))
+        return identity_of("text", self.student, self.teachers)
 
     def __call__(self, text: Document) -> Sample:
         """The text cut to each side's length; a teacher keeps no token that starts where a cut student ends.

@@ -15,6 +15,7 @@ from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
 from nemo_opd.losses.chunked import compute_dtype
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.made_once import made_once
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -41,10 +42,24 @@ class PrefixRanges:
 
     @staticmethod
     def of(projection: ProjectionMatrix, teacher_vocab_size: int, device: torch.device) -> PrefixRanges:
-        """Among the first `teacher_vocab_size` tokens. Raises ProjectionError for a projection without a byte order."""
-        if projection.teacher_byte_order is None:
+        """Among the first `teacher_vocab_size` tokens; made once as long as the matrix lives.
+
+        Raises ProjectionError for a projection without a byte order.
+        """
+        byte_order = projection.teacher_byte_order
+        if byte_order is None:
             raise ProjectionError(f"byte_prefix needs the byte order of the teacher's tokens, {_HOW}")
-        order, begin, end = torch.from_numpy(projection.teacher_byte_order).to(device).long().T
+        return made_once(
+            lambda: PrefixRanges._within(torch.from_numpy(byte_order).to(device), teacher_vocab_size),
+            (byte_order,),
+            PrefixRanges,
+            teacher_vocab_size,
+            device,
+        )
+
+    @staticmethod
+    def _within(byte_order: Tensor, teacher_vocab_size: int) -> PrefixRanges:
+        order, begin, end = byte_order.long().T
         is_inside = order < teacher_vocab_size
         inside_before = torch.cat([is_inside.new_zeros(1).long(), is_inside.cumsum(0)])
         inside = order[is_inside]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.sparse_projection import Entries, SparseProjection
 
 
@@ -35,11 +35,14 @@ class CommonCells:
         A cell that only one side has a token for would make some divergences infinite whatever the student does; it is
         left out, the rest cell too (METHODS §3). Raises ProjectionError where no cell but the rest is common.
         """
-        key = (id(student_cells), id(teacher_cells), student_vocab_size, teacher_vocab_size, device)
-        if key not in _made:
-            made = _build(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device)
-            _keep(made, key, student_cells, teacher_cells)
-        return _made[key]
+        return made_once(
+            lambda: _build(student_cells[:student_vocab_size], teacher_cells[:teacher_vocab_size], device),
+            (student_cells, teacher_cells),
+            CommonCells.of,
+            student_vocab_size,
+            teacher_vocab_size,
+            device,
+        )
 
     @staticmethod
     def of_prefixes(
@@ -50,14 +53,14 @@ class CommonCells:
         No rest cell where a single student token is left for it: taken out of it, that token would leave it empty. As
         `of` otherwise.
         """
-        key = (id(byte_prefix), 0, student_vocab_size, teacher_vocab_size, device)
-        if key not in _made:
-            teacher_cells = byte_prefix[:teacher_vocab_size]
-            student_cells = np.arange(student_vocab_size, dtype=np.int32)
-            others = ~np.isin(student_cells, teacher_cells)
-            student_cells[others] = REST if others.sum() > 1 else NOWHERE
-            _keep(_build(student_cells, teacher_cells, device), key, byte_prefix)
-        return _made[key]
+        return made_once(
+            lambda: _build_reached(byte_prefix[:teacher_vocab_size], student_vocab_size, device),
+            (byte_prefix,),
+            CommonCells.of_prefixes,
+            student_vocab_size,
+            teacher_vocab_size,
+            device,
+        )
 
     def column_of(self, cells: Tensor) -> Tensor:
         """int64 cells, none of them the rest → the columns of [U, X] they are, −1 where they are none."""
@@ -85,14 +88,12 @@ class CommonCells:
 REST, NOWHERE = -1, -2
 """Cells of tokens that have none of their own."""
 
-_Key = tuple[int, int, int, int, torch.device]
-_made: dict[_Key, CommonCells] = {}
 
-
-def _keep(made: CommonCells, key: _Key, *arrays: NDArray[np.int32]) -> None:
-    _made[key] = made
-    for array in arrays:  # An id is used again once its array is gone.
-        weakref.finalize(array, _made.pop, key, None)
+def _build_reached(teacher_cells: NDArray[np.int32], student_vocab_size: int, device: torch.device) -> CommonCells:
+    student_cells = np.arange(student_vocab_size, dtype=np.int32)
+    others = ~np.isin(student_cells, teacher_cells)
+    student_cells[others] = REST if others.sum() > 1 else NOWHERE
+    return _build(student_cells, teacher_cells, device)
 
 
 def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], device: torch.device) -> CommonCells:

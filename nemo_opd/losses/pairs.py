@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.made_once import made_once
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -33,6 +33,8 @@ class TokenPairs:
     """int64 [V − X], ascending: student tokens of no pair."""
     teacher_rest: Tensor
     """int64 [W − X], ascending."""
+    partner: Tensor
+    """int64 [V]: the teacher token of each student token, −1 for none."""
 
     @staticmethod
     def exact(
@@ -60,7 +62,11 @@ class TokenPairs:
 
     def to(self, device: torch.device) -> TokenPairs:
         return TokenPairs(
-            self.student.to(device), self.teacher.to(device), self.student_rest.to(device), self.teacher_rest.to(device)
+            self.student.to(device),
+            self.teacher.to(device),
+            self.student_rest.to(device),
+            self.teacher_rest.to(device),
+            self.partner.to(device),
         )
 
 
@@ -68,31 +74,32 @@ _Ids = NDArray[np.int64]
 _Match = Callable[["ProjectionMatrix", int, int], tuple[_Ids, _Ids]]
 """Student and teacher ids of the pairs within vocabulary sizes, by student id."""
 
-_Key = tuple[_Match, int, int, int, int, int, torch.device]
-
-_made: dict[_Key, TokenPairs] = {}
-
 
 def _cached(
     projection: ProjectionMatrix, match: _Match, students: int, teachers: int, device: torch.device
 ) -> TokenPairs:
     indices, weights, exact = projection.indices, projection.weights, projection.exact
-    key = (match, id(indices), id(weights), id(exact), students, teachers, device)
-    if key not in _made:
-        _made[key] = _build(match, projection, students, teachers).to(device)
-        for array in (indices, weights, exact):  # An id is used again once its array is gone.
-            weakref.finalize(array, _made.pop, key, None)
-    return _made[key]
+    return made_once(
+        lambda: _build(match, projection, students, teachers).to(device),
+        (indices, weights, exact),
+        match,
+        students,
+        teachers,
+        device,
+    )
 
 
 def _build(match: _Match, projection: ProjectionMatrix, students: int, teachers: int) -> TokenPairs:
     student, teacher = match(projection, students, teachers)
     if not len(student):
         raise ProjectionError(
-            f"the projection matches no token of {students} student with one of {teachers} teacher tokens; it belongs "
-            "to another pair of tokenizers, says of no row that it is exact, or they have nothing in common: use uld"
+            f"the projection matches no token with another, none within {students} student and {teachers} teacher "
+            "tokens; it belongs to another pair of tokenizers, says of no row that it is exact, or they have nothing "
+            "in common: build it again, or use p_kl or uld"
         )
-    sides = (student, teacher, _others(student, students), _others(teacher, teachers))
+    partner = np.full(students, -1)
+    partner[student] = teacher
+    sides = (student, teacher, _others(student, students), _others(teacher, teachers), partner)
     return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.made_once import made_once
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -56,12 +56,10 @@ class SparseProjection:
         Raises ProjectionError where no entry is left.
         """
         indices, weights = projection.indices, projection.weights
-        key = (id(indices), id(weights), student_vocab_size, teacher_vocab_size, device)
-        if key not in _made:
-            _made[key] = _build(indices, weights, student_vocab_size, teacher_vocab_size).to(device)
-            for array in (indices, weights):  # An id is used again once its array is gone.
-                weakref.finalize(array, _made.pop, key, None)
-        return _made[key]
+        sizes = student_vocab_size, teacher_vocab_size
+        return made_once(
+            lambda: _build(indices, weights, *sizes).to(device), (indices, weights), SparseProjection, *sizes, device
+        )
 
     @property
     def num_columns(self) -> int:
@@ -113,9 +111,6 @@ class _LogProject(torch.autograd.Function):
 def _segment(reduce: str, cells: Tensor, offsets: Tensor) -> Tensor:
     """Unlike scatter_add on CUDA, no atomics: the order of a sum does not change from run to run."""
     return torch.segment_reduce(cells, reduce, offsets=offsets, axis=0, unsafe=True)
-
-
-_made: dict[tuple[int, int, int, int, torch.device], SparseProjection] = {}
 
 
 def _build(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns, with_rest
 from nemo_opd.types import LossOutput
@@ -88,7 +88,8 @@ def strict_units(
 ) -> ChunkUnits:
     """Chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
 
-    Their number, `len`, is what `strict` counts as units. It waits for the device twice.
+    Their number, `len`, is what `strict` counts as units. It waits for the device twice. Raises ProjectionError for a
+    projection without exact pairs.
     """
     return _realised_pairs(chunk_units(student_chunk_id, teacher_chunk_id), student_ids, teacher_ids, projection)
 
@@ -96,8 +97,8 @@ def strict_units(
 def _realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
 ) -> ChunkUnits:
-    pairs = torch.from_numpy(projection.shared_pairs).to(student_ids.device).long()
-    partner = pairs.new_full((projection.student_vocab_size,), -1).index_copy_(0, pairs[:, 0], pairs[:, 1])
+    sizes = projection.student_vocab_size, projection.teacher_vocab_size
+    partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
     student = student_ids.flatten().index_select(0, units.student_rows + 1).long()
     teacher = teacher_ids.flatten().index_select(0, units.teacher_rows + 1).long()
     one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
@@ -119,20 +120,14 @@ class _SharedVocabulary:
     def of(
         projection: ProjectionMatrix, inputs: ChunkInputs, top_k: int | None, normalization: str
     ) -> _SharedVocabulary:
-        pairs = torch.from_numpy(projection.shared_pairs).long()
-        pairs = pairs[(pairs[:, 0] < inputs.student_size) & (pairs[:, 1] < inputs.teacher_size)]
-        if not len(pairs):
-            raise ProjectionError(
-                f"strict compares exact pairs, and the projection has none within {inputs.student_size} student and "
-                f"{inputs.teacher_size} teacher tokens; use another loss, such as p_kl, or build the projection again"
-            )
-        pairs = pairs.to(inputs.student_logits.device)
+        device = inputs.student_logits.device
+        pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, device)
         kept = None if top_k is None or top_k >= len(pairs) else top_k
         num_cells = len(pairs) if kept is None else kept
         has_rest = (num_cells < inputs.student_size, num_cells < inputs.teacher_size)
         if normalization != "rest":
             has_rest = (False, False)
-        return _SharedVocabulary(pairs[:, 0], pairs[:, 1], kept, has_rest)
+        return _SharedVocabulary(pairs.student, pairs.teacher, kept, has_rest)
 
     def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
         """Logits/τ [U, W] and [U, V] → log-probabilities of teacher and student on the cells, both [U, cells]."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from nemo_opd.alignment import TokenAligner, fingerprint, pieces_of
+from nemo_opd.alignment import Pieces, TokenAligner, pieces_of
 from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.run import RunConfig
@@ -26,6 +26,7 @@ from nemo_opd.training.plan import TeacherPlan
 class Side:
     size: ModelSize
     tokenizer: PreTrainedTokenizerFast
+    pieces: Pieces
     vocab_size: int
     """Ids that the tokenizer has and the model can read."""
 
@@ -43,7 +44,7 @@ def load_side(settings: Student | Teacher, key: str) -> Side:
             f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.model} has "
             f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
         )
-    return Side(size, tokenizer, min(pieces.vocab_size, size.vocab_size))
+    return Side(size, tokenizer, pieces, min(pieces.vocab_size, size.vocab_size))
 
 
 def plan_teacher(i: int, settings: Teacher, student: Side, teacher: Side) -> TeacherPlan:
@@ -52,7 +53,7 @@ def plan_teacher(i: int, settings: Teacher, student: Side, teacher: Side) -> Tea
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
         require_room_for_ids(i, settings, student, teacher)
         return TeacherPlan(teacher.vocab_size, None, None)
-    require_other_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
+    require_other_tokenizer(i, settings, student, teacher)
     matrix = load_projection(i, settings, student.tokenizer, teacher.tokenizer)
     return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix))
 
@@ -88,11 +89,9 @@ def require_same_tokenizer(
         )
 
 
-def require_other_tokenizer(
-    i: int, settings: Teacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def require_other_tokenizer(i: int, settings: Teacher, student: Side, teacher: Side) -> None:
     """Raises ModelError where alignment and projection would be the identity."""
-    if fingerprint(student) == fingerprint(tokenizer):
+    if student.pieces.fingerprint == teacher.pieces.fingerprint:
         raise ModelError(
             f"teachers.{i}.type=cross_tokenizer: {settings.name} has the student's tokenizer, so there is nothing to "
             "align; write type: same_tokenizer"
