@@ -5,6 +5,7 @@ from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.logit_rows import AveragedLogits, Head, HeadLogits, LogitRows, VocabParallelLogits
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.shared_prefix import shared_prefix
@@ -12,6 +13,11 @@ from nemo_opd.losses.strict import strict
 from nemo_opd.losses.uld import uld
 
 __all__ = [
+    "AveragedLogits",
+    "Head",
+    "HeadLogits",
+    "LogitRows",
+    "VocabParallelLogits",
     "alm",
     "byte_prefix",
     "cross_entropy",

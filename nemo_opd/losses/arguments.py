@@ -1,5 +1,7 @@
 """What the losses ask of their arguments."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
@@ -19,29 +21,38 @@ def check_same_length(**tensors: Tensor) -> None:
         raise ConfigError(f"numbers of sequences differ ({given}); row b must be the same text in all of them")
 
 
-def check_positions(logits: Tensor, **tensors: Tensor) -> None:
-    """Raises ConfigError where a tensor is not [B, S] for logits [B, S, V]."""
+def check_positions(logits_shape: Sequence[int], **tensors: Tensor) -> None:
+    """Raises ConfigError where a tensor is not [B, S] for logits of shape [B, S, V]."""
     for name, tensor in tensors.items():
-        if tensor.shape != logits.shape[:2]:
+        if tuple(tensor.shape) != tuple(logits_shape[:2]):
             raise ConfigError(
-                f"{name} has shape {list(tensor.shape)}, its logits {list(logits.shape)}; "
-                f"give one entry per position: {list(logits.shape[:2])}"
+                f"{name} has shape {list(tensor.shape)}, its logits {list(logits_shape)}; "
+                f"give one entry per position: {list(logits_shape[:2])}"
             )
 
 
-def own_columns(key: str, given: int | None, default: int, logits: Tensor) -> int:
-    """`given`, else `default`: the leading columns of `logits` [..., X] to use; raises ConfigError if it has fewer."""
-    size = default if given is None else given
-    if not 0 < size <= logits.shape[-1]:
+def check_sequence_weights(weights: Tensor | None, num_sequences: int) -> None:
+    """Raises ConfigError unless weights are [B]."""
+    if weights is not None and tuple(weights.shape) != (num_sequences,):
         raise ConfigError(
-            f"{key}={size}: the logits have {logits.shape[-1]} columns; "
+            f"sequence_weights has shape {list(weights.shape)} for {num_sequences} sequences; "
+            f"give one weight each: [{num_sequences}]"
+        )
+
+
+def own_columns(key: str, given: int | None, default: int, num_columns: int) -> int:
+    """`given`, else `default`: the leading columns to use of `num_columns`; raises ConfigError if there are fewer."""
+    size = default if given is None else given
+    if not 0 < size <= num_columns:
+        raise ConfigError(
+            f"{key}={size}: the logits have {num_columns} columns; "
             "give the size of the model's own vocabulary, or resize its head to the tokenizer"
         )
     return size
 
 
 def shared_columns(
-    student_logits: Tensor, teacher_logits: Tensor, student_vocab_size: int | None, teacher_vocab_size: int | None
+    student_columns: int, teacher_columns: int, student_vocab_size: int | None, teacher_vocab_size: int | None
 ) -> int:
     """Columns of a vocabulary that both sides share; the narrower head when no size is given.
 
@@ -53,6 +64,6 @@ def shared_columns(
             "but same_vocab compares column with column; use a cross-tokenizer loss such as p_kl"
         )
     given = teacher_vocab_size if student_vocab_size is None else student_vocab_size
-    narrower = min(student_logits.shape[-1], teacher_logits.shape[-1])
-    own_columns("student_vocab_size", given, narrower, student_logits)
-    return own_columns("teacher_vocab_size", given, narrower, teacher_logits)
+    narrower = min(student_columns, teacher_columns)
+    own_columns("student_vocab_size", given, narrower, student_columns)
+    return own_columns("teacher_vocab_size", given, narrower, teacher_columns)

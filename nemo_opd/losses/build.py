@@ -15,6 +15,7 @@ from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.reduction import count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
@@ -47,15 +48,19 @@ class TermLoss:
 
     def __call__(
         self,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Tensor | LogitRows,
         student: TokenRows,
         teacher: TeacherRows,
         normalizer: float | None,
+        *,
+        sequence_weights: Tensor | None = None,
     ) -> LossOutput:
         """normalizer: the teacher's units in the global batch. Raises ConfigError for a batch without what is read."""
         arguments = self.batch_arguments(student, teacher)
-        return self.loss(student_logits, teacher_logits, normalizer=normalizer, **arguments)
+        return self.loss(
+            student_logits, teacher_logits, normalizer=normalizer, sequence_weights=sequence_weights, **arguments
+        )
 
 
 def build(

@@ -10,17 +10,20 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.losses.alm import ChunkTokens, log1mexp, log_surprise
+from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
-from nemo_opd.losses.chunked import compute_dtype
+from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
+LIVE_COPIES = 8
+"""Tensors of the size of a chain's positions alive at their peak."""
 _HOW = (
     "which this projection does not have; add it with nemo_opd.projection.add_byte_prefix or "
     "tools/projection/byte_prefix.py, or use projection: auto"
@@ -72,8 +75,8 @@ class PrefixRanges:
 
 
 def byte_prefix(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -84,6 +87,7 @@ def byte_prefix(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -93,13 +97,14 @@ def byte_prefix(
 
     u(v) = Σ q over the teacher tokens whose longest student prefix is v. Where a chunk is one student token x and the
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
-    q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n.
-    Cells are the student tokens that some teacher token reaches, x where it is none of them, and one for the rest where
-    both sides have one; student and teacher are renormalised on them. Unshifted logits [B, S, V] and [B, T, W]; ids and
-    chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit.
-    Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this call.
-    chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or
-    names that do not fit, ProjectionError for a projection without Φ and the teacher's byte order.
+    q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
+    teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and
+    teacher are renormalised on them. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T],
+    chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]: of each
+    sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's.
+    normalizer: units of the global batch, by default of this call. chunk_size: units computed at a time, by default
+    what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a
+    projection without Φ and the teacher's byte order.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -109,17 +114,18 @@ def byte_prefix(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
     compare = Divergence(divergence, beta, mixed_weight)
     cells = _reached_cells(projection, inputs)
-    ranges = PrefixRanges.of(projection, inputs.teacher_size, student_logits.device)
-    chain = _Chain.of(inputs, cells, ranges, chunk_size)
+    chains = _Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return compare(chain.teacher_cells(teacher, cells, part), chain.student_cells(student, cells, part))
+        bound = chains.bound(inputs, cells, part)
+        return compare(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
     return first_position_loss(
         inputs,
@@ -127,97 +133,109 @@ def byte_prefix(
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         normalizer=normalizer,
         chunk_size=chunk_size,
+        positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
     )
 
 
 def _reached_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
     if projection.byte_prefix is None:
         raise ProjectionError(f"byte_prefix needs the map of that name, {_HOW}")
-    device, sizes = inputs.student_logits.device, (inputs.student_size, inputs.teacher_size)
+    device, sizes = inputs.device, (inputs.student_size, inputs.teacher_size)
     return CommonCells.of_prefixes(projection.byte_prefix, *sizes, device)
 
 
 @dataclass(frozen=True, slots=True)
-class _Chain:
-    """The bound of each unit, and where it goes. Units of other chunks than 1:n move nothing."""
+class _Chains:
+    """Chunks of one student token and several teacher tokens, among all units."""
 
-    first_teacher: Tensor
-    """int64 [U, 1]: y_1."""
-    realised: Tensor
-    """int64 [U, 1]: x."""
-    column: Tensor
-    """int64 [U, 1]: the cell of x, or any where it has none."""
-    is_apart: Tensor
-    """bool [U, 1]: x takes mass, but no teacher token reaches it; it is a cell of its own."""
-    log_moved: Tensor
-    """[U, 1]: log of the share of q(y_1) that moves to x."""
-    log_kept: Tensor
-    """[U, 1]: log of the share that stays."""
+    is_chain: Tensor
+    """bool [U, 1]"""
+    positions: ChunkPositions
+    """Of y_2..y_n, where a unit is a chain; none elsewhere."""
+    begin: Tensor
+    """int64 [R, 1]: what continues the chain there, as a range of the byte order."""
+    end: Tensor
+    """int64 [R, 1]"""
+    prefixes: PrefixRanges
 
     @staticmethod
-    def of(inputs: ChunkInputs, cells: CommonCells, prefixes: PrefixRanges, chunk_size: int | None) -> _Chain:
+    def of(inputs: ChunkInputs, prefixes: PrefixRanges) -> _Chains:
+        """Up to y_{n−1} the token itself continues it; at y_n any token that begins with it."""
         units = inputs.units
         is_chain = (units.student_lengths == 1) & (units.teacher_lengths > 1)
-        dtype = compute_dtype(inputs.student_logits)
-        log_moved = torch.full((len(units), 1), -math.inf, dtype=dtype, device=is_chain.device)
-        log_kept = torch.zeros_like(log_moved)
-        surprise = _log_surprise_of_continuations(inputs, is_chain, prefixes, chunk_size).to(dtype).unsqueeze(1)
-        log_moved[is_chain], log_kept[is_chain] = -surprise.exp(), log1mexp(surprise)
-        realised = _first_ids(inputs.student_ids, units.student_rows)
-        column = cells.column_of(realised)
-        is_apart = (column < 0) & is_chain.unsqueeze(1)
-        first_teacher = _first_ids(inputs.teacher_ids, units.teacher_rows)
-        return _Chain(first_teacher, realised, column.clamp(min=0), is_apart, log_moved, log_kept)
+        lengths = (units.teacher_lengths - 1) * is_chain
+        positions = ChunkPositions.of(units.teacher_rows + 1, lengths)
+        targets = positions.targets(inputs.teacher_ids)
+        last = positions.place == positions.per_position(lengths) - 1
+        begin = torch.where(last, prefixes.begin[targets], prefixes.place[targets])
+        end = torch.where(last, prefixes.end[targets], prefixes.place[targets] + 1)
+        return _Chains(is_chain.unsqueeze(1), positions, begin.unsqueeze(1), end.unsqueeze(1), prefixes)
 
-    def teacher_cells(self, teacher: Tensor, cells: CommonCells, part: slice) -> Tensor:
+    def bound(self, inputs: ChunkInputs, cells: CommonCells, part: slice) -> _Bound:
+        is_chain, surprise = self.is_chain[part], self._log_surprise(inputs, part)
+        realised = _first_ids(inputs.student_ids, inputs.units.student_rows[part])
+        column = cells.column_of(realised)
+        return _Bound(
+            first_teacher=_first_ids(inputs.teacher_ids, inputs.units.teacher_rows[part]),
+            realised=realised,
+            column=column.clamp(min=0),
+            is_apart=(column < 0) & is_chain,
+            log_moved=(-surprise.exp()).masked_fill(~is_chain, -math.inf),
+            log_kept=log1mexp(surprise).masked_fill(~is_chain, 0),
+        )
+
+    @torch.no_grad()
+    def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
+        """log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
+        span = self.positions.span(part)
+        logits = inputs.teacher_at(self.positions.rows[span]) / inputs.temperature
+        ordered = logits.index_select(1, self.prefixes.order)
+        places = torch.arange(inputs.teacher_size, device=ordered.device)
+        is_meant = (places >= self.begin[span]) & (places < self.end[span])
+        lowest = torch.finfo(ordered.dtype).min
+        meant = ordered.masked_fill(~is_meant, lowest).logsumexp(1, keepdim=True)
+        odds_against = ordered.masked_fill(is_meant, lowest).logsumexp(1, keepdim=True) - meant
+        return self.positions.log_sum_exp(log_surprise(odds_against), part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """What the teacher gives the realised student token at least, and where that goes. Other units move nothing."""
+
+    first_teacher: Tensor
+    """int64 [u, 1]: y_1."""
+    realised: Tensor
+    """int64 [u, 1]: x."""
+    column: Tensor
+    """int64 [u, 1]: the cell of x, or any where it has none."""
+    is_apart: Tensor
+    """bool [u, 1]: x takes mass, but no teacher token reaches it; it is a cell of its own."""
+    log_moved: Tensor
+    """[u, 1]: log of the share of q(y_1) that moves to x."""
+    log_kept: Tensor
+    """[u, 1]: log of the share that stays."""
+
+    def teacher_cells(self, teacher: Tensor, cells: CommonCells) -> Tensor:
         """Logits [u, W] → log u on the cells and on x apart, [u, X + 1].
 
         The share that stays is taken before the sum, so that no difference of nearly equal masses is formed.
         """
-        first, column, is_apart = self.first_teacher[part], self.column[part], self.is_apart[part]
-        log_first = teacher.gather(1, first)
-        moved = log_first + self.log_moved[part]
-        log_u = cells.teacher.log_project(teacher.scatter(1, first, log_first + self.log_kept[part]))
-        own = torch.logaddexp(log_u.gather(1, column), moved.masked_fill(is_apart, -math.inf))
-        apart = moved.masked_fill(~is_apart, -math.inf)
-        return torch.cat([log_u.scatter(1, column, own), apart], 1).log_softmax(-1)
+        log_first = teacher.gather(1, self.first_teacher)
+        moved = log_first + self.log_moved
+        log_u = cells.teacher.log_project(teacher.scatter(1, self.first_teacher, log_first + self.log_kept))
+        own = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
+        apart = moved.masked_fill(~self.is_apart, -math.inf)
+        return torch.cat([log_u.scatter(1, self.column, own), apart], 1).log_softmax(-1)
 
-    def student_cells(self, student: Tensor, cells: CommonCells, part: slice) -> Tensor:
+    def student_cells(self, student: Tensor, cells: CommonCells) -> Tensor:
         """Logits [u, V] → log p on the same cells, [u, X + 1]."""
-        realised, is_apart = self.realised[part], self.is_apart[part]
-        log_realised = student.gather(1, realised)
-        elsewhere = log_realised.masked_fill(is_apart, torch.finfo(student.dtype).min)
-        log_p = cells.student.log_project(student.scatter(1, realised, elsewhere))
-        apart = log_realised.masked_fill(~is_apart, -math.inf)
+        log_realised = student.gather(1, self.realised)
+        elsewhere = log_realised.masked_fill(self.is_apart, torch.finfo(student.dtype).min)
+        log_p = cells.student.log_project(student.scatter(1, self.realised, elsewhere))
+        apart = log_realised.masked_fill(~self.is_apart, -math.inf)
         return torch.cat([log_p, apart], 1).log_softmax(-1)
 
 
 def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:
     """The ids [U, 1] of the tokens that rows [U] predict."""
     return ids.flatten().index_select(0, rows + 1).long().unsqueeze(1)
-
-
-@torch.no_grad()
-def _log_surprise_of_continuations(
-    inputs: ChunkInputs, is_chain: Tensor, prefixes: PrefixRanges, chunk_size: int | None
-) -> Tensor:
-    """log(−log R) of the units that are chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
-    chains = inputs.units.where(is_chain)
-    tokens = ChunkTokens.of(chains.teacher_rows + 1, chains.teacher_lengths - 1, inputs.teacher_ids)
-    last = tokens.place == (chains.teacher_lengths - 2).repeat_interleave(
-        chains.teacher_lengths - 1, output_size=len(tokens.rows)
-    )
-    begin = torch.where(last, prefixes.begin[tokens.targets], prefixes.place[tokens.targets]).unsqueeze(1)
-    end = torch.where(last, prefixes.end[tokens.targets], prefixes.place[tokens.targets] + 1).unsqueeze(1)
-    columns = inputs.teacher_logits.flatten(0, 1).narrow(1, 0, inputs.teacher_size)
-    found = []
-    for part in tokens.parts(8 * inputs.teacher_size, chunk_size):
-        logits = columns.index_select(0, tokens.rows[part]).to(compute_dtype(inputs.student_logits))
-        ordered = logits.index_select(1, prefixes.order) / inputs.temperature
-        places = torch.arange(inputs.teacher_size, device=ordered.device)
-        is_meant = (places >= begin[part]) & (places < end[part])
-        lowest = torch.finfo(ordered.dtype).min
-        meant = ordered.masked_fill(~is_meant, lowest).logsumexp(1)
-        odds_against = ordered.masked_fill(is_meant, lowest).logsumexp(1) - meant
-        found.append(tokens.sum_over_units(log_surprise(odds_against), part))
-    return torch.cat([columns.new_zeros(0, dtype=compute_dtype(inputs.student_logits)), *found])

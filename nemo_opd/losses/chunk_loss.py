@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions, check_same_length, check_temperature, own_columns
-from nemo_opd.losses.chunked import chunked_sum, compute_dtype, equal_parts
+from nemo_opd.losses.arguments import (
+    check_positions,
+    check_same_length,
+    check_sequence_weights,
+    check_temperature,
+    own_columns,
+)
+from nemo_opd.losses.chunked import ChunkLoss, UnitSum, chunked_sum, compute_dtype, unit_cells, unit_parts
+from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units, reduced
 from nemo_opd.types import LossOutput
 
@@ -29,32 +36,36 @@ gradient.
 class ChunkInputs:
     """Arguments of a cross-tokenizer loss, checked."""
 
-    student_logits: Tensor
-    """[B, S, ≥ V], unshifted."""
-    teacher_logits: Tensor
-    """[B, T, ≥ W], unshifted; detached."""
+    student: TrainableRows
+    """[B, S, ≥ V]"""
+    teacher: LogitRows
+    """[B, T, ≥ W]"""
     student_ids: Tensor
     """[B, S]"""
     teacher_ids: Tensor
     """[B, T]"""
     units: ChunkUnits
+    """Of sequences with a weight other than 0."""
     student_size: int
     """V: leading columns of the student's head that are its vocabulary."""
     teacher_size: int
     """W"""
     temperature: float
+    sequence_weights: Tensor | None
+    """[B]; None: all 1."""
 
     @classmethod
     def of(
         cls,
-        student_logits: Tensor,
-        teacher_logits: Tensor,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Tensor | LogitRows,
         *,
         student_ids: Tensor,
         teacher_ids: Tensor,
         student_chunk_id: Tensor,
         teacher_chunk_id: Tensor,
         temperature: float,
+        sequence_weights: Tensor | None,
         projection: ProjectionMatrix | None = None,
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
@@ -64,51 +75,94 @@ class ChunkInputs:
         Raises ConfigError for shapes or sizes that do not fit, or a temperature that is not above 0.
         """
         check_temperature(temperature)
-        check_positions(student_logits, student_ids=student_ids, student_chunk_id=student_chunk_id)
-        check_positions(teacher_logits, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
-        check_same_length(student_logits=student_logits, teacher_logits=teacher_logits)
-        narrower = min(student_logits.shape[-1], teacher_logits.shape[-1])
+        student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
+        check_positions(student.shape, student_ids=student_ids, student_chunk_id=student_chunk_id)
+        check_positions(teacher.shape, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
+        check_same_length(student_logits=student_ids, teacher_logits=teacher_ids)
+        check_sequence_weights(sequence_weights, len(student_ids))
+        check_shares(student, teacher)
+        units = chunk_units(student_chunk_id, teacher_chunk_id)
+        if sequence_weights is not None:
+            units = units.where(sequence_weights[units.student_rows // student.shape[1]] != 0)
+        student_columns, teacher_columns = student.shape[2], teacher.shape[2]
+        narrower = min(student_columns, teacher_columns)
         student_default = narrower if projection is None else projection.student_vocab_size
         teacher_default = narrower if projection is None else projection.teacher_vocab_size
         return cls(
-            student_logits,
-            teacher_logits.detach(),
+            student,
+            teacher,
             student_ids,
             teacher_ids,
-            chunk_units(student_chunk_id, teacher_chunk_id),
-            own_columns("student_vocab_size", student_vocab_size, student_default, student_logits),
-            own_columns("teacher_vocab_size", teacher_vocab_size, teacher_default, teacher_logits),
+            units,
+            own_columns("student_vocab_size", student_vocab_size, student_default, student_columns),
+            own_columns("teacher_vocab_size", teacher_vocab_size, teacher_default, teacher_columns),
             temperature,
+            sequence_weights,
         )
 
-    def teacher_rows(self, part: slice) -> Tensor:
-        """Teacher logits [u, W] at the first positions of units[part], in their own dtype."""
-        return self.teacher_at(self.units.teacher_rows[part])
+    @property
+    def device(self) -> torch.device:
+        return self.student.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which losses are computed."""
+        return compute_dtype(self.student)
 
     def teacher_at(self, rows: Tensor) -> Tensor:
-        """Teacher logits [R, W] at indices [R] into [B·T], in their own dtype."""
-        return self.teacher_logits.flatten(0, 1).narrow(1, 0, self.teacher_size).index_select(0, rows)
+        """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
+        return self.teacher.read(rows, self.teacher_size).to(self.dtype)
+
+    def sum_of(self, rows_of: Callable[[slice], Tensor], loss_of: ChunkLoss, parts: Sequence[slice]) -> UnitSum:
+        """`chunked_sum` of the student's logits over parts of the units, each with the weight of its sequence."""
+        weights = None
+        if self.sequence_weights is not None:
+            weights = self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
+        return chunked_sum(self.student, rows_of, loss_of, width=self.student_size, parts=parts, weights=weights)
+
+
+def first_position_sum(
+    inputs: ChunkInputs,
+    compare: Compare,
+    *,
+    cells_per_unit: int,
+    chunk_size: int | None,
+    positions: tuple[Sequence[int], int] | None = None,
+) -> UnitSum:
+    """τ² · Σ compare over units (METHODS §5, §7).
+
+    cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
+    it takes besides, see `unit_cells`. chunk_size: units computed at a time, by default what fits a byte budget; raises
+    ConfigError below 1.
+    """
+    temperature, units = inputs.temperature, inputs.units
+
+    def loss_of(student: Tensor, part: slice) -> Tensor:
+        teacher = inputs.teacher_at(units.teacher_rows[part])
+        return compare(student / temperature, teacher / temperature, part)
+
+    cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
+    parts = unit_parts(inputs.student, cells, chunk_size)
+    return inputs.sum_of(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
 
 
 def first_position_loss(
-    inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, normalizer: float | None, chunk_size: int | None
+    inputs: ChunkInputs,
+    compare: Compare,
+    *,
+    cells_per_unit: int,
+    normalizer: float | None,
+    chunk_size: int | None,
+    positions: tuple[Sequence[int], int] | None = None,
 ) -> LossOutput:
-    """τ² · Σ compare over units / normalizer (METHODS §5, §7), and the metric `kd` in nats per unit.
+    """`first_position_sum` / normalizer, and the metric `kd` in nats per unit.
 
-    cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included. normalizer:
-    units of the global batch, by default of this call. chunk_size: units computed at a time, by default what fits a
-    byte budget; raises ConfigError below 1.
+    normalizer: units of the global batch, by default of this call.
     """
-    temperature, dtype = inputs.temperature, compute_dtype(inputs.student_logits)
-
-    def loss_of(student: Tensor, part: slice) -> Tensor:
-        teacher = inputs.teacher_rows(part).to(dtype)
-        return compare(student / temperature, teacher / temperature, part).sum()
-
-    rows = inputs.units.student_rows
-    parts = equal_parts(rows, cells_per_unit, chunk_size)
-    total = chunked_sum(inputs.student_logits, rows, loss_of, width=inputs.student_size, parts=parts)
-    return reduced("kd", total * temperature**2, len(rows), normalizer)
+    units = first_position_sum(
+        inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size, positions=positions
+    )
+    return reduced("kd", units, len(inputs.units), normalizer)
 
 
 def log_rest(others: Tensor) -> Tensor | None:

@@ -1,6 +1,10 @@
 """Losses over large rows without keeping them: the gradient is formed inside forward (METHODS §8)."""
 
+from __future__ import annotations
+
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
 
 CHUNK_BYTES = 256 * 2**20
 """Budget for the temporaries of one chunk: enough rows to fill a GPU."""
@@ -16,82 +21,158 @@ CPU_CHUNK_BYTES = 64 * 2**20
 """The same on a CPU, where a chunk should stay near its cache."""
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
-"""(source rows [R, X] in fp32, which of `rows` they are) → the summed loss of those rows, a scalar."""
+"""(logits [R, X] in the compute dtype, which units they are of) → the loss of each unit, [u].
+
+A unit may have several rows. There may be no unit at all.
+"""
 
 
-def chunked_sum(source: Tensor, rows: Tensor, loss_of: ChunkLoss, *, width: int, parts: Sequence[slice]) -> Tensor:
-    """Σ loss_of(rows[part]) over parts, as a scalar with a gradient for `source` only (METHODS §8).
+@dataclass(frozen=True, slots=True)
+class UnitSum:
+    """Losses of units, summed up."""
 
-    source [..., X] in any float type, of which a loss sees the leading `width` columns; rows: distinct indices [R] into
-    the flattened leading dims; parts: consecutive slices of `rows`, cut nowhere inside a unit. Whatever else the loss
-    reads (teacher logits, targets) it closes over and slices itself, and gets no gradient.
+    total: Tensor
+    """Scalar with a gradient: each unit times its weight."""
+    unweighted: Tensor
+    """Scalar without one."""
 
-    The only tensor saved for backward is the gradient, of the type and shape of `source`. Without a gradient to form
-    (validation) not even that is made. No rows give a zero that is still connected to `source`.
+    def __add__(self, other: UnitSum) -> UnitSum:
+        return UnitSum(self.total + other.total, self.unweighted + other.unweighted)
+
+    def times(self, factor: float) -> UnitSum:
+        return UnitSum(self.total * factor, self.unweighted * factor)
+
+
+def chunked_sum(
+    source: TrainableRows,
+    rows_of: Callable[[slice], Tensor],
+    loss_of: ChunkLoss,
+    *,
+    width: int,
+    parts: Sequence[slice],
+    weights: Tensor | None = None,
+) -> UnitSum:
+    """Σ loss_of over parts of the units, with a gradient for the leaves of `source` only (METHODS §8).
+
+    rows_of: the rows [R] of [B·S] that the units of a part need, none of them needed twice; a loss sees their leading
+    `width` columns. parts: see `unit_parts`. weights: [U], by default 1. Whatever else the loss reads (teacher logits,
+    targets) it closes over and slices itself, and gets no gradient.
+
+    All that is saved for backward are the gradients, of the type and shape of the leaves. Without a gradient to form
+    (validation) not even they are made. No units give a zero that is still connected to the leaves.
     """
-    if torch.is_grad_enabled() and source.requires_grad:
-        return _ChunkedSum.apply(source, rows, loss_of, width, parts)
+    work = _Work(source, rows_of, loss_of, width, parts, weights)
+    if torch.is_grad_enabled() and source.needs_gradient:
+        return UnitSum(*_ChunkedSum.apply(work, *source.leaves))
+    totals = torch.zeros(2, dtype=compute_dtype(source), device=source.device)
     with torch.no_grad():
-        total = source.new_zeros((), dtype=compute_dtype(source))
-        for part, chunk in _chunks(source, rows, width, parts):
-            total += loss_of(chunk, part)
-    return total
+        for part in work.own_parts():
+            totals += work.sums(work.logits(part), part)
+    return UnitSum(*source.reduce(totals).unbind())
 
 
-def compute_dtype(source: Tensor) -> torch.dtype:
-    """fp32, or fp64 for fp64 input."""
+def compute_dtype(source: LogitRows) -> torch.dtype:
+    """fp32, or fp64 for fp64 logits."""
     return torch.promote_types(source.dtype, torch.float32)
 
 
-def equal_parts(rows: Tensor, cells_per_row: int, chunk_size: int | None) -> list[slice]:
-    """Slices of `chunk_size` rows, for losses whose unit is one row.
+def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
+    """Consecutive slices of the units: of `chunk_size` units, by default of as many as fit a byte budget.
 
-    By default as many rows as fit a byte budget when a row takes `cells_per_row` fp32 numbers at the peak of a chunk.
+    cells [U + 1]: fp32 numbers that the units before each take at the peak of a chunk; see `unit_cells`. A part has one
+    unit at least, and by default no more than leave a part for each process of a share. Raises ConfigError for a
+    chunk_size below 1.
     """
-    budget = CPU_CHUNK_BYTES if rows.device.type == "cpu" else CHUNK_BYTES
-    size = max(1, budget // (4 * cells_per_row)) if chunk_size is None else chunk_size
-    if size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ConfigError(
-            f"chunk_size={size}: a chunk has at least 1 row; give a larger number, or none for the default"
+            f"chunk_size={chunk_size}: a chunk has at least 1 row; give a larger number, or none for the default"
         )
-    return [slice(start, min(start + size, len(rows))) for start in range(0, len(rows), size)]
+    num_units, budget = len(cells) - 1, (CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES) // 4
+    most = max(1, -(-num_units // source.share[1])) if chunk_size is None else chunk_size
+    parts, start = [], 0
+    while start < num_units:
+        fitting = num_units if chunk_size is not None else bisect_right(cells, cells[start] + budget) - 1
+        stop = min(max(fitting, start + 1), start + most, num_units)
+        parts.append(slice(start, stop))
+        start = stop
+    return parts
+
+
+def unit_cells(num_units: int, cells_per_unit: int, *positions: tuple[Sequence[int], int]) -> Sequence[int]:
+    """`unit_parts`' cells of units that take `cells_per_unit` each and, for positions they have several of, more.
+
+    positions: where units begin among them [U + 1], and the cells that one takes.
+    """
+    each = range(0, (num_units + 1) * cells_per_unit, cells_per_unit)
+    if not positions:
+        return each
+    return [cells + sum(begin[i] * size for begin, size in positions) for i, cells in enumerate(each)]
+
+
+def own_parts(source: LogitRows, parts: Sequence[slice]) -> Iterator[slice]:
+    """The parts that this process of a share computes: equally many in each, with empty ones at the end."""
+    index, processes = source.share
+    end = parts[-1].stop if parts else 0
+    for first in range(0, len(parts), processes):
+        yield parts[first + index] if first + index < len(parts) else slice(end, end)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    source: TrainableRows
+    rows_of: Callable[[slice], Tensor]
+    loss_of: ChunkLoss
+    width: int
+    parts: Sequence[slice]
+    weights: Tensor | None
+
+    def own_parts(self) -> Iterator[slice]:
+        return own_parts(self.source, self.parts)
+
+    def logits(self, part: slice) -> Tensor:
+        return self.source.read(self.rows_of(part), self.width).to(compute_dtype(self.source))
+
+    def sums(self, logits: Tensor, part: slice) -> Tensor:
+        """Weighted and unweighted: [2]."""
+        losses = self.loss_of(logits, part)
+        unweighted = losses.sum()
+        total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
+        return torch.stack([total, unweighted])
+
+    def sums_and_gradient(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Sums [2], logits [R, X] and the gradient of the first sum with respect to them.
+
+        A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a chunk.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            leaf = self.logits(part).requires_grad_()
+            sums = self.sums(leaf, part)
+            (gradient,) = torch.autograd.grad(sums[0], leaf)
+        return sums.detach(), leaf.detach(), gradient
 
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, source: Tensor, rows: Tensor, loss_of: ChunkLoss, width: int, parts: Sequence[slice]
-    ) -> Tensor:
-        total = source.new_zeros((), dtype=compute_dtype(source))
-        gradient = torch.zeros(source.shape, dtype=source.dtype, device=source.device)
-        used_columns = gradient.flatten(0, -2).narrow(1, 0, width)
-        for part, chunk in _chunks(source.detach(), rows, width, parts):
-            chunk_total, chunk_gradient = _value_and_gradient(loss_of, chunk, part)
-            total += chunk_total
-            used_columns.index_copy_(0, rows[part], chunk_gradient.to(gradient.dtype))
-        ctx.save_for_backward(gradient)
-        return total
+    def forward(ctx: Any, work: _Work, *leaves: Tensor) -> tuple[Tensor, Tensor]:
+        source = work.source
+        totals = torch.zeros(2, dtype=compute_dtype(source), device=source.device)
+        gradients = source.gradients()
+        for part in work.own_parts():
+            sums, logits, gradient = work.sums_and_gradient(part)
+            totals += sums
+            gradients.add(work.rows_of(part), gradients.pull_back(logits, gradient))
+        saved = gradients.sums()
+        ctx.has_gradient = [gradient is not None for gradient in saved]
+        ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))
+        total, unweighted = (value.clone() for value in source.reduce(totals))
+        ctx.mark_non_differentiable(unweighted)
+        return total, unweighted
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad_output, None, None, None, None
-
-
-def _chunks(source: Tensor, rows: Tensor, width: int, parts: Sequence[slice]) -> Iterator[tuple[slice, Tensor]]:
-    columns = source.flatten(0, -2).narrow(1, 0, width)
-    for part in parts:
-        yield part, columns.index_select(0, rows[part]).to(compute_dtype(source))
-
-
-def _value_and_gradient(loss_of: ChunkLoss, chunk: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-    """A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a chunk."""
-    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-        leaf = chunk.requires_grad_()
-        value = loss_of(leaf, part)
-        (gradient,) = torch.autograd.grad(value, leaf)
-    return value.detach(), gradient
+    def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        saved = iter(ctx.saved_tensors)
+        return None, *(next(saved) * grad_output if has else None for has in ctx.has_gradient)
 
 
 def _same(tensor: Tensor) -> Tensor:

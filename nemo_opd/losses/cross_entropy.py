@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import chunked_sum, equal_parts
+from nemo_opd.losses.chunked import chunked_sum, unit_cells, unit_parts
+from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
 from nemo_opd.losses.reduction import label_rows, reduced
 from nemo_opd.types import LossOutput
 
@@ -13,7 +14,7 @@ LIVE_COPIES = 5
 
 
 def cross_entropy(
-    student_logits: Tensor,
+    student_logits: Tensor | LogitRows,
     ids: Tensor,
     *,
     mask: Tensor,
@@ -27,14 +28,15 @@ def cross_entropy(
     counts. vocab_size: columns of the head that belong to the tokenizer, by default all. normalizer: scored tokens of
     the global batch, by default of this call. Raises ConfigError for shapes or sizes that do not fit.
     """
-    check_positions(student_logits, ids=ids, mask=mask)
-    size = own_columns("vocab_size", vocab_size, student_logits.shape[-1], student_logits)
+    student = trainable_rows(student_logits)
+    check_positions(student.shape, ids=ids, mask=mask)
+    size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(mask)
     targets = ids.flatten().index_select(0, rows + 1).long()
 
-    def loss_of(student: Tensor, part: slice) -> Tensor:
-        return F.cross_entropy(student, targets[part], reduction="sum")
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        return F.cross_entropy(logits, targets[part], reduction="none")
 
-    parts = equal_parts(rows, LIVE_COPIES * size, chunk_size)
-    total = chunked_sum(student_logits, rows, loss_of, width=size, parts=parts)
-    return reduced("ce", total, len(rows), normalizer)
+    parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
+    units = chunked_sum(student, rows.__getitem__, loss_of, width=size, parts=parts)
+    return reduced("ce", units, len(rows), normalizer)

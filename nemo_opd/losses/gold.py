@@ -11,6 +11,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.support import with_rest
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def gold(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -37,6 +38,7 @@ def gold(
     common_weight: float = 1.0,
     uncommon_weight: float = 1.0,
     uncommon_topk: int = 8192,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -49,10 +51,10 @@ def gold(
     those others, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows before a
     chunk's first tokens; merge=mean, for parity: they are geometric means over the rows of all its tokens. Unshifted
     logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with
-    token 0 of either side is no unit. Vocabulary sizes default to the projection's. normalizer: units of the global
-    batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises
-    ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without exact
-    pairs.
+    token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are
+    left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this
+    call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes,
+    sizes, weights or names that do not fit, ProjectionError for a projection without exact pairs.
     """
     how = Merge(merge)
     compare = PairedDivergence(
@@ -66,11 +68,12 @@ def gold(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, student_logits.device)
+    pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device)
     return paired_loss(inputs, pairs, compare, how, normalizer=normalizer, chunk_size=chunk_size)
 
 

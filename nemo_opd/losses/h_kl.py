@@ -9,6 +9,7 @@ from torch import Tensor
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.gold import PairedDivergence, paired_loss
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.types import LossOutput
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def h_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -34,6 +35,7 @@ def h_kl(
     common_weight: float = 1.0,
     uncommon_weight: float = 1.0,
     uncommon_topk: int = 8192,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -57,9 +59,10 @@ def h_kl(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    pairs = TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, student_logits.device)
+    pairs = TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device)
     return paired_loss(inputs, pairs, compare, how, normalizer=normalizer, chunk_size=chunk_size)

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
-from nemo_opd.losses.chunked import equal_parts
+from nemo_opd.losses.chunked import own_parts, unit_cells, unit_parts
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.sparse_projection import SparseProjection
 from nemo_opd.types import LossOutput
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def p_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -36,6 +38,7 @@ def p_kl(
     merge: str = "first",
     coverage_coef: float = 1.0,
     vocab_topk: int | None = None,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -43,14 +46,15 @@ def p_kl(
 ) -> LossOutput:
     """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer (METHODS §5), and the metric `kd`.
 
-    p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are q
-    and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with the
-    largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
-    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk. Unshifted logits
-    [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0
-    of either side is no unit. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by
-    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
-    for shapes, sizes or names that do not fit.
+    p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
+    q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with
+    the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
+    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk. Unshifted logits [B, S,
+    V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of
+    either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out.
+    Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this call.
+    chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or
+    names that do not fit.
     """
     how = Merge(merge, arithmetic_student=True)
     if vocab_topk is not None and vocab_topk < 1:
@@ -63,12 +67,13 @@ def p_kl(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
     compare = Divergence(divergence, beta, mixed_weight)
-    sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, student_logits.device)
+    sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
     cells = _Cells.of(inputs, how.teacher_rows(inputs), sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -114,10 +119,12 @@ class _Cells:
 
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
     """[W]: over indices [R] into [B·T]; −inf without rows."""
-    largest = inputs.teacher_logits.new_full((inputs.teacher_size,), -torch.inf)
-    for part in equal_parts(rows, inputs.teacher_size, None):
-        largest = torch.maximum(largest, inputs.teacher_at(rows[part]).amax(0))
-    return largest
+    largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
+    parts = unit_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size))
+    for part in own_parts(inputs.teacher, parts):
+        columns = torch.cat([inputs.teacher_at(rows[part]), largest.unsqueeze(0)])
+        largest = columns.amax(0)
+    return inputs.teacher.reduce(largest, dist.ReduceOp.MAX)
 
 
 def _cells_per_unit(sparse: SparseProjection, inputs: ChunkInputs) -> int:

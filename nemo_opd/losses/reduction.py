@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_same_length
+from nemo_opd.losses.chunked import UnitSum
 from nemo_opd.types import LossOutput, Mean
 
 
@@ -59,6 +60,14 @@ def label_rows(mask: Tensor) -> Tensor:
     return row * mask.shape[1] + position
 
 
+def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """`label_rows` of the sequences with a weight [B] other than 0, and the weights of those rows [U]; None: all 1."""
+    if sequence_weights is None:
+        return label_rows(mask), None
+    rows = label_rows(mask * (sequence_weights != 0).unsqueeze(1))
+    return rows, sequence_weights.index_select(0, rows // mask.shape[1])
+
+
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
     """The units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
     is_unit, teacher_position = first_positions(student_chunk_id, teacher_chunk_id)
@@ -94,10 +103,10 @@ def _chunk_lengths(chunk_id: Tensor, wanted: Tensor) -> Tensor:
     return aligned_before.gather(1, end) - aligned_before.gather(1, begin)
 
 
-def reduced(name: str, total: Tensor, count: int, normalizer: float | None) -> LossOutput:
-    """total / normalizer as the loss, and total and count as the metric `name`.
+def reduced(name: str, units: UnitSum, count: int, normalizer: float | None) -> LossOutput:
+    """The weighted total / normalizer as the loss, and the unweighted one and count as the metric `name`.
 
     normalizer: units of the global batch, by default the `count` of this call; 0 of them make a loss of 0.
     """
     divisor = (count if normalizer is None else normalizer) or 1
-    return LossOutput(total / divisor, {name: Mean(total.detach(), count)})
+    return LossOutput(units.total / divisor, {name: Mean(units.unweighted, count)})

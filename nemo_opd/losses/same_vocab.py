@@ -2,10 +2,11 @@
 
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions, check_temperature, shared_columns
-from nemo_opd.losses.chunked import chunked_sum, equal_parts
+from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, shared_columns
+from nemo_opd.losses.chunked import chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.reduction import label_rows, reduced
+from nemo_opd.losses.logit_rows import LogitRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.losses.reduction import reduced, weighted_label_rows
 from nemo_opd.losses.support import Support
 from nemo_opd.types import LossOutput
 
@@ -16,8 +17,8 @@ LIVE_ROWS = 10
 
 
 def same_vocab(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     mask: Tensor,
     divergence: str = "forward_kl",
@@ -27,6 +28,7 @@ def same_vocab(
     support: str = "full",
     top_k: int | None = None,
     normalization: str = "rest",
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -37,24 +39,28 @@ def same_vocab(
     Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
     counts. A head wider than the vocabulary (by default the narrower head) is cut before any softmax. support, top_k,
     normalization: see `Support`. Without the rest cell a support other than full is there for parity with other systems
-    only, and the loss is not bounded by the full one. normalizer: scored tokens of the
-    global batch, by default of this call. chunk_size: positions computed at a time, by default what fits a byte budget.
-    Raises ConfigError for shapes, sizes or names that do not fit.
+    only, and the loss is not bounded by the full one. normalizer: scored tokens of the global batch, by default of this
+    call. sequence_weights [B]: of each sequence's tokens in the sum; those of weight 0 are left out. chunk_size:
+    positions computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that
+    do not fit.
     """
     check_temperature(temperature)
-    check_positions(student_logits, mask=mask)
-    check_positions(teacher_logits, mask=mask)
-    size = shared_columns(student_logits, teacher_logits, student_vocab_size, teacher_vocab_size)
+    student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
+    check_positions(student.shape, mask=mask)
+    check_positions(teacher.shape, mask=mask)
+    check_sequence_weights(sequence_weights, len(mask))
+    check_shares(student, teacher)
+    size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
     of = Divergence(divergence, beta, mixed_weight)
     columns = Support(support, top_k, normalization)
-    rows = label_rows(mask)
-    teacher_columns = teacher_logits.detach().flatten(0, 1).narrow(1, 0, size)
+    rows, weights = weighted_label_rows(mask, sequence_weights)
 
-    def loss_of(student: Tensor, part: slice) -> Tensor:
-        teacher = teacher_columns.index_select(0, rows[part])
-        return columns.compare(of, teacher.to(student.dtype) / temperature, student / temperature).sum()
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        teacher_logits = teacher.read(rows[part], size).to(logits.dtype)
+        return columns.compare(of, teacher_logits / temperature, logits / temperature)
 
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
-    parts = equal_parts(rows, LIVE_COPIES * columns.num_cells(size) + besides, chunk_size)
-    total = chunked_sum(student_logits, rows, loss_of, width=size, parts=parts)
-    return reduced("kd", total * temperature**2, len(rows), normalizer)
+    cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)
+    parts = unit_parts(student, cells, chunk_size)
+    units = chunked_sum(student, rows.__getitem__, loss_of, width=size, parts=parts, weights=weights)
+    return reduced("kd", units.times(temperature**2), len(rows), normalizer)

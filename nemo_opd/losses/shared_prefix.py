@@ -10,6 +10,7 @@ from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def shared_prefix(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -29,6 +30,7 @@ def shared_prefix(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -39,9 +41,10 @@ def shared_prefix(
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
     that no shared token begins fall into one rest cell, which counts where both sides have such tokens. Unshifted
     logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with
-    token 0 of either side is no unit. Vocabulary sizes default to the projection's. normalizer: units of the global
-    batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises
-    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without the maps.
+    token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are
+    left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this
+    call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes
+    or names that do not fit, ProjectionError for a projection without the maps.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -51,6 +54,7 @@ def shared_prefix(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
@@ -79,5 +83,5 @@ def shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCel
             "shared_prefix needs the shared-prefix maps, which this projection does not have; add them with "
             "nemo_opd.projection.add_shared_prefix or tools/projection/byte_prefix.py, or use projection: auto"
         )
-    device = inputs.student_logits.device
+    device = inputs.device
     return CommonCells.of(student_cells, teacher_cells, inputs.student_size, inputs.teacher_size, device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns, with_rest
@@ -22,8 +23,8 @@ NORMALIZATIONS = ("support", "rest")
 
 
 def strict(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
     student_ids: Tensor,
@@ -36,6 +37,7 @@ def strict(
     mixed_weight: float = 0.5,
     top_k: int | None = None,
     normalization: str = "support",
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -46,9 +48,10 @@ def strict(
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
     left out where only one side has other tokens. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
-    and [B, T], chunk ids −1 or non-decreasing. Vocabulary sizes default to the projection's. normalizer: units of the
-    global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
-    Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
+    and [B, T], chunk ids −1 or non-decreasing. sequence_weights [B]: of each sequence's units in the sum; those of
+    weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by
+    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
+    for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
     """
     _check(top_k, normalization)
     inputs = ChunkInputs.of(
@@ -59,6 +62,7 @@ def strict(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         projection=projection,
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
@@ -120,7 +124,7 @@ class _SharedVocabulary:
     def of(
         projection: ProjectionMatrix, inputs: ChunkInputs, top_k: int | None, normalization: str
     ) -> _SharedVocabulary:
-        device = inputs.student_logits.device
+        device = inputs.device
         pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, device)
         kept = None if top_k is None or top_k >= len(pairs) else top_k
         num_cells = len(pairs) if kept is None else kept

@@ -6,18 +6,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.types import LossOutput
 
 
 def uld(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
     *,
     student_ids: Tensor,
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
     temperature: float = 1.0,
+    sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
@@ -27,9 +29,10 @@ def uld(
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
     Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
-    chunk with token 0 of either side is no unit. Vocabulary sizes default to those of the heads. normalizer: units of
-    the global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
-    Raises ConfigError for shapes or sizes that do not fit.
+    chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of
+    weight 0 are left out. Vocabulary sizes default to those of the heads. normalizer: units of the global batch, by
+    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
+    for shapes or sizes that do not fit.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -39,6 +42,7 @@ def uld(
         student_chunk_id=student_chunk_id,
         teacher_chunk_id=teacher_chunk_id,
         temperature=temperature,
+        sequence_weights=sequence_weights,
         student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
         teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
     )

@@ -2,15 +2,22 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunked import chunked_sum, equal_parts
+from nemo_opd.losses.chunked import chunked_sum, own_parts, unit_cells, unit_parts
+from nemo_opd.losses.logit_rows import TensorLogits
 
 
-def cubes(rows: torch.Tensor, part: slice) -> torch.Tensor:
-    return (rows**3).sum()
+def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
+    return (logits**3).sum(-1)
 
 
-def total(source, rows, chunk_size=2, width=3):
-    return chunked_sum(source, rows, cubes, width=width, parts=equal_parts(rows, width, chunk_size))
+def sums(source, rows, chunk_size=2, width=3, weights=None, loss_of=cubes):
+    student = TensorLogits(source)
+    parts = unit_parts(student, unit_cells(len(rows), width), chunk_size)
+    return chunked_sum(student, rows.__getitem__, loss_of, width=width, parts=parts, weights=weights)
+
+
+def total(source, rows):
+    return sums(source, rows).total
 
 
 def test_value_and_gradient_are_those_of_the_plain_sum():
@@ -22,6 +29,17 @@ def test_value_and_gradient_are_those_of_the_plain_sum():
     expected[rows, :3] = 6 * used**2
     assert torch.equal(gradient.flatten(0, 1), expected)
     torch.testing.assert_close(total(source, rows), (used**3).sum())
+
+
+def test_weights_are_of_units_and_leave_the_other_sum_as_it_is():
+    source = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    rows, weights = torch.tensor([2, 0, 3]), torch.tensor([0.5, 2.0, -1.0], dtype=torch.float64)
+    found = sums(source, rows, weights=weights)
+    each = (source.detach()[0, rows] ** 3).sum(-1)
+    torch.testing.assert_close(found.total.detach(), (weights * each).sum())
+    torch.testing.assert_close(found.unweighted, each.sum())
+    (gradient,) = torch.autograd.grad(found.total, source)
+    torch.testing.assert_close(gradient[0, rows], 3 * weights.unsqueeze(1) * source.detach()[0, rows] ** 2)
 
 
 def test_a_source_that_is_not_contiguous_gets_its_gradient():
@@ -50,15 +68,14 @@ def test_no_rows_stay_connected():
 def test_without_gradient_no_chunk_builds_a_graph():
     seen = []
 
-    def loss_of(rows, part):
-        seen.append((rows.requires_grad, torch.is_grad_enabled()))
-        return rows.sum()
+    def loss_of(logits, part):
+        seen.append((logits.requires_grad, torch.is_grad_enabled()))
+        return logits.sum(-1)
 
     source = torch.randn(1, 3, 3, requires_grad=True)
-    parts = equal_parts(torch.arange(3), 3, 2)
     with torch.no_grad():
-        assert not chunked_sum(source, torch.arange(3), loss_of, width=3, parts=parts).requires_grad
-    chunked_sum(source.detach(), torch.arange(3), loss_of, width=3, parts=parts)
+        assert not sums(source, torch.arange(3), loss_of=loss_of).total.requires_grad
+    sums(source.detach(), torch.arange(3), loss_of=loss_of)
     assert seen == [(False, False)] * 4
 
 
@@ -70,9 +87,40 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
     assert source.grad.dtype == torch.bfloat16
 
 
-def test_parts_cover_the_rows_once():
-    assert equal_parts(torch.arange(5), 1, 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert equal_parts(torch.arange(0), 1, None) == []
-    assert len(equal_parts(torch.arange(3), 10**12, None)) == 3
+SOURCE = TensorLogits(torch.zeros(1, 1, 1))
+
+
+def test_parts_cover_the_units_once():
+    assert unit_parts(SOURCE, unit_cells(5, 1), 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert unit_parts(SOURCE, unit_cells(0, 1)) == []
+    assert len(unit_parts(SOURCE, unit_cells(3, 10**12))) == 3
     with pytest.raises(ConfigError, match="chunk_size=-1"):
-        equal_parts(torch.arange(5), 1, -1)
+        unit_parts(SOURCE, unit_cells(5, 1), -1)
+
+
+def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
+    """A chunk of many tokens would take many times the memory of its neighbours."""
+    monkeypatch.setattr("nemo_opd.losses.chunked.CPU_CHUNK_BYTES", 40)
+    lengths = [0, 1, 9, 10, 11, 31, 32]
+    assert unit_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 4),
+        slice(4, 5),
+        slice(5, 6),
+    ]
+
+
+def test_every_process_of_a_share_has_as_many_parts():
+    """A process with a part less would leave the others waiting in a collective read."""
+
+    class Shared(TensorLogits):
+        def __init__(self, index: int) -> None:
+            super().__init__(torch.zeros(1, 1, 1))
+            self.share = (index, 2)
+
+    parts = unit_parts(Shared(0), unit_cells(5, 1))
+    assert parts == [slice(0, 3), slice(3, 5)]
+    odd = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(own_parts(Shared(0), odd)) == [slice(0, 2), slice(4, 5)]
+    assert list(own_parts(Shared(1), odd)) == [slice(2, 4), slice(5, 5)]

@@ -1,0 +1,72 @@
+"""Logits whose columns lie on several ranks, exchanged for whole rows and back."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class VocabularyShards:
+    """A vocabulary cut into consecutive columns, one shard a rank of `group`, in rank order.
+
+    The exchanges are collective: every rank calls them the same number of times, each with rows of its own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, num_columns: int, device: torch.device) -> None:
+        """num_columns: of this rank; ranks may have different numbers. Collective."""
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.num_columns = self._from_all(torch.tensor([num_columns], device=device)).flatten().tolist()
+
+    def widths(self, width: int) -> list[int]:
+        """Of the vocabulary's leading `width` columns, how many each rank has."""
+        begins = accumulate(self.num_columns, initial=0)
+        return [max(0, min(columns, width - begin)) for begin, columns in zip(begins, self.num_columns, strict=False)]
+
+    def gather_rows(self, rows: Tensor) -> tuple[Tensor, list[int]]:
+        """Row indices [R] of every rank, one rank after another, and their numbers."""
+        counts = self._from_all(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
+        padded = rows.new_zeros(max(counts))
+        padded[: len(rows)] = rows
+        every = self._from_all(padded)
+        return torch.cat([of_rank[:count] for of_rank, count in zip(every, counts, strict=True)]), counts
+
+    def to_rows(self, columns: Tensor, counts: list[int], widths: list[int]) -> Tensor:
+        """This rank's columns of all ranks' rows [Σ counts, own width] → all columns of its own rows [R, Σ widths]."""
+        own_rows = counts[self.rank]
+        received = self._exchange(
+            columns.flatten(),
+            [count * widths[self.rank] for count in counts],
+            [own_rows * width for width in widths],
+        )
+        return torch.cat([part.view(own_rows, -1) for part in received], 1)
+
+    def to_columns(self, rows: Tensor, counts: list[int], widths: list[int]) -> Tensor:
+        """The way back: [R, Σ widths] → [Σ counts, own width]."""
+        own_width = widths[self.rank]
+        received = self._exchange(
+            torch.cat([part.flatten() for part in rows.split(widths, 1)]),
+            [len(rows) * width for width in widths],
+            [count * own_width for count in counts],
+        )
+        return torch.cat([part.view(count, own_width) for part, count in zip(received, counts, strict=True)])
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        """Over the ranks, in place."""
+        dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def _from_all(self, tensor: Tensor) -> Tensor:
+        """[...] → [ranks, ...]"""
+        every = tensor.new_empty((self.num_ranks, *tensor.shape))
+        dist.all_gather_into_tensor(every, tensor, group=self.group)
+        return every
+
+    def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, ...]:
+        result = flat.new_empty(sum(received))
+        dist.all_to_all_single(result, flat, received, sent, group=self.group)
+        return result.split(received)

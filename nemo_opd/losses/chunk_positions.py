@@ -1,0 +1,61 @@
+"""All positions of aligned chunks on one side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPositions:
+    """The logit rows that predict the tokens of units, unit after unit."""
+
+    rows: Tensor
+    """int64 [R]: indices into [B·S]."""
+    place: Tensor
+    """int64 [R]: which token of its unit."""
+    lengths: Tensor
+    """int64 [U]: tokens of each unit."""
+    offsets: list[int]
+    """[U + 1]: where units begin in `rows`; on the host, since they cut it."""
+
+    @staticmethod
+    def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
+        """First rows [U] and lengths [U]. One `tolist`, which waits for the device."""
+        offsets = list(accumulate(lengths.tolist(), initial=0))
+        begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=offsets[-1])
+        place = torch.arange(offsets[-1], device=lengths.device) - begin
+        rows = first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place
+        return ChunkPositions(rows, place, lengths, offsets)
+
+    def per_position(self, of_units: Tensor) -> Tensor:
+        """[U] → [R]"""
+        return of_units.repeat_interleave(self.lengths, output_size=len(self.rows))
+
+    def span(self, units: slice) -> slice:
+        """Where the positions of a slice of units are."""
+        return slice(self.offsets[units.start], self.offsets[units.stop])
+
+    def rows_of(self, units: slice) -> Tensor:
+        return self.rows[self.span(units)]
+
+    def targets(self, ids: Tensor) -> Tensor:
+        """The ids [R] of the tokens, out of [B, S]."""
+        return ids.flatten().index_select(0, self.rows + 1).long()
+
+    def mean(self, values: Tensor, units: slice) -> Tensor:
+        """Over the positions of each unit: [R, X] → [U, X], in a fixed order."""
+        return self._reduce("mean", values, units)
+
+    def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
+        """[R, X] → [U, X]; of cells that are all −inf it is the lowest finite number, and has no gradient."""
+        values = values.clamp(min=torch.finfo(values.dtype).min)
+        peak = self._reduce("max", values.detach(), units)
+        mass = (values - peak.repeat_interleave(self.lengths[units], dim=0, output_size=len(values))).exp()
+        return self._reduce("sum", mass, units).log() + peak
+
+    def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
+        return torch.segment_reduce(values, reduce, lengths=self.lengths[units], axis=0, unsafe=True)

@@ -1,0 +1,291 @@
+"""Logits as losses read them: row by row, from wherever they are (METHODS §8, §9)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.distributed.vocab_parallel import VocabularyShards
+from nemo_opd.errors import ConfigError
+
+
+class LogitRows(ABC):
+    """Logits [B, S, X], unshifted, of which a loss reads rows of the flattened [B·S, X]."""
+
+    shape: tuple[int, int, int]
+    device: torch.device
+    dtype: torch.dtype
+    """In which rows are read."""
+    share: tuple[int, int] = (0, 1)
+    """Which of how many processes this is, where several compute one loss together, each some of its parts."""
+
+    @abstractmethod
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        """The leading `width` columns of rows [R] → [R, width], without a graph.
+
+        With a `share`, every process calls it equally often, each for rows of its own.
+        """
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        """What the processes of a `share` have found, made one, in place."""
+        return tensor
+
+
+class TrainableRows(LogitRows):
+    """Logits that pass a gradient on."""
+
+    leaves: tuple[Tensor, ...]
+    """What the gradient is for."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(leaf.requires_grad for leaf in self.leaves)
+
+    @abstractmethod
+    def gradients(self) -> Gradients:
+        """Zero, to be added to."""
+
+
+class Gradients(ABC):
+    """The gradients of a source's leaves, while they are summed up."""
+
+    @abstractmethod
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
+        """Of rows [R], with respect to what `pull_back` leads to: [R, width]. A row is added once."""
+
+    @abstractmethod
+    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        """From the gradient with respect to logits [R, width] to that with respect to what they were made from."""
+
+    @abstractmethod
+    def sums(self) -> tuple[Tensor | None, ...]:
+        """One a leaf, in its dtype; None where it takes no gradient."""
+
+
+def logit_rows(logits: Tensor | LogitRows) -> LogitRows:
+    """A tensor [B, S, X] or what is made like one, as rows."""
+    return TensorLogits(logits) if isinstance(logits, Tensor) else logits
+
+
+def trainable_rows(logits: Tensor | LogitRows) -> TrainableRows:
+    """The same for the side that learns. Raises ConfigError for logits that pass no gradient on."""
+    rows = logit_rows(logits)
+    if not isinstance(rows, TrainableRows):
+        raise ConfigError(
+            f"student_logits are {type(rows).__name__}, which pass no gradient on; give them as teacher's"
+        )
+    return rows
+
+
+def check_shares(student: LogitRows, teacher: LogitRows) -> None:
+    """Raises ConfigError for a teacher that several processes read together while the student is computed alone."""
+    if teacher.share not in ((0, 1), student.share):
+        raise ConfigError(
+            f"the teacher's columns lie on {teacher.share[1]} ranks, the student's on {student.share[1]}; give both "
+            "over one group, or the teacher whole"
+        )
+
+
+class TensorLogits(TrainableRows):
+    """Logits that are there: [B, S, X]."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.leaves = (logits,)
+        self.shape = (logits.shape[0], logits.shape[1], logits.shape[2])
+        self.device, self.dtype = logits.device, logits.dtype
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        return self.leaves[0].detach().flatten(0, 1).narrow(1, 0, width).index_select(0, rows)
+
+    def gradients(self) -> Gradients:
+        return _TensorGradients(self.leaves[0])
+
+
+class _TensorGradients(Gradients):
+    def __init__(self, logits: Tensor) -> None:
+        self._sum = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
+        columns = self._sum.flatten(0, 1).narrow(1, 0, gradient.shape[1])
+        columns.index_copy_(0, rows, gradient.to(self._sum.dtype))
+
+    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def sums(self) -> tuple[Tensor, ...]:
+        return (self._sum,)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Head:
+    """From hidden states to logits: soft_cap · tanh(scale · (W h + bias) / soft_cap)."""
+
+    weight: Tensor
+    """[X, D]"""
+    bias: Tensor | None = None
+    """[X]"""
+    scale: float = 1.0
+    soft_cap: float | None = None
+    """None: none."""
+
+    def __post_init__(self) -> None:
+        if self.bias is not None and self.bias.shape != self.weight.shape[:1]:
+            raise ConfigError(
+                f"a head with weight {list(self.weight.shape)} has a bias {list(self.bias.shape)}; "
+                f"give {list(self.weight.shape[:1])}"
+            )
+        if self.soft_cap is not None and not self.soft_cap > 0:
+            raise ConfigError(f"soft_cap={self.soft_cap}: logits are divided by it; give a number above 0, or none")
+
+
+class HeadLogits(TrainableRows):
+    """Logits that a head makes from hidden states [B, S, D], a chunk at a time, so that they are never all there.
+
+    Hidden states, weight and bias each get a gradient where they take one; the weight's is summed over chunks in fp32.
+    """
+
+    def __init__(self, hidden: Tensor, head: Head) -> None:
+        """Raises ConfigError where width or dtype of hidden states and head differ."""
+        if hidden.shape[-1] != head.weight.shape[1] or hidden.dtype != head.weight.dtype:
+            raise ConfigError(
+                f"hidden states are {list(hidden.shape)} {hidden.dtype}, the head's weight {list(head.weight.shape)} "
+                f"{head.weight.dtype}; width and dtype must be equal"
+            )
+        self.hidden, self.head = hidden, head
+        self.leaves = (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
+        self.shape = (hidden.shape[0], hidden.shape[1], len(head.weight))
+        self.device, self.dtype = hidden.device, hidden.dtype
+
+    @torch.no_grad()
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        head = self.head
+        bias = None if head.bias is None else head.bias[:width]
+        linear = F.linear(self.hidden.flatten(0, 1).index_select(0, rows), head.weight[:width], bias)
+        if head.scale == 1 and head.soft_cap is None:
+            return linear
+        logits = linear.to(torch.promote_types(linear.dtype, torch.float32)) * head.scale
+        return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
+
+    def gradients(self) -> Gradients:
+        return _HeadGradients(self.hidden, self.head)
+
+
+class _HeadGradients(Gradients):
+    def __init__(self, hidden: Tensor, head: Head) -> None:
+        self._head, self._hidden = head, hidden.detach().flatten(0, 1)
+        self._shape = hidden.shape
+        self._of_hidden = torch.zeros_like(self._hidden) if hidden.requires_grad else None
+        self._of_weight = _fp32_zeros(head.weight)
+        self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
+
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
+        width = gradient.shape[1]
+        weight = self._head.weight.detach()[:width]
+        if self._of_bias is not None:
+            self._of_bias[:width] += gradient.sum(0)
+        gradient = gradient.to(weight.dtype)
+        if self._of_hidden is not None:
+            self._of_hidden.index_copy_(0, rows, gradient @ weight)
+        if self._of_weight is not None:
+            self._of_weight[:width] += gradient.t() @ self._hidden.index_select(0, rows)
+
+    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        if self._head.soft_cap is not None:
+            gradient = gradient * (1 - (logits / self._head.soft_cap).square())
+        return gradient if self._head.scale == 1 else gradient * self._head.scale
+
+    def sums(self) -> tuple[Tensor | None, ...]:
+        hidden = None if self._of_hidden is None else self._of_hidden.view(self._shape)
+        weight = None if self._of_weight is None else self._of_weight.to(self._head.weight.dtype)
+        if self._head.bias is None:
+            return hidden, weight
+        return hidden, weight, None if self._of_bias is None else self._of_bias.to(self._head.bias.dtype)
+
+
+def _fp32_zeros(leaf: Tensor) -> Tensor | None:
+    if not leaf.requires_grad:
+        return None
+    return torch.zeros(leaf.shape, dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)
+
+
+class VocabParallelLogits(TrainableRows):
+    """Logits whose columns lie on the ranks of a group: each reads whole rows, those of its share of the parts.
+
+    Hidden states are the same on every rank and get the whole gradient on each; a shard of logits or of a head gets
+    its own.
+    """
+
+    def __init__(self, local: TensorLogits | HeadLogits, group: dist.ProcessGroup) -> None:
+        """local: this rank's consecutive columns, in rank order; their number may differ. Collective."""
+        self.local = local
+        self.leaves = local.leaves
+        self.device, self.dtype = local.device, local.dtype
+        self.shards = VocabularyShards(group, local.shape[2], local.device)
+        self.shape = (*local.shape[:2], sum(self.shards.num_columns))
+        self.share = (self.shards.rank, self.shards.num_ranks)
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        widths = self.shards.widths(width)
+        every, counts = self.shards.gather_rows(rows)
+        return self.shards.to_rows(self.local.read(every, widths[self.shards.rank]), counts, widths)
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        return self.shards.reduce(tensor, op)
+
+    def gradients(self) -> Gradients:
+        return _VocabParallelGradients(self)
+
+
+class _VocabParallelGradients(Gradients):
+    def __init__(self, source: VocabParallelLogits) -> None:
+        self._source, self._local = source, source.local.gradients()
+
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
+        shards = self._source.shards
+        every, counts = shards.gather_rows(rows)
+        gradient = gradient.to(self._source.dtype)
+        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])))
+
+    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        return self._local.pull_back(logits, gradient)
+
+    def sums(self) -> tuple[Tensor | None, ...]:
+        sums = self._local.sums()
+        if isinstance(self._source.local, HeadLogits) and sums[0] is not None:
+            self._source.reduce(sums[0])
+        return sums
+
+
+class AveragedLogits(LogitRows):
+    """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (METHODS §6)."""
+
+    def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
+        """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions."""
+        if len(sources) != len(weights) or min(weights, default=-1.0) < 0 or not sum(weights):
+            raise ConfigError(
+                f"{len(sources)} logits with weights {list(weights)}: "
+                "a mean takes one weight each, 0 or more and not all 0"
+            )
+        self.sources = [logit_rows(source) for source in sources]
+        self.weights = [weight / sum(weights) for weight in weights]
+        shapes = [source.shape for source in self.sources]
+        if len({shape[:2] for shape in shapes}) > 1:
+            raise ConfigError(f"logits to be averaged are {shapes}; sequences and positions must be the same")
+        self.shape = (*shapes[0][:2], min(shape[2] for shape in shapes))
+        self.device, self.share = self.sources[0].device, self.sources[0].share
+        self.dtype = torch.promote_types(self.sources[0].dtype, torch.float32)
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        mean = torch.zeros((), dtype=self.dtype, device=self.device)
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            mean = mean + weight * source.read(rows, width)
+        return mean
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        return self.sources[0].reduce(tensor, op)
