@@ -53,32 +53,54 @@ class SameVocabTerm(DivergenceTerm):
         return top_k
 
 
-class MergedTerm(DivergenceTerm):
+class ChunkTerm(DivergenceTerm):
     """What terms choose that compare one pair of distributions a chunk."""
 
-    merge: Literal["first", "mean"] = "first"
-    """Where in a chunk: at its first position, or over all of them, for parity with systems that do so."""
+    continuation_weight: float = Field(0.0, ge=0)
+    """Weight of the `alm` term of chunks with several tokens on a side, which is added."""
 
 
-class PKLTerm(MergedTerm):
+def fixed_by_compat(value: object, info: ValidationInfo) -> object:
+    """Refuses a setting that the preset above it decides."""
+    compat = info.data.get("compat")
+    if compat is not None and value is not None:
+        raise ValueError(f"compat={compat} decides it; leave {info.field_name} out, or compat")
+    return value
+
+
+class PKLTerm(ChunkTerm):
     """The student projected onto the teacher's vocabulary at each chunk's first position (METHODS §5)."""
 
     type: Literal["p_kl"] = "p_kl"
-    coverage_coef: float = Field(1.0, ge=0)
-    """Weight of −log of the student's mass on covered teacher columns."""
+    compat: Literal["nemo_rl"] | None = None
+    """What that system computes, for parity."""
+    merge: Literal["first", "mean"] | None = None
+    """Where in a chunk: at its first position, the default, or over all of them, for parity."""
+    coverage_coef: float | None = Field(None, ge=0)
+    """Weight of −log of the student's mass on covered teacher columns; 1 when not given."""
     vocab_topk: int | None = Field(None, ge=1)
     """Covered columns with a cell of their own, the most important ones; the others share one."""
 
+    _preset = field_validator("merge", "coverage_coef")(fixed_by_compat)
 
-class PairedTerm(MergedTerm):
+
+class PairedTerm(ChunkTerm):
     """What terms choose that compare matched tokens cell by cell and the others by rank."""
 
-    common_weight: float = Field(1.0, ge=0)
-    """Of the divergence on matched tokens."""
-    uncommon_weight: float = Field(1.0, ge=0)
-    """Of the sorted L1 distance of the others."""
-    uncommon_topk: int = Field(8192, ge=1)
-    """Others that are compared on either side, the likeliest."""
+    compat: Literal["nemo_rl", "trl"] | None = None
+    """What that system computes, for parity."""
+    merge: Literal["first", "mean", "observed"] | None = None
+    """Where in a chunk: at its first position, the default; for parity over all of them (mean), or at its first times
+    the probabilities of its further tokens (observed).
+    """
+    common_weight: float | None = Field(None, ge=0)
+    """Of the divergence on matched tokens; 1 when not given."""
+    uncommon_weight: float | None = Field(None, ge=0)
+    """Of the sorted L1 distance of the others; 1 when not given."""
+    uncommon_topk: int | None = Field(None, ge=1)
+    """Others that are compared on either side, the likeliest; 8192 when not given."""
+
+    _preset = field_validator("merge")(fixed_by_compat)
 
 
 class GoldTerm(PairedTerm):
@@ -93,7 +115,7 @@ class HKLTerm(PairedTerm):
     type: Literal["h_kl"] = "h_kl"
 
 
-class StrictTerm(DivergenceTerm):
+class StrictTerm(ChunkTerm):
     """Exact pairs, at tokens that are such a pair themselves (METHODS §5)."""
 
     type: Literal["strict"] = "strict"
@@ -103,13 +125,13 @@ class StrictTerm(DivergenceTerm):
     """support: renormalised on the pairs; rest: with one more cell for all other tokens."""
 
 
-class SharedPrefixTerm(DivergenceTerm):
+class SharedPrefixTerm(ChunkTerm):
     """Both sides pushed onto the vocabulary they share (METHODS §5)."""
 
     type: Literal["shared_prefix"] = "shared_prefix"
 
 
-class BytePrefixTerm(DivergenceTerm):
+class BytePrefixTerm(ChunkTerm):
     """The teacher brought onto the student's vocabulary by byte prefixes (METHODS §5)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
@@ -131,6 +153,8 @@ class ULDTerm(TemperatureTerm):
     """Probabilities by rank, whatever their tokens (METHODS §5)."""
 
     type: Literal["uld"] = "uld"
+    compat: Literal["trl"] | None = None
+    """What that system computes, for parity."""
 
 
 LossTerm = Annotated[

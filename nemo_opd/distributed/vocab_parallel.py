@@ -43,7 +43,7 @@ class VocabularyShards:
             [count * widths[self.rank] for count in counts],
             [own_rows * width for width in widths],
         )
-        return torch.cat([part.view(own_rows, -1) for part in received], 1)
+        return torch.cat([part.view(own_rows, width) for part, width in zip(received, widths, strict=True)], 1)
 
     def to_columns(self, rows: Tensor, counts: list[int], widths: list[int]) -> Tensor:
         """The way back: [R, Σ widths] → [Σ counts, own width]."""
@@ -62,9 +62,9 @@ class VocabularyShards:
 
     def _from_all(self, tensor: Tensor) -> Tensor:
         """[...] → [ranks, ...]"""
-        every = tensor.new_empty((self.num_ranks, *tensor.shape))
-        dist.all_gather_into_tensor(every, tensor, group=self.group)
-        return every
+        every = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
+        dist.all_gather(every, tensor, group=self.group)
+        return torch.stack(every)
 
     def _exchange(self, flat: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, ...]:
         result = flat.new_empty(sum(received))

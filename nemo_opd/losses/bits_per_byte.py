@@ -5,10 +5,11 @@ import math
 from torch import Tensor
 
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.types import Mean, TokenRows
 
 
-def bits_per_byte(logits_BSV: Tensor, tokens: TokenRows, *, vocab_size: int) -> Mean:
+def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> Mean:
     """Negative log-likelihood in bits of the scored tokens that carry text, over the bytes they carry.
 
     logits [B, S, V] are unshifted; tokens without bytes (special tokens) are left out, so that tokenizers with

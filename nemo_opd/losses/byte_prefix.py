@@ -12,8 +12,9 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
 from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.made_once import made_once
@@ -87,6 +88,7 @@ def byte_prefix(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
+    continuation_weight: float = 0.0,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -99,12 +101,13 @@ def byte_prefix(
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
     q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
     teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and
-    teacher are renormalised on them. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T],
-    chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]: of each
-    sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's.
-    normalizer: units of the global batch, by default of this call. chunk_size: units computed at a time, by default
-    what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a
-    projection without Φ and the teacher's byte order.
+    teacher are renormalised on them. continuation_weight: of the chunk's `alm` term, added where it has several tokens
+    on a side. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or
+    non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in
+    the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the
+    global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
+    Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without Φ and the
+    teacher's byte order.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -127,13 +130,15 @@ def byte_prefix(
         bound = chains.bound(inputs, cells, part)
         return compare(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
-    return first_position_loss(
+    units = first_position_sum(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
-        normalizer=normalizer,
         chunk_size=chunk_size,
         positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
+    )
+    return chunk_loss(
+        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

@@ -18,8 +18,7 @@ from nemo_opd.losses.arguments import (
 )
 from nemo_opd.losses.chunked import ChunkLoss, UnitSum, chunked_sum, compute_dtype, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.losses.reduction import ChunkUnits, chunk_units, reduced
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -144,25 +143,6 @@ def first_position_sum(
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     parts = unit_parts(inputs.student, cells, chunk_size)
     return inputs.sum_of(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
-
-
-def first_position_loss(
-    inputs: ChunkInputs,
-    compare: Compare,
-    *,
-    cells_per_unit: int,
-    normalizer: float | None,
-    chunk_size: int | None,
-    positions: tuple[Sequence[int], int] | None = None,
-) -> LossOutput:
-    """`first_position_sum` / normalizer, and the metric `kd` in nats per unit.
-
-    normalizer: units of the global batch, by default of this call.
-    """
-    units = first_position_sum(
-        inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size, positions=positions
-    )
-    return reduced("kd", units, len(inputs.units), normalizer)
 
 
 def log_rest(others: Tensor) -> Tensor | None:

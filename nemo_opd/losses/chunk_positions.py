@@ -50,12 +50,15 @@ class ChunkPositions:
         """Over the positions of each unit: [R, X] → [U, X], in a fixed order."""
         return self._reduce("mean", values, units)
 
+    def sum(self, values: Tensor, units: slice) -> Tensor:
+        return self._reduce("sum", values, units)
+
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
         """[R, X] → [U, X]; of cells that are all −inf it is the lowest finite number, and has no gradient."""
         values = values.clamp(min=torch.finfo(values.dtype).min)
         peak = self._reduce("max", values.detach(), units)
         mass = (values - peak.repeat_interleave(self.lengths[units], dim=0, output_size=len(values))).exp()
-        return self._reduce("sum", mass, units).log() + peak
+        return self.sum(mass, units).log() + peak
 
     def _reduce(self, reduce: str, values: Tensor, units: slice) -> Tensor:
         return torch.segment_reduce(values, reduce, lengths=self.lengths[units], axis=0, unsafe=True)

@@ -10,15 +10,19 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
+from nemo_opd.losses.compat import check_compat, fixed_by
+from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.support import with_rest
+from nemo_opd.losses.support import truncated, with_rest
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
+
+UNCOMMON_TOPK = 8192
 
 
 def gold(
@@ -34,10 +38,12 @@ def gold(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
-    merge: str = "first",
-    common_weight: float = 1.0,
-    uncommon_weight: float = 1.0,
-    uncommon_topk: int = 8192,
+    merge: str | None = None,
+    common_weight: float | None = None,
+    uncommon_weight: float | None = None,
+    uncommon_topk: int | None = None,
+    continuation_weight: float = 0.0,
+    compat: str | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -47,19 +53,20 @@ def gold(
     """τ² · Σ [common_weight · divergence + uncommon_weight · tail] over chunks / normalizer (METHODS §5), and `kd`.
 
     divergence: on the exact pairs of the projection and one rest cell for all other tokens of a side; where only one
-    side has others, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` most likely of
-    those others, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows before a
-    chunk's first tokens; merge=mean, for parity: they are geometric means over the rows of all its tokens. Unshifted
-    logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with
-    token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are
-    left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this
-    call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes,
-    sizes, weights or names that do not fit, ProjectionError for a projection without exact pairs.
+    side has others, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` (8192) most likely
+    of those others, each side sorted by probability, the shorter padded with 0. p and q are taken at the rows before a
+    chunk's first tokens; for parity, merge=mean: they are geometric means over the rows of all its tokens;
+    merge=observed: they are multiplied with the probabilities of its further tokens, and compared without rest cell or
+    renormalisation. Weights are 1 by default. continuation_weight: of the chunk's `alm` term, added where it has
+    several tokens on a side. compat="nemo_rl": merge mean, pairs compared as with observed, both tails cut to the
+    shorter. compat="trl": merge observed, whole tails, weighted by default by the share of the teacher's vocabulary in
+    pairs and the share out of it, and nothing times τ². Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B,
+    S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]:
+    of each sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's.
+    normalizer: units of the global batch, by default of this call. chunk_size: units computed at a time, by default
+    what fits a byte budget. Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for
+    a projection without exact pairs.
     """
-    how = Merge(merge)
-    compare = PairedDivergence(
-        Divergence(divergence, beta, mixed_weight), common_weight, uncommon_weight, uncommon_topk
-    )
     inputs = ChunkInputs.of(
         student_logits,
         teacher_logits,
@@ -73,8 +80,86 @@ def gold(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device)
-    return paired_loss(inputs, pairs, compare, how, normalizer=normalizer, chunk_size=chunk_size)
+    return paired_loss(
+        inputs,
+        TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
+        Divergence(divergence, beta, mixed_weight),
+        PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PairedOptions:
+    """What `gold` and `h_kl` are given; None: by default."""
+
+    merge: str | None
+    common_weight: float | None
+    uncommon_weight: float | None
+    uncommon_topk: int | None
+    continuation_weight: float
+    compat: str | None
+
+    def __post_init__(self) -> None:
+        check_compat(self.compat, ("nemo_rl", "trl"))
+        for key in ("common_weight", "uncommon_weight"):
+            weight = getattr(self, key)
+            if weight is not None and not weight >= 0:
+                raise ConfigError(f"{key}={weight}: a term that is maximised teaches nothing; give 0 or more")
+        if self.uncommon_topk is not None and self.uncommon_topk < 1:
+            raise ConfigError(
+                f"uncommon_topk={self.uncommon_topk}: it is a number of tokens; give 1 or more, "
+                "or uncommon_weight=0 to leave that term out"
+            )
+
+    @property
+    def merges(self) -> Merge:
+        preset = {"nemo_rl": "mean", "trl": "observed"}.get(self.compat or "", "first")
+        return Merge(fixed_by(self.compat, "merge", self.merge, preset, "first"))
+
+    def comparison(self, divergence: Divergence, pairs: TokenPairs) -> PairedDivergence:
+        """compat=trl weighs pairs by their share M of the teacher's vocabulary and the tails by 1 − M."""
+        share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
+        shorter = min(len(pairs.student_rest), len(pairs.teacher_rest))
+        num_ranks = max(len(pairs.student_rest), len(pairs.teacher_rest)) if self.compat == "trl" else UNCOMMON_TOPK
+        num_ranks = num_ranks if self.uncommon_topk is None else self.uncommon_topk
+        return PairedDivergence(
+            divergence,
+            pairs,
+            common_weight=_first_given(self.common_weight, share, 1.0),
+            uncommon_weight=_first_given(self.uncommon_weight, None if share is None else 1 - share, 1.0),
+            num_ranks=min(num_ranks, shorter) if self.compat == "nemo_rl" else num_ranks,
+            is_distribution=self.compat is None and self.merges.kind != "observed",
+        )
+
+
+def paired_loss(
+    inputs: ChunkInputs,
+    pairs: TokenPairs,
+    divergence: Divergence,
+    options: PairedOptions,
+    *,
+    normalizer: float | None,
+    chunk_size: int | None,
+) -> LossOutput:
+    """`gold` on the given pairs."""
+    compare = options.comparison(divergence, pairs)
+    units = options.merges.sum(
+        inputs,
+        lambda student, teacher, part: compare(student, teacher),
+        cells_per_unit=_cells_per_unit(inputs, compare),
+        chunk_size=chunk_size,
+    )
+    if options.compat == "trl":  # It scales no term by τ².
+        units = units.times(inputs.temperature**-2)
+    return chunk_loss(
+        units, inputs, continuation_weight=options.continuation_weight, normalizer=normalizer, chunk_size=chunk_size
+    )
+
+
+def _first_given(*values: float | None) -> float:
+    return next(value for value in values if value is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,66 +167,44 @@ class PairedDivergence:
     """How two vocabularies compare, some tokens of which are matched."""
 
     divergence: Divergence
+    pairs: TokenPairs
     common_weight: float
     uncommon_weight: float
-    uncommon_topk: int
+    num_ranks: int
     """Tokens of no pair whose probabilities are compared by rank, on either side."""
+    is_distribution: bool
+    """Of what is given: it is normalised, and has a rest cell. Else it is compared as it is, on the pairs alone."""
 
-    def __post_init__(self) -> None:
-        for key, weight in (("common_weight", self.common_weight), ("uncommon_weight", self.uncommon_weight)):
-            if not weight >= 0:
-                raise ConfigError(f"{key}={weight}: a term that is maximised teaches nothing; give 0 or more")
-        if self.uncommon_topk < 1:
-            raise ConfigError(
-                f"uncommon_topk={self.uncommon_topk}: it is a number of tokens; give 1 or more, "
-                "or uncommon_weight=0 to leave that term out"
-            )
-
-    def __call__(self, student: Tensor, teacher: Tensor, pairs: TokenPairs) -> Tensor:
-        """Logits/τ [U, V] and [U, W] → [U]."""
-        log_p = _Split.of(student, pairs.student, pairs.student_rest)
-        log_q = _Split.of(teacher, pairs.teacher, pairs.teacher_rest)
-        cells_q, cells_p = with_rest(log_q.paired, log_p.paired, log_rest(log_q.others), log_rest(log_p.others))
-        common = self.common_weight * self.divergence(cells_q, cells_p)
+    def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Logits/τ or log-probabilities [U, V] and [U, W] → [U]."""
+        if self.is_distribution:
+            # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
+            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+        log_p = _Split.of(student, self.pairs.student, self.pairs.student_rest)
+        log_q = _Split.of(teacher, self.pairs.teacher, self.pairs.teacher_rest)
+        common = self.common_weight * self._common(log_q, log_p)
         if not self.uncommon_weight:
             return common
-        tails = (side.largest(self.uncommon_topk) for side in (log_q, log_p))
+        tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
         return common + self.uncommon_weight * _sorted_l1(*tails)
 
-
-def paired_loss(
-    inputs: ChunkInputs,
-    pairs: TokenPairs,
-    compare: PairedDivergence,
-    merge: Merge,
-    *,
-    normalizer: float | None,
-    chunk_size: int | None,
-) -> LossOutput:
-    """τ² · Σ compare of merged chunks / normalizer, and the metric `kd`."""
-
-    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return compare(student, teacher, pairs)
-
-    return merge.loss(
-        inputs,
-        unit_loss,
-        cells_per_unit=_cells_per_unit(inputs, pairs, compare),
-        normalizer=normalizer,
-        chunk_size=chunk_size,
-    )
+    def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
+        if not self.is_distribution:
+            return truncated(self.divergence, log_q.paired, log_p.paired)
+        return self.divergence(*with_rest(log_q.paired, log_p.paired, log_rest(log_q.others), log_rest(log_p.others)))
 
 
-def _cells_per_unit(inputs: ChunkInputs, pairs: TokenPairs, compare: PairedDivergence) -> int:
+def _cells_per_unit(inputs: ChunkInputs, compare: PairedDivergence) -> int:
     """fp32 numbers alive per unit at the peak of a chunk."""
+    pairs, ranks = compare.pairs, compare.num_ranks
     others = 5 * len(pairs.student_rest) + 3 * len(pairs.teacher_rest)
-    tails = min(len(pairs.student_rest), compare.uncommon_topk) + min(len(pairs.teacher_rest), compare.uncommon_topk)
+    tails = min(len(pairs.student_rest), ranks) + min(len(pairs.teacher_rest), ranks)
     return 6 * inputs.student_size + 4 * inputs.teacher_size + others + 10 * len(pairs) + 6 * tails
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """Log-probabilities over a whole vocabulary, apart."""
+    """Log-probabilities of a whole vocabulary, apart."""
 
     paired: Tensor
     """[U, X]"""
@@ -149,9 +212,7 @@ class _Split:
     """[U, V − X]"""
 
     @staticmethod
-    def of(logits: Tensor, paired: Tensor, others: Tensor) -> _Split:
-        # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
-        log_p = logits.log_softmax(-1)
+    def of(log_p: Tensor, paired: Tensor, others: Tensor) -> _Split:
         return _Split(log_p.index_select(1, paired), log_p.index_select(1, others))
 
     def largest(self, top_k: int) -> Tensor:

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.gold import PairedDivergence, paired_loss
+from nemo_opd.losses.gold import PairedOptions, paired_loss
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.types import LossOutput
 
@@ -31,10 +30,12 @@ def h_kl(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
-    merge: str = "first",
-    common_weight: float = 1.0,
-    uncommon_weight: float = 1.0,
-    uncommon_topk: int = 8192,
+    merge: str | None = None,
+    common_weight: float | None = None,
+    uncommon_weight: float | None = None,
+    uncommon_topk: int | None = None,
+    continuation_weight: float = 0.0,
+    compat: str | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -47,10 +48,6 @@ def h_kl(
     Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without
     such pairs.
     """
-    how = Merge(merge)
-    compare = PairedDivergence(
-        Divergence(divergence, beta, mixed_weight), common_weight, uncommon_weight, uncommon_topk
-    )
     inputs = ChunkInputs.of(
         student_logits,
         teacher_logits,
@@ -64,5 +61,11 @@ def h_kl(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    pairs = TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device)
-    return paired_loss(inputs, pairs, compare, how, normalizer=normalizer, chunk_size=chunk_size)
+    return paired_loss(
+        inputs,
+        TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device),
+        Divergence(divergence, beta, mixed_weight),
+        PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
+        normalizer=normalizer,
+        chunk_size=chunk_size,
+    )

@@ -10,10 +10,8 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_sum
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.chunked import UnitSum, unit_cells, unit_parts
-from nemo_opd.losses.reduction import reduced
-from nemo_opd.types import LossOutput
 
-MERGES = ("first", "mean")
+MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5
 """Tensors of the size of a chunk's positions alive before the positions of a unit are one."""
 
@@ -23,31 +21,27 @@ class Merge:
     """How a loss merges a chunk."""
 
     kind: str
-    """One of MERGES. first: the chunk's first position on either side. mean: all its positions, for parity."""
+    """One of MERGES. first: the chunk's first position on either side. For parity with other systems: mean, of all its
+    positions; observed, the first position's distribution times the probabilities of the tokens that follow in it.
+    """
     arithmetic_student: bool = False
     """mean: of the student's probabilities instead of their logarithms. The teacher's mean is geometric."""
+    teacher_columns: Tensor | None = None
+    """int64 [X]: those of the teacher's vocabulary that are compared, and normalised before they are merged; None: all.
+    Not with first, which does not normalise.
+    """
 
     def __post_init__(self) -> None:
         if self.kind not in MERGES:
             raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(MERGES)}")
 
     def sum(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None) -> UnitSum:
-        """`first_position_sum`, or the same of means: compare then takes [u, V] and [u, W] of log-means."""
-        sum_of = first_position_sum if self.kind == "first" else self._mean_sum
-        return sum_of(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
+        """`first_position_sum`, or the same of merged positions.
 
-    def loss(
-        self,
-        inputs: ChunkInputs,
-        compare: Compare,
-        *,
-        cells_per_unit: int,
-        normalizer: float | None,
-        chunk_size: int | None,
-    ) -> LossOutput:
-        """`sum` / normalizer, and the metric `kd` in nats per unit."""
-        units = self.sum(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
-        return reduced("kd", units, len(inputs.units), normalizer)
+        compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
+        """
+        sum_of = first_position_sum if self.kind == "first" else self._merged_sum
+        return sum_of(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
         """Rows of [B·T] that are compared: int64 [R]."""
@@ -55,7 +49,7 @@ class Merge:
             return inputs.units.teacher_rows
         return ChunkPositions.of(inputs.units.teacher_rows, inputs.units.teacher_lengths).rows
 
-    def _mean_sum(
+    def _merged_sum(
         self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None
     ) -> UnitSum:
         units, temperature = inputs.units, inputs.temperature
@@ -63,16 +57,35 @@ class Merge:
         teacher = ChunkPositions.of(units.teacher_rows, units.teacher_lengths)
 
         def loss_of(student_logits: Tensor, part: slice) -> Tensor:
-            teacher_logits = inputs.teacher_at(teacher.rows_of(part))
-            log_q = teacher.mean((teacher_logits / temperature).log_softmax(-1), part)
-            log_p = (student_logits / temperature).log_softmax(-1)
-            if not self.arithmetic_student:
-                return compare(student.mean(log_p, part), log_q, part)
-            log_length = units.student_lengths[part].to(log_p.dtype).log().unsqueeze(1)
-            return compare(student.log_sum_exp(log_p, part) - log_length, log_q, part)
+            teacher_logits = inputs.teacher_at(teacher.rows_of(part)) / temperature
+            if self.teacher_columns is not None:
+                teacher_logits = teacher_logits.index_select(1, self.teacher_columns)
+            log_q = self._merged(teacher, teacher_logits, inputs.teacher_ids, part)
+            arithmetic = self.arithmetic_student
+            log_p = self._merged(student, student_logits / temperature, inputs.student_ids, part, arithmetic)
+            return compare(log_p, log_q, part)
 
         of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
         of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
         parts = unit_parts(inputs.student, cells, chunk_size)
         return inputs.sum_of(student.rows_of, loss_of, parts).times(temperature**2)
+
+    def _merged(
+        self, positions: ChunkPositions, logits: Tensor, ids: Tensor, part: slice, arithmetic: bool = False
+    ) -> Tensor:
+        """Logits/τ [R, X] of a part's positions → log of one distribution a unit, [u, X]."""
+        log_p = logits.log_softmax(-1)
+        if self.kind == "observed":
+            return _times_observed(positions, log_p, ids, part)
+        if not arithmetic:
+            return positions.mean(log_p, part)
+        return positions.log_sum_exp(log_p, part) - positions.lengths[part].to(log_p.dtype).log().unsqueeze(1)
+
+
+def _times_observed(positions: ChunkPositions, log_p: Tensor, ids: Tensor, part: slice) -> Tensor:
+    """log of p_1 · Π_{j>1} p_j(x_j): [R, X] → [u, X]."""
+    is_first = positions.place[positions.span(part)] == 0
+    realised = ids.flatten().index_select(0, positions.rows_of(part) + 1).long().unsqueeze(1)
+    following = log_p.gather(1, realised).masked_fill(is_first.unsqueeze(1), 0)
+    return log_p[is_first] + positions.sum(following, part)

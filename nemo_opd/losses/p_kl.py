@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,10 +12,13 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
 from nemo_opd.losses.chunked import own_parts, unit_cells, unit_parts
+from nemo_opd.losses.compat import check_compat, fixed_by
+from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.sparse_projection import SparseProjection
+from nemo_opd.losses.support import truncated
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -35,9 +38,11 @@ def p_kl(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
-    merge: str = "first",
-    coverage_coef: float = 1.0,
+    merge: str | None = None,
+    coverage_coef: float | None = None,
     vocab_topk: int | None = None,
+    continuation_weight: float = 0.0,
+    compat: str | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -49,14 +54,20 @@ def p_kl(
     p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
     q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with
     the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
-    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk. Unshifted logits [B, S,
-    V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of
-    either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out.
-    Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this call.
-    chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or
-    names that do not fit.
+    parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
+    coverage_coef: by default 1. continuation_weight: of the chunk's `alm` term, where it has several tokens on a side.
+    compat="nemo_rl": merge "mean", no coverage term, and no cell but those of the vocab_topk columns, which are chosen
+    over all of the teacher's positions and normalised before the mean. Unshifted logits [B, S, V] and [B, T, W]; ids
+    and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit.
+    sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default
+    to the projection's. normalizer: units of the global batch, by default of this call. chunk_size: units computed at a
+    time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not fit.
     """
-    how = Merge(merge, arithmetic_student=True)
+    check_compat(compat, ("nemo_rl",))
+    how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
+    coverage = fixed_by(compat, "coverage_coef", coverage_coef, 0.0, 1.0)
+    if how.kind == "observed":
+        raise ConfigError("merge=observed: p_kl compares distributions, which it is not; use first or mean")
     if vocab_topk is not None and vocab_topk < 1:
         raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
     inputs = ChunkInputs.of(
@@ -74,20 +85,29 @@ def p_kl(
     )
     compare = Divergence(divergence, beta, mixed_weight)
     sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
-    cells = _Cells.of(inputs, how.teacher_rows(inputs), sparse.columns, vocab_topk)
+    everywhere = torch.arange(inputs.teacher.shape[0] * inputs.teacher.shape[1], device=inputs.device)
+    chosen_from = how.teacher_rows(inputs) if compat is None else everywhere
+    cells = _Cells.of(inputs, chosen_from, sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         log_covered = sparse.log_project(student)
         log_q = teacher.index_select(1, sparse.columns).log_softmax(-1)
         uncovered = student.logsumexp(-1) - log_covered.logsumexp(-1)
-        return compare(cells.take(log_q), cells.take(log_covered.log_softmax(-1))) + coverage_coef * uncovered
+        return compare(cells.take(log_q), cells.take(log_covered.log_softmax(-1))) + coverage * uncovered
 
-    return how.loss(
+    def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
+
+    if compat is not None:
+        how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
+    units = how.sum(
         inputs,
-        unit_loss,
+        unit_loss if compat is None else kept_only,
         cells_per_unit=_cells_per_unit(sparse, inputs),
-        normalizer=normalizer,
         chunk_size=chunk_size,
+    )
+    return chunk_loss(
+        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 
@@ -114,7 +134,11 @@ class _Cells:
             return log_p
         rest = log_rest(log_p.index_select(1, self.others))
         assert rest is not None
-        return torch.cat([log_p.index_select(1, self.kept), rest], -1)
+        return torch.cat([self.take_kept(log_p), rest], -1)
+
+    def take_kept(self, columns: Tensor) -> Tensor:
+        """[U, X] → the columns with a cell of their own, [U, k] or [U, X]."""
+        return columns if self.kept is None else columns.index_select(1, self.kept)
 
 
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:

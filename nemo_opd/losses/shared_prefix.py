@@ -8,7 +8,8 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
+from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.types import LossOutput
@@ -30,6 +31,7 @@ def shared_prefix(
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
+    continuation_weight: float = 0.0,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -39,12 +41,13 @@ def shared_prefix(
     """τ² · Σ divergence(Q, P) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
 
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
-    that no shared token begins fall into one rest cell, which counts where both sides have such tokens. Unshifted
-    logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with
-    token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are
-    left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this
-    call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes
-    or names that do not fit, ProjectionError for a projection without the maps.
+    that no shared token begins fall into one rest cell, which counts where both sides have such tokens.
+    continuation_weight: of the chunk's `alm` term, added where it has several tokens on a side. Unshifted logits [B, S,
+    V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of
+    either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out.
+    Vocabulary sizes default to the projection's. normalizer: units of the global batch, by default of this call.
+    chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or
+    names that do not fit, ProjectionError for a projection without the maps.
     """
     inputs = ChunkInputs.of(
         student_logits,
@@ -66,12 +69,14 @@ def shared_prefix(
         log_p, log_q = cells.log_project(student, teacher)
         return compare(log_q, log_p)
 
-    return first_position_loss(
+    units = first_position_sum(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
-        normalizer=normalizer,
         chunk_size=chunk_size,
+    )
+    return chunk_loss(
+        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

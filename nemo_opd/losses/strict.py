@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
+from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
@@ -37,6 +38,7 @@ def strict(
     mixed_weight: float = 0.5,
     top_k: int | None = None,
     normalization: str = "support",
+    continuation_weight: float = 0.0,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -47,7 +49,8 @@ def strict(
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
-    left out where only one side has other tokens. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
+    left out where only one side has other tokens. continuation_weight: of the `alm` term of every chunk of several
+    tokens on a side, which are no units otherwise. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
     and [B, T], chunk ids −1 or non-decreasing. sequence_weights [B]: of each sequence's units in the sum; those of
     weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by
     default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
@@ -67,19 +70,26 @@ def strict(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    inputs = replace(inputs, units=_realised_pairs(inputs.units, student_ids, teacher_ids, projection))
+    compared = replace(inputs, units=_realised_pairs(inputs.units, student_ids, teacher_ids, projection))
     shared = _SharedVocabulary.of(projection, inputs, top_k, normalization)
     compare = Divergence(divergence, beta, mixed_weight)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare(*shared.cells(teacher, student))
 
-    return first_position_loss(
-        inputs,
+    units = first_position_sum(
+        compared,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, shared),
+        chunk_size=chunk_size,
+    )
+    return chunk_loss(
+        units,
+        inputs,
+        continuation_weight=continuation_weight,
         normalizer=normalizer,
         chunk_size=chunk_size,
+        count=len(compared.units),
     )
 
 

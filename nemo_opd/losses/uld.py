@@ -5,8 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_loss
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.reduction import reduced
 from nemo_opd.types import LossOutput
 
 
@@ -19,6 +22,7 @@ def uld(
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
     temperature: float = 1.0,
+    compat: str | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -28,12 +32,14 @@ def uld(
     """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (METHODS §5), and the metric `kd` per chunk.
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
+    compat="trl": both times the probabilities of the chunk's further tokens, and not times τ².
     Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
     chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of
     weight 0 are left out. Vocabulary sizes default to those of the heads. normalizer: units of the global batch, by
     default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
     for shapes or sizes that do not fit.
     """
+    check_compat(compat, ("trl",))
     inputs = ChunkInputs.of(
         student_logits,
         teacher_logits,
@@ -49,21 +55,21 @@ def uld(
     ranks = max(inputs.student_size, inputs.teacher_size)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        if compat is None:
+            student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
-    return first_position_loss(
-        inputs,
-        unit_loss,
-        cells_per_unit=_cells_per_unit(inputs, ranks),
-        normalizer=normalizer,
-        chunk_size=chunk_size,
-    )
+    merge = Merge("first" if compat is None else "observed")
+    units = merge.sum(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks), chunk_size=chunk_size)
+    if compat == "trl":  # It scales no term by τ².
+        units = units.times(temperature**-2)
+    return reduced("kd", units, len(inputs.units), normalizer)
 
 
-def _ranked(logits: Tensor, ranks: int) -> Tensor:
-    """Logits [U, X] → probabilities in descending order [U, ranks]."""
-    probabilities = logits.softmax(-1).sort(-1, descending=True).values
-    return F.pad(probabilities, (0, ranks - logits.shape[-1]))
+def _ranked(log_p: Tensor, ranks: int) -> Tensor:
+    """Log-probabilities [U, X] → probabilities in descending order [U, ranks]."""
+    probabilities = log_p.exp().sort(-1, descending=True).values
+    return F.pad(probabilities, (0, ranks - log_p.shape[-1]))
 
 
 def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:

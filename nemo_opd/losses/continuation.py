@@ -1,0 +1,37 @@
+"""What a loss adds for the text of a chunk beyond its first position (METHODS §5)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.alm import likelihood_sum
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunked import UnitSum
+from nemo_opd.losses.reduction import reduced
+from nemo_opd.types import LossOutput
+
+
+def chunk_loss(
+    units: UnitSum,
+    inputs: ChunkInputs,
+    *,
+    continuation_weight: float,
+    normalizer: float | None,
+    chunk_size: int | None,
+    count: int | None = None,
+) -> LossOutput:
+    """(units + continuation_weight · `likelihood_sum` of chunks of several tokens) / normalizer, and the metric `kd`.
+
+    count: units, by default those of `inputs`; normalizer: by default that number. Raises ConfigError for a negative
+    weight.
+    """
+    if not continuation_weight >= 0:
+        raise ConfigError(
+            f"continuation_weight={continuation_weight}: a term that is maximised teaches nothing; give 0 or more"
+        )
+    if continuation_weight:
+        several = (inputs.units.student_lengths > 1) | (inputs.units.teacher_lengths > 1)
+        longer = replace(inputs, units=inputs.units.where(several))
+        units = units + likelihood_sum(longer, chunk_size).times(continuation_weight)
+    return reduced("kd", units, len(inputs.units) if count is None else count, normalizer)

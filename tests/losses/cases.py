@@ -1,0 +1,261 @@
+"""Every loss, and the batches that every loss can be called with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.losses import alm, byte_prefix, gold, h_kl, p_kl, same_vocab, shared_prefix, strict, uld
+from nemo_opd.projection import ProjectionMatrix
+from nemo_opd.projection.byte_order import byte_order
+from nemo_opd.types import LossOutput
+
+from . import oracle
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences of two tokenizers with their logits, and the projection of the pair."""
+
+    student: Tensor
+    """[B, S, ≥ V]"""
+    teacher: Tensor
+    """[B, T, ≥ W]"""
+    student_ids: Tensor
+    teacher_ids: Tensor
+    student_chunk_id: Tensor
+    teacher_chunk_id: Tensor
+    projection: ProjectionMatrix
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def rows(self, index: Sequence[int] | slice) -> Batch:
+        return replace(self, **{name: value[index] for name, value in vars(self).items() if name != "projection"})
+
+    def cut(self, positions: int) -> Batch:
+        """To the first positions of the student, and of the teacher where it has the same ones."""
+        same = self.student.shape[1] == self.teacher.shape[1]
+        names = [name for name in vars(self) if name != "projection" and (same or name.startswith("student"))]
+        return replace(self, **{name: getattr(self, name)[:, :positions] for name in names})
+
+    def with_logits(self, student: Tensor, teacher: Tensor | None = None) -> Batch:
+        return replace(self, student=student, teacher=self.teacher if teacher is None else teacher)
+
+    def to(self, dtype: torch.dtype) -> Batch:
+        return self.with_logits(self.student.to(dtype), self.teacher.to(dtype))
+
+    def padded(self, student: int, teacher: int) -> Batch:
+        """With positions of no chunk to the right, whose ids and logits are something."""
+        return Batch(
+            F.pad(self.student, (0, 0, 0, student), value=7.0),
+            F.pad(self.teacher, (0, 0, 0, teacher), value=-3.0),
+            F.pad(self.student_ids, (0, student), value=1),
+            F.pad(self.teacher_ids, (0, teacher), value=1),
+            F.pad(self.student_chunk_id, (0, student), value=-1),
+            F.pad(self.teacher_chunk_id, (0, teacher), value=-1),
+            self.projection,
+        )
+
+    def widened(self, student: int, teacher: int) -> Batch:
+        """With columns beyond the vocabularies, which are the most likely ones."""
+        return self.with_logits(
+            F.pad(self.student, (0, student), value=30.0), F.pad(self.teacher, (0, teacher), value=40.0)
+        )
+
+    def without_chunks(self) -> Batch:
+        nothing = (torch.full_like(side, -1) for side in (self.student_chunk_id, self.teacher_chunk_id))
+        return replace(self, student_chunk_id=next(nothing), teacher_chunk_id=next(nothing))
+
+    def with_student_as_teacher(self) -> Batch:
+        return replace(
+            self,
+            teacher=self.student.detach().clone(),
+            teacher_ids=self.student_ids,
+            teacher_chunk_id=self.student_chunk_id,
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loss with options, and which identities of METHODS §5 hold for it."""
+
+    name: str
+    loss: Callable[..., LossOutput]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    needs_projection: bool = True
+    takes_divergence: bool = True
+    is_zero_for_equal_sides: bool = True
+    """Else it has a minimum there."""
+    needs_every_token: bool = False
+    """It is zero for equal sides only where the projection knows all tokens."""
+    needs_one_to_one: bool = False
+    """It is zero for equal sides only in chunks of one token a side."""
+    same_vocab_options: Mapping[str, Any] | None = None
+    """What makes same_vocab equal to it on one tokenizer; None: nothing does."""
+    chooses_per_call: bool = False
+    """Some choice is made over all units of a call, so that microbatches differ."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def run(self, batch: Batch, **options: Any) -> LossOutput:
+        return self.loss(batch.student, batch.teacher, **self.arguments(batch), **{**self.options, **options})
+
+    def arguments(self, batch: Batch) -> dict[str, Any]:
+        """What it is called with besides logits and options."""
+        if self.loss is same_vocab:
+            return {"mask": batch.student_chunk_id >= 0}
+        names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
+        projection = ("projection",) if self.needs_projection else ()
+        return {name: getattr(batch, name) for name in (*names, *projection)}
+
+    def value_and_gradient(self, batch: Batch, **options: Any) -> tuple[Tensor, Tensor]:
+        student = batch.student.detach().requires_grad_()
+        loss = self.run(batch.with_logits(student), **options).loss
+        return loss.detach(), torch.autograd.grad(loss, student)[0]
+
+    def batch(self, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> Batch:
+        """Of two tokenizers, or one where the loss needs that."""
+        make = one_tokenizer if self.loss is same_vocab else two_tokenizers
+        return make(seed, scale).to(dtype)
+
+    def divergences(self) -> list[Case]:
+        if not self.takes_divergence:
+            return [self]
+        return [
+            replace(self, name=f"{self.name}-{kind}", options={**self.options, "divergence": kind, **weights})
+            for kind, weights in oracle.KINDS
+        ]
+
+
+def same_vocab_case(name: str, **options: Any) -> Case:
+    return Case(f"same_vocab-{name}" if name else "same_vocab", same_vocab, options, needs_projection=False)
+
+
+LOSSES = [
+    same_vocab_case(""),
+    same_vocab_case("teacher_topk", support="teacher_topk", top_k=3, normalization="support"),
+    same_vocab_case("student_topk", support="student_topk", top_k=3, normalization="rest"),
+    same_vocab_case("union", support="union", top_k=2, normalization="rest"),
+    Case("p_kl", p_kl, needs_every_token=True, same_vocab_options={}),
+    Case(
+        "p_kl-vocab_topk",
+        p_kl,
+        {"vocab_topk": 3, "coverage_coef": 0.3},
+        needs_every_token=True,
+        chooses_per_call=True,
+    ),
+    Case("p_kl-mean", p_kl, {"merge": "mean"}, needs_every_token=True, needs_one_to_one=True, same_vocab_options={}),
+    Case("gold", gold, same_vocab_options={}),
+    Case("gold-tails", gold, {"common_weight": 0.3, "uncommon_weight": 1.7, "uncommon_topk": 3}),
+    Case("gold-mean", gold, {"merge": "mean"}, same_vocab_options={}),
+    Case("h_kl", h_kl, same_vocab_options={}),
+    Case("h_kl-mean", h_kl, {"merge": "mean"}, same_vocab_options={}),
+    Case("strict", strict, same_vocab_options={}),
+    Case("strict-rest", strict, {"normalization": "rest"}, same_vocab_options={}),
+    Case(
+        "strict-topk",
+        strict,
+        {"top_k": 2},
+        same_vocab_options={"support": "student_topk", "top_k": 2, "normalization": "support"},
+    ),
+    Case(
+        "strict-topk-rest",
+        strict,
+        {"top_k": 2, "normalization": "rest"},
+        same_vocab_options={"support": "student_topk", "top_k": 2, "normalization": "rest"},
+    ),
+    Case("byte_prefix", byte_prefix, same_vocab_options={}),
+    Case("shared_prefix", shared_prefix, same_vocab_options={}),
+    Case("alm", alm, needs_projection=False, takes_divergence=False, is_zero_for_equal_sides=False),
+    Case("uld", uld, needs_projection=False, takes_divergence=False),
+]
+DIVERGENCES = [case for loss in LOSSES for case in loss.divergences()]
+"""Every loss with every divergence that it takes."""
+
+STUDENT = [b"a", b"b", b"c", b"ab", b"abc", b"cab", b"bb", None, b"cc"]
+TEACHER = [b"ab", b"b", b"c", b"a", b"ca", b"bc", b"cb", None, b"cab", b"bca", b"b"]
+"""One token of each side without bytes, and a teacher's with the bytes of another."""
+ROWS: list[dict[int, float]] = [{3: 1}, {1: 1}, {2: 1}, {0: 1}, {9: 0.7, 0: 0.3}, {8: 1}, {5: 0.5, 1: 0.5}, {}, {2: 1}]
+"""Of the projection: five exact rows, a relaxed pair, a row of no pair, an empty one and a lost claim."""
+EXACT = [True] * 4 + [False, True] + [False] * 3
+PHI = [3, 1, 2, 0, 2, 1, 2, -1, 5, 1, 1]
+STUDENT_CELLS = [0, 1, 2, 3, 3, 4, 1, -1, 2]
+TEACHER_CELLS = [3, 1, 2, 0, 2, 1, 2, -1, 4, 1, 1]
+CHUNKS = (
+    [[-1, 0, 1, 2, 3, 3, 4, 5, 6], [-1, 0, 1, 2, 3, 4, -1, -1, -1]],
+    [[-1, 0, 1, 1, 2, 2, 3, 3, 4, 4, 4, 5, 6], [-1, 0, 0, 0, 1, 1, 2, 2, 3, -1, 4, 4, -1]],
+)
+IDS = (
+    [[0, 0, 4, 5, 0, 6, 4, 2, 3], [0, 5, 3, 6, 2, 8, 0, 0, 0]],
+    [[0, 3, 0, 2, 4, 1, 0, 1, 3, 1, 2, 2, 0], [0, 2, 3, 1, 3, 10, 1, 1, 2, 0, 2, 2, 0]],
+)
+"""Row 0: a, abc = ab·c, cab = ca·b, a·bb = ab·b, abc = a·b·c, c, ab.
+Row 1: cab = c·a·b, ab = a·b, bb = b·b, c, cc = c·c."""
+
+
+def random_logits(rows: int, positions: int, width: int, seed: int, scale: float = 3.0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(rows, positions, width, generator=generator, dtype=torch.float64)
+
+
+@cache
+def pair() -> ProjectionMatrix:
+    indices, weights = np.full((len(ROWS), 2), -1), np.zeros((len(ROWS), 2))
+    for s, row in enumerate(ROWS):
+        indices[s, : len(row)], weights[s, : len(row)] = list(row), list(row.values())
+    return ProjectionMatrix(
+        indices,
+        weights,
+        np.array(EXACT),
+        teacher_vocab_size=len(TEACHER),
+        student_shared_prefix=STUDENT_CELLS,
+        teacher_shared_prefix=TEACHER_CELLS,
+        byte_prefix=PHI,
+        teacher_byte_order=byte_order([piece or b"" for piece in TEACHER]),
+    )
+
+
+@cache
+def identity(size: int, known: int | None = None) -> ProjectionMatrix:
+    """A tokenizer with itself, of which the first `known` tokens, by default all, are known to be the same.
+
+    Where some are not, pairs of the known ones share a cell of the shared prefixes.
+    """
+    tokens = np.arange(size)
+    exact = tokens < (size if known is None else known)
+    cells = np.where(exact, tokens if known is None else tokens // 2, -1)
+    return ProjectionMatrix(
+        np.where(exact, tokens, -1)[:, None],
+        exact[:, None].astype(np.float32),
+        exact,
+        teacher_vocab_size=size,
+        student_shared_prefix=cells,
+        teacher_shared_prefix=cells,
+        byte_prefix=np.where(exact, tokens, -1),
+        teacher_byte_order=byte_order([bytes([i // 256, i % 256]) for i in range(size)]),
+    )
+
+
+def two_tokenizers(seed: int = 0, scale: float = 3.0) -> Batch:
+    """B = 2, S = 9, T = 13: chunks of 1:1, 1:2, 1:3 and 2:2 tokens, of equal bytes."""
+    sides = (torch.tensor(side) for side in (*IDS, *CHUNKS))
+    student, teacher = random_logits(2, 9, len(STUDENT), seed, scale), random_logits(2, 13, len(TEACHER), seed + 1)
+    return Batch(student, teacher, *sides, pair())
+
+
+def one_tokenizer(seed: int = 0, scale: float = 3.0, *, positions: int = 7, width: int = 8) -> Batch:
+    """B = 2, one token a chunk; some tokens of no chunk."""
+    student, teacher = (random_logits(2, positions, width, seed + k, scale) for k in (0, 1))
+    chunks = torch.arange(positions).repeat(2, 1)
+    chunks[1, 2::3] = -1
+    ids = torch.stack([torch.arange(positions), torch.arange(positions).flip(0)]) % width
+    return Batch(student, teacher, ids, ids, chunks, chunks, identity(width))

@@ -1,0 +1,64 @@
+import pytest
+import torch
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.accuracy import accuracy
+from nemo_opd.types import TokenRows
+
+B, S, V = 3, 9, 13
+OWN = 11
+"""Columns of the tokenizer; the head has two more."""
+
+
+def batch(mask_share: float = 0.7) -> tuple[torch.Tensor, TokenRows]:
+    """Logits whose largest own column is the next token about half the time, beside two larger columns of padding."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(B, S, V, generator=generator, dtype=torch.float64)
+    ids = torch.randint(OWN, (B, S), generator=generator)
+    pushed = torch.rand(B, S - 1, generator=generator) < 0.5
+    logits[:, :-1].scatter_add_(2, ids[:, 1:, None], 10.0 * pushed[..., None].double())
+    logits[..., OWN:] = 100
+    mask = torch.rand(B, S, generator=generator) < mask_share
+    return logits, TokenRows(ids, torch.full((B,), S), mask, torch.ones(B, S, dtype=torch.int32))
+
+
+def counted(logits: torch.Tensor, tokens: TokenRows) -> tuple[int, int]:
+    """Hits and scored tokens by plain loops."""
+    hits = scored = 0
+    for b in range(B):
+        for i in range(1, S):
+            if tokens.loss_mask[b, i]:
+                row = logits[b, i - 1].tolist()[:OWN]
+                scored += 1
+                hits += row.index(max(row)) == int(tokens.ids[b, i])
+    return hits, scored
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_equals_the_loop(dtype: torch.dtype, chunk_size: int | None) -> None:
+    """Bugs: unshifted logits, a head that is not cut, token 0 counted, a chunk beside its targets."""
+    logits, tokens = batch()
+    logits = logits.to(dtype)
+    hits, scored = counted(logits, tokens)
+    assert 0 < hits < scored < B * (S - 1)
+    result = accuracy(logits, tokens, vocab_size=OWN, chunk_size=chunk_size)
+    assert (float(result.total), result.count) == (hits, scored)
+
+
+def test_nothing_scored_is_zero_of_zero() -> None:
+    logits, tokens = batch(mask_share=0.0)
+    result = accuracy(logits, tokens, vocab_size=OWN)
+    assert (float(result.total), result.count, result.value()) == (0, 0, 0)
+
+
+def test_needs_no_gradient() -> None:
+    """Called on logits in training, it neither fails nor keeps their graph."""
+    logits, tokens = batch()
+    assert not accuracy(logits.requires_grad_(), tokens, vocab_size=OWN).total.requires_grad
+
+
+def test_a_head_narrower_than_the_tokenizer_is_refused() -> None:
+    logits, tokens = batch()
+    with pytest.raises(ConfigError, match="vocab_size=14"):
+        accuracy(logits, tokens, vocab_size=V + 1)

@@ -1,0 +1,128 @@
+"""Logits that are made when a loss reads them give what the same logits as a tensor give."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses import AveragedLogits, Head, HeadLogits, cross_entropy, same_vocab
+
+from .cases import LOSSES, Batch, Case, random_logits
+
+HEADS = {
+    "plain": {},
+    "bias": {"bias": True},
+    "scaled and capped": {"bias": True, "scale": 0.7, "soft_cap": 4.0},
+}
+
+
+def head(width: int, depth: int, seed: int, bias: bool = False, **options) -> Head:
+    weight = random_logits(1, width, depth, seed, 1.0)[0].requires_grad_()
+    return Head(weight, random_logits(1, 1, width, seed + 1, 1.0)[0, 0].requires_grad_() if bias else None, **options)
+
+
+def made_logits(hidden: Tensor, of: Head) -> Tensor:
+    """The head in plain PyTorch."""
+    logits = hidden @ of.weight.t() if of.bias is None else hidden @ of.weight.t() + of.bias
+    logits = logits * of.scale
+    return logits if of.soft_cap is None else of.soft_cap * torch.tanh(logits / of.soft_cap)
+
+
+def leaves(hidden: Tensor, of: Head) -> list[Tensor]:
+    return [leaf for leaf in (hidden, of.weight, of.bias) if leaf is not None]
+
+
+def hidden_states(batch: Batch) -> tuple[Tensor, Tensor]:
+    sides = (batch.student, batch.teacher)
+    hidden = (random_logits(*side.shape[:2], 5, seed, 1.5) for seed, side in enumerate(sides))
+    return next(hidden).requires_grad_(), next(hidden)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_heads_give_what_their_logits_give(case: Case, kind: str):
+    """Value, and the gradients of hidden states, weight and bias, over several chunks and padded columns."""
+    batch = case.batch()
+    student_hidden, teacher_hidden = hidden_states(batch)
+    student, teacher = head(batch.student.shape[2] + 2, 5, 4, **HEADS[kind]), head(batch.teacher.shape[2] + 3, 5, 6)
+    sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
+    teacher_logits = made_logits(teacher_hidden, teacher)
+    made = case.run(batch.with_logits(made_logits(student_hidden, student), teacher_logits), **sizes)
+    sources = replace(batch, student=HeadLogits(student_hidden, student), teacher=HeadLogits(teacher_hidden, teacher))
+    read = case.run(sources, chunk_size=2, **sizes)
+    torch.testing.assert_close(read.loss, made.loss, rtol=1e-12, atol=0)
+    expected = torch.autograd.grad(made.loss, leaves(student_hidden, student))
+    for gradient, wanted in zip(torch.autograd.grad(read.loss, leaves(student_hidden, student)), expected, strict=True):
+        torch.testing.assert_close(gradient, wanted, rtol=1e-9, atol=1e-13)
+    assert teacher.weight.grad is None
+
+
+def test_leaves_that_take_no_gradient_get_none():
+    """A frozen head, as a LoRA student has, must cost no sum of its own size."""
+    batch = LOSSES[0].batch()
+    hidden, _ = hidden_states(batch)
+    frozen = Head(head(8, 5, 0).weight.detach())
+    mask = batch.student_chunk_id >= 0
+    loss = same_vocab(HeadLogits(hidden, frozen), batch.teacher, mask=mask).loss
+    loss.backward()
+    assert hidden.grad is not None
+    trained = head(8, 5, 0)
+    same_vocab(HeadLogits(hidden.detach(), trained), batch.teacher, mask=mask).loss.backward()
+    assert trained.weight.grad.any()
+
+
+def test_only_gradients_of_the_leaves_are_saved():
+    """Neither logits nor their gradient outlive a chunk."""
+    hidden = random_logits(2, 64, 16, 0, 1.0).bfloat16().requires_grad_()
+    of = Head(random_logits(1, 4000, 16, 1, 1.0)[0].bfloat16().requires_grad_())
+    saved: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor.numel() * tensor.element_size())
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        ids = torch.ones(2, 64, dtype=torch.long)
+        cross_entropy(HeadLogits(hidden, of), ids, mask=torch.ones(2, 64), chunk_size=8)
+    assert sum(saved) == 2 * (hidden.numel() + of.weight.numel())
+
+
+def test_the_weights_gradient_is_summed_in_fp32():
+    """Of many chunks, each far below the sum's last bf16 digit, nothing would arrive."""
+    hidden = torch.full((1, 1025, 1), 1.0).bfloat16()
+    weight = torch.zeros(2, 1).bfloat16().requires_grad_()
+    ids = torch.zeros(1, 1025, dtype=torch.long)
+    cross_entropy(
+        HeadLogits(hidden, Head(weight)), ids, mask=torch.ones(1, 1025), normalizer=1, chunk_size=1
+    ).loss.backward()
+    assert weight.grad.tolist() == [[-512.0], [512.0]]
+
+
+def test_averaged_logits_are_the_convex_mean():
+    student = random_logits(2, 5, 6, 0).requires_grad_()
+    teachers = [random_logits(2, 5, width, seed) for seed, width in ((1, 6), (2, 7))]
+    mask = torch.ones(2, 5)
+    mean = 0.25 * teachers[0] + 0.75 * teachers[1][..., :6]
+    read = same_vocab(student, AveragedLogits(teachers, [0.5, 1.5]), mask=mask, chunk_size=3)
+    torch.testing.assert_close(read.loss, same_vocab(student, mean, mask=mask).loss, rtol=1e-12, atol=0)
+
+
+def test_what_does_not_fit_is_named():
+    hidden, weight = torch.zeros(1, 2, 3), torch.zeros(5, 3)
+    with pytest.raises(ConfigError, match="width and dtype must be equal"):
+        HeadLogits(hidden, Head(torch.zeros(5, 4)))
+    with pytest.raises(ConfigError, match=r"bfloat16.*dtype must be equal"):
+        HeadLogits(hidden.bfloat16(), Head(weight))
+    with pytest.raises(ConfigError, match="soft_cap=0"):
+        Head(weight, soft_cap=0)
+    with pytest.raises(ConfigError, match=r"has a bias \[4\]"):
+        Head(weight, torch.zeros(4))
+    with pytest.raises(ConfigError, match="one weight each"):
+        AveragedLogits([torch.zeros(1, 2, 3)], [0.0])
+    with pytest.raises(ConfigError, match="sequences and positions"):
+        AveragedLogits([torch.zeros(1, 2, 3), torch.zeros(1, 3, 3)], [1, 1])
+    with pytest.raises(ConfigError, match="AveragedLogits, which pass no gradient on"):
+        same_vocab(AveragedLogits([torch.zeros(1, 2, 3)], [1]), torch.zeros(1, 2, 3), mask=torch.ones(1, 2))

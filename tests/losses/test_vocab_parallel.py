@@ -1,0 +1,103 @@
+"""Two ranks with half the vocabulary each give the loss and the gradient of one rank with all of it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.losses.logit_rows import TensorLogits
+
+from .cases import LOSSES, Batch, Case, random_logits
+
+RANKS = 2
+KINDS = ("logits", "logits of both sides", "padded logits", "heads")
+
+
+def cut(width: int, rank: int) -> slice:
+    """Uneven: 2/3 of the columns, and the others."""
+    first = -(-2 * width // 3)
+    return slice(0, first) if rank == 0 else slice(first, width)
+
+
+def shard(logits: Tensor, rank: int) -> Tensor:
+    return logits[..., cut(logits.shape[-1], rank)].clone().requires_grad_()
+
+
+def found_with(kind: str, case: Case, batch: Batch, rank: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The sharded loss, its gradients, and those that the whole loss has in the same places."""
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
+    if kind == "heads":
+        return _with_heads(case, batch, rank, sizes)
+    if kind == "padded logits":
+        batch = batch.widened(17, 4)
+    student, teacher = shard(batch.student, rank), batch.teacher
+    if kind == "logits of both sides":
+        teacher = VocabParallelLogits(TensorLogits(shard(batch.teacher, rank).detach()), group)
+    sources = batch.with_logits(VocabParallelLogits(TensorLogits(student), group), teacher)
+    loss = case.run(sources, chunk_size=2, **sizes).loss
+    _, whole = case.value_and_gradient(batch, **sizes)
+    return loss.detach(), [torch.autograd.grad(loss, student)[0]], [whole[..., cut(whole.shape[-1], rank)]]
+
+
+def _with_heads(
+    case: Case, batch: Batch, rank: int, sizes: dict[str, int]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    group = dist.group.WORLD
+    assert group is not None
+    hidden = random_logits(*batch.student.shape[:2], 4, 7, 1.0).requires_grad_()
+    weight = random_logits(1, batch.student.shape[2], 4, 8, 1.0)[0]
+    options: dict[str, Any] = {"scale": 0.5, "soft_cap": 3.0}
+    own = weight[cut(len(weight), rank)].clone().requires_grad_()
+    sources = batch.with_logits(VocabParallelLogits(HeadLogits(hidden, Head(own, **options)), group))
+    loss = case.run(sources, **sizes).loss
+    whole_weight = weight.clone().requires_grad_()
+    whole = case.run(batch.with_logits(HeadLogits(hidden, Head(whole_weight, **options))), **sizes).loss
+    wanted = torch.autograd.grad(whole, [hidden, whole_weight])
+    found = torch.autograd.grad(loss, [hidden, own])
+    return loss.detach(), list(found), [wanted[0], wanted[1][cut(len(weight), rank)]]
+
+
+def largest_error(found: Tensor, wanted: Tensor) -> float:
+    return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) if wanted.numel() else 0.0
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    errors = {}
+    for case in LOSSES:
+        for kind in KINDS:
+            batch = case.batch()
+            loss, found, wanted = found_with(kind, case, batch, rank)
+            whole, _ = case.value_and_gradient(batch)
+            error = 0.0 if kind == "heads" else largest_error(loss, whole)
+            errors[f"{case}/{kind}"] = max(error, *map(largest_error, found, wanted))
+            nothing, _, _ = found_with(kind, case, batch.without_chunks(), rank)
+            errors[f"{case}/{kind}/no units"] = float(nothing)
+    Path(folder, f"{rank}.json").write_text(json.dumps(errors), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def errors(tmp_path_factory) -> list[dict[str, float]]:
+    folder = tmp_path_factory.mktemp("vocab_parallel")
+    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_value_and_gradient(errors, case, kind):
+    """Relative to the largest entry, in float64."""
+    for of_rank in errors:
+        assert of_rank[f"{case}/{kind}"] < 1e-11
+        assert of_rank[f"{case}/{kind}/no units"] == 0
