@@ -25,7 +25,7 @@ COMMON = (
 )
 """Of every run. Half the demo's batch; validated before the first and after the last step."""
 
-STEPS = 60
+STEPS = 120
 CONTROL = "ce_only"
 ONE, TWO = "teachers=demo_single", "teachers=demo_multi"
 

@@ -21,6 +21,7 @@ from nemo_opd.distributed.process_group import data_parallel_mesh
 from nemo_opd.handoff.base import Handle
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logging.metrics import merge
+from nemo_opd.losses.accuracy import accuracy
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.losses.build import build
 from nemo_opd.losses.cross_entropy import cross_entropy
@@ -131,7 +132,7 @@ class StudentWorker:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, handles: tuple[Handle, ...]) -> dict[str, Metric]:
-        """The same terms as in training, without an update, and the student's bits per byte."""
+        """The same terms as in training, without an update, and the student's bits per byte and accuracy."""
         self.model.eval()
         step = StudentStep(batch, handles, Normalizers(1, (1,) * len(handles)), 1.0)
         parts: list[dict[str, Metric]] = []
@@ -143,7 +144,8 @@ class StudentWorker:
                 )
                 kd = self._distil(logits_BSV, teacher_logits, micro, step.normalizers.kd)
                 bits = bits_per_byte(logits_BSV, micro.student, vocab_size=self.vocab_size)
-                parts.append(self._named(ce, kd) | {"bits_per_byte": bits})
+                hits = accuracy(logits_BSV, micro.student, vocab_size=self.vocab_size)
+                parts.append(self._named(ce, kd) | {"bits_per_byte": bits, "accuracy": hits})
         return on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> list[tuple[Batch, list[Tensor]]]:
