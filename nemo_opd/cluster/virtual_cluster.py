@@ -80,6 +80,8 @@ class VirtualCluster:
             num_cpus=num_actors,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(self._folder.path),
+            # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
+            _system_config={"prestart_worker_first_driver": False},
             **quiet,
         )
 

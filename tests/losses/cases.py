@@ -178,7 +178,20 @@ LOSSES = [
     Case("alm", alm, needs_projection=False, takes_divergence=False, is_zero_for_equal_sides=False),
     Case("uld", uld, needs_projection=False, takes_divergence=False),
 ]
-DIVERGENCES = [case for loss in LOSSES for case in loss.divergences()]
+CONTINUED = [
+    Case(
+        f"{loss.__name__}-continuation",
+        loss,
+        {"continuation_weight": 0.5},
+        is_zero_for_equal_sides=False,
+        needs_every_token=loss is p_kl,
+        same_vocab_options={},
+    )
+    for loss in (p_kl, gold, h_kl, byte_prefix, shared_prefix)
+]
+"""With the likelihoods of longer chunks, whose minimum is not zero."""
+ALL_LOSSES = [*LOSSES, *CONTINUED]
+DIVERGENCES = [case for loss in ALL_LOSSES for case in loss.divergences()]
 """Every loss with every divergence that it takes."""
 
 STUDENT = [b"a", b"b", b"c", b"ab", b"abc", b"cab", b"bb", None, b"cc"]

@@ -86,23 +86,11 @@ def test_value_equals_the_loop(kind, weights):
     assert out.metrics["kd"].count == count
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_gradient(kind, weights):
-    teacher = logits(T, W, 1)
-
-    def loss(student):
-        return run(student, teacher, divergence=kind, temperature=1.7, chunk_size=2, normalizer=4, **weights).loss
-
-    assert torch.autograd.gradcheck(loss, logits(S, V + 1, 0).requires_grad_())
-
-
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_teacher_equal_to_student_is_exactly_zero(kind, weights):
-    """R = I, whether or not its rows say that they are exact."""
+def test_teacher_equal_to_student_is_exactly_zero_also_where_no_row_says_that_it_is_exact():
     student = logits(S, V, 0, torch.bfloat16).requires_grad_()
     matrix = ProjectionMatrix(np.arange(V)[:, None], np.ones((V, 1)))
     ids = torch.arange(S, dtype=torch.int32).expand(B, S)
-    out = run(student, student.detach().clone(), matrix, (ids, ids), divergence=kind, temperature=0.7, **weights)
+    out = run(student, student.detach().clone(), matrix, (ids, ids), temperature=0.7)
     out.loss.backward()
     assert out.loss.item() == 0
     assert not student.grad.any()
@@ -118,30 +106,11 @@ def test_with_exact_rows_alone_it_is_gold():
     assert not torch.equal(run(student, teacher).loss, run(student, teacher, loss=gold).loss)
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_extreme_logits_are_finite(kind, weights):
-    student = (150 * logits(S, V, 0, torch.float32).sign()).requires_grad_()
-    out = run(student, 150 * logits(T, W, 1, torch.float32).sign(), divergence=kind, **weights)
-    out.loss.backward()
-    assert out.loss.isfinite()
-    assert out.loss > 0
-    assert student.grad.isfinite().all()
-
-
-def test_no_aligned_chunk_stays_connected():
-    student = logits(S, V, 0).requires_grad_()
-    out = run(student, logits(T, W, 1), chunks=tuple(torch.full_like(side, -1) for side in CHUNKS))
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert not student.grad.any()
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"merge": "last"}, "merge='last'.*choose from first, mean"),
         ({"uncommon_topk": 0}, "uncommon_topk=0"),
-        ({"teacher_vocab_size": W + 1}, f"teacher_vocab_size={W + 1}"),
     ],
 )
 def test_what_does_not_fit_is_named(wrong, message):

@@ -3,11 +3,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from nemo_opd.errors import ConfigError, ProjectionError
-from nemo_opd.losses import p_kl, same_vocab
+from nemo_opd.losses import p_kl
 from nemo_opd.losses.reduction import count_chunks
 from nemo_opd.losses.sparse_projection import SparseProjection
 
@@ -37,11 +35,6 @@ def run(student, teacher, matrix=MATRIX, chunks=CHUNKS, **options):
     )
 
 
-def identity_chunks() -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.arange(S, dtype=torch.int32).expand(B, S).contiguous()
-    return ids, ids
-
-
 def test_the_matrix_has_what_the_tests_are_about():
     reached = [t for row in MATRIX.rows() for t in row]
     assert len(set(reached)) < W
@@ -65,16 +58,6 @@ def test_value_equals_the_loop(kind, weights, tau, coef):
     assert out.metrics["kd"].count == count
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_gradient(kind, weights):
-    teacher = logits(T, W, 1)
-
-    def loss(student):
-        return run(student, teacher, divergence=kind, temperature=1.7, chunk_size=2, normalizer=4, **weights).loss
-
-    assert torch.autograd.gradcheck(loss, logits(S, V + 1, 0).requires_grad_())
-
-
 def test_gradient_of_forward_kl_and_coverage_is_the_closed_form():
     """∂L/∂z = p ⊙ (1 − R r)/τ with r = q̂/p̃ (METHODS §5), times τ², from a dense R."""
     tau = 1.3
@@ -92,39 +75,6 @@ def test_gradient_of_forward_kl_and_coverage_is_the_closed_form():
     r = np.divide(q / q.sum(), mass, out=np.zeros(W), where=covered)
     np.testing.assert_allclose(student.grad[0, 0], tau**2 * p * (1 - dense @ r) / tau, rtol=1e-10, atol=1e-14)
     assert not student.grad[0, 1].any()
-
-
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_same_tokenizer_equals_same_vocab(kind, weights):
-    student, teacher = logits(S, V, 0).requires_grad_(), logits(S, V, 1)
-    options = {"divergence": kind, "temperature": 1.4} | weights
-    projected = run(student, teacher, oracle.Matrix.identity(V), identity_chunks(), **options).loss
-    direct = same_vocab(student, teacher, mask=torch.ones(B, S), **options).loss
-    torch.testing.assert_close(projected, direct, rtol=1e-13, atol=0)
-    gradients = [torch.autograd.grad(loss, student)[0] for loss in (projected, direct)]
-    torch.testing.assert_close(*gradients, rtol=1e-11, atol=1e-15)
-
-
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_teacher_equal_to_student_is_exactly_zero(kind, weights):
-    student = logits(S, V, 0, torch.bfloat16).requires_grad_()
-    matrix = oracle.Matrix.identity(V)
-    out = run(student, student.detach().clone(), matrix, identity_chunks(), divergence=kind, temperature=0.7, **weights)
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert not student.grad.any()
-
-
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_extreme_logits_are_finite(kind, weights):
-    """Columns whose every student token has probability e^−300: only a log-sum-exp by column keeps them."""
-    student = (150 * logits(S, V, 0, torch.float32).sign()).requires_grad_()
-    out = run(student, 150 * logits(T, W, 1, torch.float32).sign(), divergence=kind, **weights)
-    out.loss.backward()
-    assert out.loss.isfinite()
-    assert out.loss > 0
-    assert student.grad.isfinite().all()
-    assert student.grad.any()
 
 
 def test_extreme_logits_have_the_right_value():
@@ -148,43 +98,6 @@ def test_forbidden_student_tokens_are_finite():
     out.loss.backward()
     assert out.loss.item() == pytest.approx(0, abs=1e-6)
     assert student.grad.isfinite().all()
-
-
-@settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31), kind=st.sampled_from(oracle.KINDS), coef=st.floats(0, 2))
-def test_not_negative(seed, kind, coef):
-    """−log of a mass ≤ 1 and a divergence; fp32 rounds log-ratios of at most 50 nats by 2^−24 of that."""
-    name, weights = kind
-    student, teacher = logits(S, V, seed, torch.float32), logits(T, W, seed // 2 + 1, torch.float32)
-    assert run(student, teacher, divergence=name, coverage_coef=coef, **weights).loss.item() >= -3 * 50 * 2**-23
-
-
-def test_invariant_to_chunks_microbatches_order_and_padding():
-    student, teacher = logits(S, V, 0), logits(T, W, 1)
-    pad = torch.nn.functional.pad
-
-    def settings_of(order, width, chunk_size, rows_per_call):
-        z = pad(student[order], (0, 0, 0, width), value=7.0).requires_grad_()
-        t = pad(teacher[order], (0, 0, 0, 2 * width), value=-3.0)
-        chunks = [pad(side[order], (0, k * width), value=-1) for side, k in zip(CHUNKS, (1, 2), strict=True)]
-        loss = sum(
-            run(z[i:j], t[i:j], chunks=tuple(side[i:j] for side in chunks), normalizer=5, chunk_size=chunk_size).loss
-            for i, j in ((k, k + rows_per_call) for k in range(0, B, rows_per_call))
-        )
-        (gradient,) = torch.autograd.grad(loss, z)
-        return loss, gradient[:, :S][torch.argsort(torch.tensor(order))]
-
-    reference = settings_of([0, 1], 0, None, 2)
-    for setting in (([0, 1], 0, 1, 2), ([0, 1], 0, 2, 1), ([1, 0], 0, None, 2), ([1, 0], 4, 2, 1)):
-        torch.testing.assert_close(settings_of(*setting), reference, rtol=1e-12, atol=1e-15)
-
-
-def test_no_aligned_chunk_stays_connected():
-    student = logits(S, V, 0).requires_grad_()
-    out = run(student, logits(T, W, 1), chunks=tuple(torch.full_like(side, -1) for side in CHUNKS))
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert not student.grad.any()
 
 
 def test_a_given_size_drops_what_lies_beyond_it():
@@ -228,16 +141,6 @@ def test_vocab_topk_equals_the_loop(kind, weights, top_k):
 
 
 @pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_vocab_topk_gradient(kind, weights):
-    teacher = logits(T, W, 1)
-
-    def loss(student):
-        return run(student, teacher, divergence=kind, vocab_topk=3, chunk_size=2, normalizer=4, **weights).loss
-
-    assert torch.autograd.gradcheck(loss, logits(S, V + 1, 0).requires_grad_())
-
-
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
 def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind, weights):
     student, teacher = logits(S, V, 0), logits(T, W, 1)
     num_columns = len({t for row in MATRIX.rows() for t in row})
@@ -250,33 +153,11 @@ def test_vocab_topk_is_bounded_by_all_columns_and_equal_at_their_number(kind, we
     assert losses[-2] == losses[-1] == run(student, teacher, divergence=kind, **weights).loss.item()
 
 
-@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
-def test_vocab_topk_with_teacher_equal_to_student_is_exactly_zero(kind, weights):
-    student = logits(S, V, 0, torch.bfloat16).requires_grad_()
-    matrix = oracle.Matrix.identity(V)
-    teacher = student.detach().clone()
-    out = run(student, teacher, matrix, identity_chunks(), divergence=kind, vocab_topk=4, **weights)
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert not student.grad.any()
-
-
-def test_vocab_topk_without_units_stays_connected():
-    student = logits(S, V, 0).requires_grad_()
-    out = run(student, logits(T, W, 1), chunks=tuple(torch.full_like(side, -1) for side in CHUNKS), vocab_topk=3)
-    out.loss.backward()
-    assert out.loss.item() == 0
-    assert not student.grad.any()
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"vocab_topk": 0}, "vocab_topk=0"),
         ({"merge": "last"}, "merge='last'.*choose from first, mean"),
-        ({"temperature": -1.0}, "temperature=-1.0"),
-        ({"student_vocab_size": V + 1}, f"student_vocab_size={V + 1}"),
-        ({"chunks": (CHUNKS[0][:, 1:], CHUNKS[1])}, "student_ids has shape"),
         ({"teacher": logits(T, W - 1, 1)}, f"teacher_vocab_size={W}: the logits have {W - 1}"),
     ],
 )

@@ -1,9 +1,9 @@
-"""What must hold for the rows of all ordered pairs of real tokenizers (METHODS §2), and what a build costs."""
+"""What must hold for the rows of pairs of real tokenizers (METHODS §2), and what a build costs."""
 
 import json
 import subprocess
 import sys
-from itertools import permutations
+import time
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.alignment.roles import pair_special_tokens
 from nemo_opd.projection import ProjectionMatrix, build_projection
 from tests.projection.conftest import real_matrix
-from tests.tokenizers_fixture import REAL, real_tokenizer
+from tests.tokenizers_fixture import real_tokenizer
 
 PUBLISHED = {
     frozenset({"qwen3", "llama3_1"}): 0.848,
@@ -25,7 +25,16 @@ PUBLISHED = {
     frozenset({"gemma3", "gpt4o"}): 0.655,
 }
 """Shared / smaller vocabulary; gpt4o for gpt-oss, which has its pieces."""
-every_pair = pytest.mark.parametrize("names", list(permutations(REAL, 2)), ids="-".join)
+PAIRS = [
+    ("llama3_1", "qwen3"),
+    ("qwen3", "gemma3"),
+    ("gemma3", "llama3_1"),
+    ("gpt4o", "gemma3"),
+    ("llama3_1", "gpt4o"),
+    ("gpt4o", "qwen3"),
+]
+"""Each once, and each tokenizer on either side; a build takes seconds."""
+every_pair = pytest.mark.parametrize("names", PAIRS, ids="-".join)
 
 
 @every_pair
@@ -105,9 +114,11 @@ def test_llama_numerals_on_qwen_lead_with_their_first_digit(llama_qwen: Projecti
 
 
 def test_the_reverse_pass_adds_related_tokens_only(llama_qwen: ProjectionMatrix) -> None:
-    """And leaves alone exact rows, special rows and numerals."""
+    """And leaves alone exact rows, special rows and numerals. A build takes seconds of all threads."""
     tokenizers = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    before = time.process_time()
     both = build_projection(*tokenizers, reverse=True)
+    assert time.process_time() - before < 20
     kept = llama_qwen.exact | (pieces_of(tokenizers[0]).lengths == 0)
     assert np.array_equal(both.indices[kept], llama_qwen.indices[kept])
     vocab = tokenizers[0].get_vocab()
@@ -136,16 +147,15 @@ print(json.dumps([time.process_time(), peak, matrix.options.passes]))
 """
 
 
-@pytest.mark.parametrize(("student", "teacher", "seconds"), [("llama3_1", "qwen3", 20), ("gemma3", "gpt4o", 60)])
-def test_a_build_takes_seconds_and_little_memory(student: str, teacher: str, seconds: float) -> None:
-    """A process of its own, with imports and tokenizers: the dense map of the first pair is 39 GB.
+def test_a_build_takes_seconds_and_little_memory() -> None:
+    """The largest pair in a process of its own, with imports and tokenizers: its dense map is 100 GB.
 
     Processor time of all threads, as the machine may be busy.
     """
-    real_tokenizer(student), real_tokenizer(teacher)
-    command = [sys.executable, "-c", BUILD, student, teacher]
+    real_tokenizer("gemma3"), real_tokenizer("gpt4o")
+    command = [sys.executable, "-c", BUILD, "gemma3", "gpt4o"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     used, peak, passes = json.loads(done.stdout)
-    assert used < seconds
+    assert used < 60
     assert peak < 2e9
     assert passes == ["exact_map", "multi_token", "sort_and_cut", "byte_prefix", "shared_prefix"]

@@ -35,7 +35,7 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def resumed(reference: Run, output_dir: Path) -> Run:
+def resumed(reference: Run, output_dir: Path, *overrides: str) -> Run:
     """A run by the reference's config.yaml alone, without what is not needed twice."""
     return start(
         output_dir,
@@ -45,5 +45,6 @@ def resumed(reference: Run, output_dir: Path) -> Run:
             "run.resume=auto",
             "logging.tensorboard.enabled=false",
             "logging.wandb.enabled=false",
+            *overrides,
         ],
     )

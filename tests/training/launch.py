@@ -69,14 +69,19 @@ class Run:
         return [process for process in self.processes() if "RankActor" in self.seen[process.pid]]
 
     def wait_for_step(self, step: int) -> None:
-        """Returns as soon as metrics.jsonl has the record of a step."""
+        """Returns as soon as metrics.jsonl has the record of a step; a run that does not get there is killed."""
         file = self.output_dir / "metrics.jsonl"
 
         def reached() -> bool:
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[0]}"
             return file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8")
 
-        wait_until(reached, START_S, f"step {step}", every_s=0.005)
+        try:
+            wait_until(reached, START_S, f"step {step}", every_s=0.005)
+        except AssertionError:
+            if self.process.poll() is None:
+                self.kill()
+            raise
 
     def end(self) -> int:
         """Wait for the driver to end by itself: its exit status."""

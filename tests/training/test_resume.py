@@ -1,6 +1,6 @@
 """A run that is killed and then interrupted on its way gives the same metrics as one that is left alone.
 
-Each fixture is the run's next part; the reference's config.yaml is all that they are started with.
+Each fixture is the run's next part, started with the reference's config.yaml but for what may change between parts.
 """
 
 from pathlib import Path
@@ -13,6 +13,9 @@ from tests.training.conftest import STEPS, resumed
 from tests.training.launch import Run
 
 pytestmark = pytest.mark.slow
+
+WITHOUT_LOADER_WORKERS = "data.num_workers=0"
+"""A process less to start; the order of the data does not depend on them."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +40,7 @@ def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
     killed.leftovers(folders=False)
     half_written = folder / "checkpoints" / ".incomplete_step_000020"
     half_written.mkdir(exist_ok=True)
-    run = resumed(reference, folder)
+    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
     run.wait_for_step(max(17, step_of(killed.checkpoints[-1]) + 2))
     run.processes()
     run.interrupt()
@@ -49,7 +52,7 @@ def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def finished(reference: Run, interrupted: Run, folder: Path) -> Run:
-    run = resumed(reference, folder)
+    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
     assert run.end() == 0, run.output
     return run
 
