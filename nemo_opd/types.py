@@ -113,19 +113,33 @@ class TeacherRows:
     """The teacher's own tokens; the student's where they share a tokenizer."""
     chunks: ChunkRows | None
     """The alignment with the student; None where they share a tokenizer."""
+    weights: Tensor | None = None
+    """float32 [B]: what each sequence counts for in this teacher's loss; None for 1."""
+
+    def student_side(self, student: TokenRows) -> TokenRows:
+        """The student's tokens that this teacher is compared on; its own where they share a tokenizer.
+
+        Those may be fewer: a teacher that is not asked about a sequence has an empty row for it.
+        """
+        return self.tokens if self.chunks is None else student
 
     def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
         tokens = self.tokens.rows(start, stop)
+        weights = None if self.weights is None else self.weights[start:stop]
         if self.chunks is None:
-            return TeacherRows(tokens, None)
+            return TeacherRows(tokens, None, weights)
         teacher_width = tokens.ids.shape[1]
         chunks = ChunkRows(
             self.chunks.student[start:stop, :student_width], self.chunks.teacher[start:stop, :teacher_width]
         )
-        return TeacherRows(tokens, chunks)
+        return TeacherRows(tokens, chunks, weights)
 
     def to(self, device: str) -> TeacherRows:
-        return TeacherRows(self.tokens.to(device), None if self.chunks is None else self.chunks.to(device))
+        return TeacherRows(
+            self.tokens.to(device),
+            None if self.chunks is None else self.chunks.to(device),
+            None if self.weights is None else self.weights.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +169,17 @@ class Normalizers:
     ce: int
     """Label tokens."""
     kd: tuple[int, ...]
-    """Per teacher: aligned chunks, or label tokens where it shares the student's tokenizer."""
+    """Per part of the KD: aligned chunks, or label tokens where the teacher shares the student's tokenizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceScores:
+    """How sure a teacher is of each sequence, on its own tokens (METHODS §6)."""
+
+    bits: Tensor
+    """float64 [B]: summed over the tokens that are scored and carry text."""
+    num_bytes: Tensor
+    """int64 [B]: the text they carry."""
 
 
 @dataclass(frozen=True, slots=True)

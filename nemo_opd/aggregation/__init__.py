@@ -1,5 +1,7 @@
 """How the losses of several teachers become one (METHODS §6)."""
 
-from nemo_opd.aggregation.weighted_sum import weighted_sum, weighted_value
+from nemo_opd.aggregation.parts import PART, Part, Parts, build_parts
+from nemo_opd.aggregation.scores import joined, sequence_scores
+from nemo_opd.aggregation.share_out import share_metrics, share_out
 
-__all__ = ["weighted_sum", "weighted_value"]
+__all__ = ["PART", "Part", "Parts", "build_parts", "joined", "sequence_scores", "share_metrics", "share_out"]

@@ -1,11 +1,74 @@
-"""How the losses of several teachers become one."""
+"""How the losses of several teachers become one (METHODS §6)."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
 
 from nemo_opd.config.base import Settings
 
+Score = Literal["bits_per_byte", "entropy", "max_probability"]
+"""How sure a teacher is of a sequence, on its own tokens and per byte, so that tokenizers compare."""
 
-class WeightedSum(Settings):
+
+class AggregationBase(Settings):
+    @property
+    def score(self) -> Score | None:
+        """What each teacher has to say about each sequence before the student's step; None for nothing."""
+        return None
+
+
+class WeightedSum(AggregationBase):
     """Σ weight_i · KD_i."""
 
     type: Literal["weighted_sum"] = "weighted_sum"
+    weights: Literal["static", "bits_per_byte", "entropy", "max_probability"] = "static"
+    """static: the weight of each teacher. Else that times softmax_i(alpha · score_i) in each sequence, with the
+    negative bits per byte, the negative entropy per byte, or the mean largest probability per byte as the score.
+    """
+    alpha: float = Field(1.0, gt=0)
+    """Weights that are not static: how sharply they tell teachers apart."""
+    vocabulary_scaling: bool = False
+    """Multiply each weight by log W_i / log min_j W_j, for vocabularies of size W."""
+
+    @field_validator("alpha")
+    @classmethod
+    def alpha_needs_scores(cls, alpha: float, info: ValidationInfo) -> float:
+        if info.data.get("weights") == "static" and alpha != cls.model_fields["alpha"].default:
+            raise ValueError(
+                f"{alpha:g} has no effect with weights=static; choose weights=bits_per_byte, entropy or "
+                "max_probability, or leave alpha out"
+            )
+        return alpha
+
+    @property
+    def score(self) -> Score | None:
+        return None if self.weights == "static" else self.weights
+
+
+class AveragedLogits(AggregationBase):
+    """One divergence from the weighted mean of the teachers' logits."""
+
+    type: Literal["averaged_logits"] = "averaged_logits"
+
+
+class SelectTeacher(AggregationBase):
+    """The KD of the one teacher that has the fewest bits per byte."""
+
+    type: Literal["select_teacher"] = "select_teacher"
+    per: Literal["sequence", "batch"] = "sequence"
+    """Chosen for each sequence, or once for a global batch."""
+
+    @property
+    def score(self) -> Score | None:
+        return "bits_per_byte"
+
+
+class Routed(AggregationBase):
+    """The KD of the one teacher that the data name for each sample."""
+
+    type: Literal["routed"] = "routed"
+    key: str = "teacher"
+    """The column that holds the teacher's name."""
+
+
+Aggregation = Annotated[WeightedSum | AveragedLogits | SelectTeacher | Routed, Field(discriminator="type")]

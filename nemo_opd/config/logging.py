@@ -29,3 +29,7 @@ class Logging(Settings):
     console: Console = Field(default_factory=Console)
     tensorboard: TensorBoard = Field(default_factory=TensorBoard)
     wandb: Wandb = Field(default_factory=Wandb)
+    gradients_every: int | None = Field(None, ge=1)
+    """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step has
+    a forward and a backward pass for each of them, and holds one gradient more.
+    """

@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.aggregation import WeightedSum
+from nemo_opd.config.aggregation import Aggregation, AveragedLogits, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
@@ -43,7 +43,7 @@ class RunConfig(Settings):
     student: Student
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     loss: Loss = Field(default_factory=PKLLoss)
-    aggregation: WeightedSum = Field(default_factory=WeightedSum)
+    aggregation: Aggregation = Field(default_factory=WeightedSum)
     handoff: LogitsHandoff = Field(default_factory=LogitsHandoff)
     data: Data
     cluster: Cluster = Field(default_factory=Cluster)
@@ -82,10 +82,123 @@ class RunConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def several_teachers_are_aggregated(self) -> Self:
+        if len(self.teachers) == 1 and (setting := self._needs_several_teachers()):
+            raise ValueError(
+                f"{setting} is about several teachers, but there is one ({self.teachers[0].name}); name more teachers, "
+                "or write aggregation=weighted_sum"
+            )
+        return self
+
+    def _needs_several_teachers(self) -> str | None:
+        aggregation = self.aggregation
+        if not isinstance(aggregation, WeightedSum):
+            return f"aggregation.type={aggregation.type}"
+        if aggregation.weights != "static":
+            return f"aggregation.weights={aggregation.weights}"
+        return "aggregation.vocabulary_scaling=true" if aggregation.vocabulary_scaling else None
+
+    @model_validator(mode="after")
+    def averaged_logits_need_one_tokenizer(self) -> Self:
+        for i, teacher in enumerate(self.teachers):
+            if isinstance(self.aggregation, AveragedLogits) and teacher.type == "cross_tokenizer":
+                raise ValueError(
+                    "aggregation.type=averaged_logits is a mean column by column, but "
+                    f"teachers.{i} ({teacher.name}) is of type cross_tokenizer; use aggregation=weighted_sum, or take "
+                    "that teacher out"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def averaged_logits_have_one_loss(self) -> Self:
+        for i, teacher in enumerate(self.teachers):
+            if isinstance(self.aggregation, AveragedLogits) and teacher.loss is not None:
+                raise ValueError(
+                    f"teachers.{i}.loss.type={teacher.loss.type}: aggregation.type=averaged_logits compares with all "
+                    "teachers at once, so none has a loss of its own; set it under loss"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def averaged_logits_need_a_weight(self) -> Self:
+        if isinstance(self.aggregation, AveragedLogits) and not any(teacher.weight for teacher in self.teachers):
+            raise ValueError(
+                "aggregation.type=averaged_logits is a mean by the teachers' weights, which are all 0; raise one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compared_teachers_have_a_weight(self) -> Self:
+        """A teacher of weight 0 would be chosen, or take its share of a softmax, and teach nothing there."""
+        if isinstance(self.aggregation, AveragedLogits) or self._needs_several_teachers() is None:
+            return self
+        for i, teacher in enumerate(self.teachers):
+            if teacher.weight == 0 and (self._picks_one_teacher or self.aggregation.score is not None):
+                raise ValueError(
+                    f"teachers.{i}.weight=0: {self._needs_several_teachers()} would give texts to {teacher.name}, from "
+                    "which nothing is then learned; take it out, or give it a weight"
+                )
+        return self
+
+    @property
+    def _picks_one_teacher(self) -> bool:
+        return isinstance(self.aggregation, SelectTeacher | Routed)
+
+    @model_validator(mode="after")
+    def picked_teachers_weigh_the_same(self) -> Self:
+        first = self.teachers[0]
+        for i, teacher in enumerate(self.teachers):
+            if self._picks_one_teacher and teacher.weight != first.weight:
+                raise ValueError(
+                    f"teachers.{i}.weight={teacher.weight:g}: with aggregation.type={self.aggregation.type} a text has "
+                    f"one teacher, whose weight has no effect, so it cannot differ from teachers.0.weight="
+                    f"{first.weight:g}; make them equal, or use aggregation=weighted_sum"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def routes_have_a_column(self) -> Self:
+        data, aggregation = self.data, self.aggregation
+        if not isinstance(aggregation, Routed):
+            return self
+        for name in ("train", "validation"):
+            if getattr(data, name).text_files:
+                raise ValueError(
+                    f"data.{name}.text_files have no column {aggregation.key!r} (aggregation.key) that names a "
+                    "teacher; give arrow_files, parquet_files, jsonl_files or hub"
+                )
+        own = {"text_key": data.text_key} if data.messages_key is None else {"messages_key": data.messages_key}
+        for key, column in (own | {"tools_key": data.tools_key}).items():
+            if column == aggregation.key:
+                raise ValueError(
+                    f"aggregation.key={aggregation.key} is the column of data.{key} too; name the one with the teacher"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def compared_gradients_are_both_there(self) -> Self:
+        for key in ("kd_weight", "ce_weight"):
+            if self.logging.gradients_every is not None and getattr(self.loss, key) == 0:
+                raise ValueError(
+                    f"logging.gradients_every={self.logging.gradients_every} compares the KD gradient with the CE "
+                    f"gradient, but loss.{key}=0; raise it, or write logging.gradients_every=null"
+                )
+        return self
+
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:
         """The teachers that are loaded: none where distillation has no weight."""
         return self.teachers if self.loss.kd_weight > 0 else ()
+
+    @property
+    def active_names(self) -> tuple[str, ...]:
+        return tuple(teacher.name for teacher in self.active_teachers)
+
+    @property
+    def routing(self) -> Routed | None:
+        """How the data name a teacher, where they do and it matters."""
+        return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
 
     def term(self, teacher: int) -> LossTerm:
         """The distillation term of one teacher: its own, else the run's, as its tokenizer allows."""

@@ -13,7 +13,7 @@ class TeacherBase(Model):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short and unique; it names the teacher in metrics."""
     weight: float = Field(1.0, ge=0)
-    """Weight in the sum over teachers."""
+    """Weight in the sum over teachers, or in their mean. Where each text has one teacher it has no effect."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights and of the forward pass."""
     offload: bool = False

@@ -1,6 +1,7 @@
 """Samples to batches, and batches to the shards of data-parallel ranks."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import TypeVar
 
@@ -20,9 +21,19 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples as the rows of a batch, right-padded to the longest of each side."""
+    """Samples as the rows of a batch, right-padded to the longest of each side; routed ones for their teacher alone."""
     teachers = zip(*(sample.teachers for sample in samples), strict=True)
-    return Batch(_token_rows([sample.student for sample in samples]), tuple(_teacher_rows(rows) for rows in teachers))
+    batch = Batch(_token_rows([sample.student for sample in samples]), tuple(_teacher_rows(rows) for rows in teachers))
+    routes = [sample.route for sample in samples if sample.route is not None]
+    return only_chosen(batch, torch.tensor(routes)) if routes else batch
+
+
+def only_chosen(batch: Batch, choice: Tensor) -> Batch:
+    """The batch with empty rows where a teacher is not the one of choice, int64 [B], for the sequence.
+
+    An empty row has length 0, no scored token and no chunk, so a (micro)batch of such rows is one position wide.
+    """
+    return replace(batch, teachers=tuple(_emptied(teacher, choice != i) for i, teacher in enumerate(batch.teachers)))
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
@@ -83,11 +94,26 @@ def _pad_teacher(teacher: TeacherRows, missing: int) -> TeacherRows:
     chunks = teacher.chunks
     if chunks is not None:
         chunks = ChunkRows(_more_rows(chunks.student, missing, NO_CHUNK), _more_rows(chunks.teacher, missing, NO_CHUNK))
-    return TeacherRows(_pad_tokens(teacher.tokens, missing), chunks)
+    weights = None if teacher.weights is None else _more_rows(teacher.weights, missing, 0)
+    return TeacherRows(_pad_tokens(teacher.tokens, missing), chunks, weights)
 
 
 def _more_rows(tensor: Tensor, missing: int, fill: int) -> Tensor:
     return torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), fill)])
+
+
+def _emptied(teacher: TeacherRows, where: Tensor) -> TeacherRows:
+    """Empty rows where bool [B] is true."""
+    tokens, chunks, rows = teacher.tokens, teacher.chunks, where[:, None]
+    emptied = TokenRows(
+        tokens.ids.masked_fill(rows, PAD_ID),
+        tokens.lengths.masked_fill(where, 0),
+        tokens.loss_mask.masked_fill(rows, False),
+        tokens.num_bytes.masked_fill(rows, 0),
+    )
+    if chunks is not None:
+        chunks = ChunkRows(chunks.student.masked_fill(rows, NO_CHUNK), chunks.teacher.masked_fill(rows, NO_CHUNK))
+    return TeacherRows(emptied, chunks, teacher.weights)
 
 
 def _owned(batch: Batch) -> Batch:
@@ -101,4 +127,5 @@ def _owned_tokens(tokens: TokenRows) -> TokenRows:
 def _owned_teacher(teacher: TeacherRows) -> TeacherRows:
     chunks = teacher.chunks
     owned = None if chunks is None else ChunkRows(chunks.student.clone(), chunks.teacher.clone())
-    return TeacherRows(_owned_tokens(teacher.tokens), owned)
+    weights = None if teacher.weights is None else teacher.weights.clone()
+    return TeacherRows(_owned_tokens(teacher.tokens), owned, weights)

@@ -10,6 +10,7 @@ from nemo_opd.errors import DataError
 TEXT = "text"
 MESSAGES = "messages"
 TOOLS = "tools"
+TEACHER = "teacher"
 """The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are."""
 
 
@@ -19,7 +20,18 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
 
 
-Document = str | Conversation
+Content = str | Conversation
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A document that is for one teacher alone."""
+
+    content: Content
+    teacher: str
+
+
+Document = Content | Routed
 
 
 class Columns(Protocol):
@@ -33,9 +45,16 @@ class Columns(Protocol):
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     """Raises DataError for a conversation that is malformed JSON."""
     rows = columns[indices]
+    contents = read_contents(rows, len(indices))
+    if TEACHER not in rows:
+        return contents
+    return [Routed(content, teacher) for content, teacher in zip(contents, rows[TEACHER], strict=True)]
+
+
+def read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Content]:
     if TEXT in rows:
         return rows[TEXT]
-    tools = rows.get(TOOLS, [None] * len(indices))
+    tools = rows.get(TOOLS, [None] * number)
     return [Conversation(parsed(m), parsed(t)) for m, t in zip(rows[MESSAGES], tools, strict=True)]
 
 

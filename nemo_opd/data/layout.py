@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
-from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS
+from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT, TOOLS
 from nemo_opd.errors import DataError
 
 
@@ -78,6 +78,47 @@ class ChatLayout:
 
     def require_content(self, documents: datasets.Dataset, source: str) -> None:
         whole_column(documents, MESSAGES, source)
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedLayout:
+    """Documents of another layout, each with the name of the teacher that it is for."""
+
+    documents: Layout
+    key: str
+    teachers: tuple[str, ...]
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        return {**self.documents.columns, self.key: TEACHER}
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+        if self.key not in schema.names:
+            raise DataError(
+                f"{source} has no column {self.key!r}, by which aggregation.type=routed finds the teacher of each row; "
+                f"add it, set aggregation.key to one of its columns ({', '.join(schema.names)}), or use another "
+                "aggregation"
+            )
+        dtype = schema.field(self.key).type
+        if not is_string(dtype):
+            raise DataError(
+                f"{source}: column {self.key!r} is of type {dtype}, not string; set aggregation.key to a column with "
+                "the names of teachers"
+            )
+
+    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+        """Raises DataError too where a row names a teacher that there is not."""
+        self.documents.require_content(documents, source)
+        names = whole_column(documents, TEACHER, source)
+        is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
+        row = pc.index(is_unknown, True).as_py()
+        if row >= 0:
+            raise DataError(
+                f"{source}: row {row} (counted from 0 over all files) has {self.key}={names[row].as_py()!r}, which is "
+                f"no teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the names "
+                "under teachers"
+            )
 
 
 def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataType:

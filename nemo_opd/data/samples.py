@@ -55,6 +55,8 @@ class TeacherSample:
 class Sample:
     student: Tokens
     teachers: tuple[TeacherSample, ...]
+    route: int | None = None
+    """The one teacher that it is for; None for all."""
 
 
 class Aligner(Protocol):

@@ -15,6 +15,8 @@ RUN_KEYS = (
     ("KD weight", "loss.kd_weight"),
     ("CE weight", "loss.ce_weight"),
     ("scaling", "loss.scaling"),
+    ("aggregation", "aggregation.type"),
+    ("weights of teachers", "aggregation.weights"),
     ("optimizer", "student.optimizer.type"),
     ("learning rate", "student.optimizer.lr"),
     ("schedule", "student.scheduler.type"),

@@ -1,21 +1,32 @@
 """The student and its teachers as the driver sees them."""
 
-from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import WorkerGroup
 from nemo_opd.data.collate import pad_rows, shards
 from nemo_opd.handoff.base import Handle
 from nemo_opd.logging.metrics import Timer, merge
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch, Mean, Metric, Normalizers
+from nemo_opd.types import Batch, Mean, Metric
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher import Scored, TeacherWorker
 
 RankHandles = tuple[Handle, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """A global batch after its teachers have read it."""
+
+    batch: Batch
+    """With what each teacher's word counts for in each sequence."""
+    handles: list[RankHandles]
+    """By rank: to every teacher's logits."""
 
 
 def split(batch: Batch, num_ranks: int, micro_batch_size: int) -> list[Batch]:
@@ -33,6 +44,13 @@ class Models:
     def __init__(self, cluster: VirtualCluster, plan: Plan) -> None:
         """Returns when all models are loaded. Raises WorkerError or ClusterError."""
         self._num_ranks = plan.num_ranks
+        self._aggregation = plan.config.aggregation
+        self._parts = build_parts(
+            plan.config,
+            [teacher.projection for teacher in plan.teachers],
+            student_vocab_size=plan.student.vocab_size,
+            teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
+        )
         self._micro_batch_size = plan.config.train.micro_batch_size
         with ExitStack() as stack:
             # Closed in reverse: the student drops its mappings before the teachers free their buffers.
@@ -44,27 +62,39 @@ class Models:
     def _split(self, batch: Batch) -> list[Batch]:
         return split(batch, self._num_ranks, self._micro_batch_size)
 
-    def score(self, parts: Sequence[Batch]) -> list[RankHandles]:
-        """Every teacher's forward pass, side by side: the handles by rank."""
+    def teach(self, batch: Batch) -> Taught:
+        """Every teacher's forward pass, side by side, and who has how much of a say in what."""
+        parts = self._split(batch)
         calls = [
             group.submit("forward", [(part.teachers[i].tokens,) for part in parts])
             for i, group in enumerate(self.teachers)
         ]
-        by_teacher = self.student.gather(calls)
-        return [tuple(handles[rank] for handles in by_teacher) for rank in range(self._num_ranks)]
+        by_teacher: list[list[Scored]] = self.student.gather(calls)
+        scores = [
+            joined([scored.scores for scored in by_rank if scored.scores is not None], len(batch))
+            for by_rank in by_teacher
+            if by_rank[0].scores is not None
+        ]
+        handles = [tuple(by_rank[rank].handle for by_rank in by_teacher) for rank in range(self._num_ranks)]
+        return Taught(share_out(self._aggregation, batch, scores), handles)
 
-    def train_step(self, batch: Batch, normalizers: Normalizers, kd_scale: float, timer: Timer) -> dict[str, Metric]:
+    def train_step(
+        self, batch: Batch, kd_scale: float, timer: Timer, *, compare_gradients: bool = False
+    ) -> dict[str, Metric]:
         """Teachers, then the student's optimizer step: the metrics of the global batch."""
-        parts = self._split(batch)
         with timer.span("teacher_s"):
-            handles = self.score(parts)
+            taught = self.teach(batch)
         with timer.span("student_s"):
-            steps = [(StudentStep(part, own, normalizers, kd_scale),) for part, own in zip(parts, handles, strict=True)]
-            return merge(self.student.call("train_step", steps))
+            normalizers = self._parts.normalizers(taught.batch)
+            pairs = zip(self._split(taught.batch), taught.handles, strict=True)
+            steps = [(StudentStep(part, own, normalizers, kd_scale, compare_gradients),) for part, own in pairs]
+            metrics = merge(self.student.call("train_step", steps))
+        return metrics | share_metrics(self._parts, taught.batch)
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        parts = self._split(batch)
-        return merge(self.student.call("evaluate", list(zip(parts, self.score(parts), strict=True))))
+        taught = self.teach(batch)
+        pairs = zip(self._split(taught.batch), taught.handles, strict=True)
+        return merge(self.student.call("evaluate", list(pairs))) | share_metrics(self._parts, taught.batch)
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         parts = self._split(batch)
@@ -115,6 +145,7 @@ def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
                 "micro_batch_size": plan.config.train.micro_batch_size,
                 "device": plan.device,
                 "transport": plan.transport,
+                "score": plan.config.aggregation.score,
             },
         )
         for i, settings in enumerate(plan.config.active_teachers)

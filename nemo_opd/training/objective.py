@@ -1,19 +1,26 @@
 """The objective of a global step, from its reduced metrics (METHODS §7)."""
 
-from nemo_opd.aggregation import weighted_value
+from nemo_opd.aggregation import PART
 from nemo_opd.config.loss import Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
-from nemo_opd.types import Metrics
+from nemo_opd.types import Mean, Metrics
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
-    """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`."""
-    named = {f"{phase}/{name}": value for name, value in values(metrics).items()}
+    """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`.
+
+    A teacher whose KD has no unit, as none of these texts is its own, is left out.
+    """
+    logged = {
+        name: metric
+        for name, metric in metrics.items()
+        if not name.startswith(PART) and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
+    }
+    named = {f"{phase}/{name}": value for name, value in values(logged).items()}
     loss = config.loss.ce_weight * named[f"{phase}/ce"]
     if config.active_teachers:
-        weights = [teacher.weight for teacher in config.active_teachers]
-        kd = weighted_value([metrics[f"kd/{teacher.name}"] for teacher in config.active_teachers], weights)
+        kd = sum(metric.value() for name, metric in metrics.items() if name.startswith(PART))
         named[f"{phase}/kd"] = kd
         loss += config.loss.kd_weight * kd_scale * kd
     named[f"{phase}/loss"] = loss

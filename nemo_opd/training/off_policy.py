@@ -9,7 +9,6 @@ from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
 from nemo_opd.training.summary import print_plan
-from nemo_opd.training.units import count_units
 
 
 def distil(config: RunConfig) -> None:
@@ -41,7 +40,7 @@ def train_step(session: Session) -> dict[str, float]:
     with timer.span("step_s"):
         with timer.span("data_wait_s"):
             batch = session.loader.next()
-        metrics = session.models.train_step(batch, count_units(batch, session.terms), scale, timer)
+        metrics = session.models.train_step(batch, scale, timer, compare_gradients=session.compares_gradients)
     peak_memory = metrics.pop("peak_memory_gb").value()
     record = objective_values(session.config, metrics, scale, "train")
     session.kd_scale.update(record["train/ce"], record.get("train/kd", 0.0))

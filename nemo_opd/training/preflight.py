@@ -2,9 +2,10 @@
 
 from datasets import Dataset
 
+from nemo_opd.aggregation.routed import RoutedSampleMaker
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.documents import read_documents
-from nemo_opd.data.layout import layout_of
+from nemo_opd.data.layout import Layout, RoutedLayout, layout_of
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
@@ -36,7 +37,7 @@ def preflight(config: RunConfig) -> Plan:
         plan_teacher(i, settings, student, teacher)
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
-    sample_maker = build_sample_maker(config, student, teachers)
+    sample_maker = make_samples(config, build_sample_maker(config, student, teachers))
     require_readable(sample_maker, train_documents, "data.train")
     steps_per_epoch = -(-len(train_documents) // config.train.global_batch_size)
     return Plan(
@@ -64,11 +65,18 @@ def preflight(config: RunConfig) -> Plan:
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    layout = layout_of(config.data)
+    layout: Layout = layout_of(config.data)
+    if config.routing is not None:
+        layout = RoutedLayout(layout, config.routing.key, config.active_names)
     train = load_documents(config.data.train, layout, key="data.train")
     if not config.data.validation.given:
         return train, None
     return train, load_documents(config.data.validation, layout, key="data.validation")
+
+
+def make_samples(config: RunConfig, make: SampleMaker) -> SampleMaker:
+    """As `make` does, for the one teacher of each document where the data name it."""
+    return make if config.routing is None else RoutedSampleMaker(make, config.active_names)
 
 
 def require_readable(make_sample: SampleMaker, documents: Dataset, key: str) -> None:

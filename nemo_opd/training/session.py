@@ -13,7 +13,6 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.losses.build import build as build_term
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.models import Models
 from nemo_opd.training.objective import KDScale, objective_values
@@ -33,10 +32,6 @@ class Session:
         self.config = plan.config
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
-        self.terms = tuple(
-            build_term(self.config.term(i), teacher.projection) for i, teacher in enumerate(plan.teachers)
-        )
-        """Of each active teacher, for what counts as its units."""
         self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
         self.bits_per_byte: dict[str, float] = {}
         """Of the student before training and of each teacher."""
@@ -97,6 +92,11 @@ class Session:
         """Every so many steps, and after the last."""
         return self.is_complete or (every is not None and self.step % every == 0)
 
+    @property
+    def compares_gradients(self) -> bool:
+        every = self.config.logging.gradients_every
+        return every is not None and self.step % every == 0
+
     def measure_start(self) -> None:
         """Validate the student as it is and the teachers, once in the life of a run."""
         if self.step or self.plan.validation_documents is None:
@@ -106,7 +106,9 @@ class Session:
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
         teachers = validate_teachers(self.models, self._validation_batches())
         self.bits_per_byte |= {
-            teacher.name: bits for teacher, bits in zip(self.config.active_teachers, teachers, strict=True)
+            teacher.name: bits
+            for teacher, bits in zip(self.config.active_teachers, teachers, strict=True)
+            if bits > 0  # a teacher to whom no validation text is routed has none
         }
         self.loggers.log(0, values)
 

@@ -72,6 +72,7 @@ def batch_grid(plan: Plan) -> Table:
         "longest sequence": f"{train.max_length:,} tokens",
         "steps an epoch": f"{plan.steps_per_epoch:,}",
         "steps": f"{plan.total_steps:,}",
+        "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
     }
     for name, value in rows.items():

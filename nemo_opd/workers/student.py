@@ -1,10 +1,10 @@
 """The student on one data-parallel rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import get_scheduler
 
-from nemo_opd.aggregation import weighted_sum
+from nemo_opd.aggregation import build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.optim import Scheduler
 from nemo_opd.config.run import RunConfig
@@ -23,13 +23,13 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.accuracy import accuracy
 from nemo_opd.losses.bits_per_byte import bits_per_byte
-from nemo_opd.losses.build import build
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.models.export import save_pretrained
 from nemo_opd.models.load import load_config, load_model, tokenizer_of
 from nemo_opd.models.parallelize import shard
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
+from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
 from nemo_opd.workers.offload import move, resident
 
 
@@ -43,6 +43,22 @@ class StudentStep:
     normalizers: Normalizers
     kd_scale: float
     """Factor of the distillation term beside `loss.kd_weight`."""
+    compare_gradients: bool = False
+    """Form the KD and the CE gradient apart and say how they compare."""
+
+
+Objective = Literal["kd", "ce"]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """Some rows of a step."""
+
+    batch: Batch
+    teacher_logits: list[Tensor]
+    """Per teacher [b, T, W]: views of the handed-over buffers."""
+    kd_units: tuple[int, ...]
+    """What the parts of KD are divided by, of these rows."""
 
 
 class StudentWorker:
@@ -65,10 +81,9 @@ class StudentWorker:
     ) -> None:
         """Vocabulary sizes are the tokenizers'; `projections` has None for a teacher with the student's tokenizer."""
         self.config = config
-        self.terms = [
-            build(config.term(i), projection, student_vocab_size=vocab_size, teacher_vocab_size=teacher_vocab_size)
-            for i, (projection, teacher_vocab_size) in enumerate(zip(projections, teacher_vocab_sizes, strict=True))
-        ]
+        self.parts = build_parts(
+            config, projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
+        )
         self.vocab_size = vocab_size
         self.device = device
         self.offload = config.student.offload
@@ -98,90 +113,98 @@ class StudentWorker:
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
-        parts = [self._accumulate(micro, teachers, step) for micro, teachers in self._micro_batches(step)]
+        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, ("kd", "ce"))
         learning_rate = self.scheduler.get_last_lr()[0]
         grad_norm = self._clip_gradient()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad(set_to_none=True)
-        metrics = merge(parts)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(learning_rate)
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
         return on_host(metrics)
 
-    def _accumulate(self, micro: Batch, teacher_logits: Sequence[Tensor], step: StudentStep) -> dict[str, Metric]:
-        logits_BSV = self._logits(micro)
-        weights = self.config.loss
-        ce = cross_entropy(
-            logits_BSV,
-            micro.student.ids,
-            mask=micro.student.loss_mask,
-            normalizer=step.normalizers.ce,
-            vocab_size=self.vocab_size,
-        )
-        kd = self._distil(logits_BSV, teacher_logits, micro, step.normalizers.kd)
-        objective = weights.ce_weight * ce.loss
-        if kd:
-            total = weighted_sum(kd, [teacher.weight for teacher in self.config.active_teachers])
-            objective = objective + weights.kd_weight * step.kd_scale * total.loss
-        # FSDP2 averages gradients over ranks; the objective is a sum over them (METHODS §7).
-        (objective * dist.get_world_size()).backward()
-        return self._named(ce, kd)
+    def _compared_gradients(self, step: StudentStep) -> dict[str, Metric]:
+        """The gradient as the sum of that of KD and that of CE, as they enter the update, and how the two compare."""
+        metrics = self._gradient(step, ("kd",))
+        kd = take_gradients(self.model)
+        metrics |= self._gradient(step, ("ce",))
+        ce = [parameter.grad for parameter in self.model.parameters()]
+        metrics |= compared(kd, ce)
+        add_gradients(self.model, kd)
+        return metrics
+
+    def _gradient(self, step: StudentStep, objectives: Sequence[Objective]) -> dict[str, Metric]:
+        """Form the gradient of these objectives over all microbatches; their metrics."""
+        return merge(self._accumulate(micro, step, objectives) for micro in self._micro_batches(step))
+
+    def _accumulate(self, micro: MicroBatch, step: StudentStep, objectives: Sequence[Objective]) -> dict[str, Metric]:
+        logits_BSV = self._logits(micro.batch)
+        # What a loss keeps is as large as the logits. Each goes backward to a leaf at once, which frees it before the
+        # next is formed; the model's own backward pass runs once, from the sum.
+        leaf = logits_BSV.detach().requires_grad_()
+        metrics: dict[str, Metric] = {}
+        for output in self._losses(leaf, micro, step, objectives):
+            # FSDP2 averages gradients over ranks; the objective is a sum over them (METHODS §7).
+            (output.loss * dist.get_world_size()).backward()
+            metrics |= output.metrics
+        logits_BSV.backward(leaf.grad)
+        return metrics
+
+    def _losses(
+        self, logits_BSV: Tensor, micro: MicroBatch, step: StudentStep, objectives: Iterable[Objective]
+    ) -> Iterator[LossOutput]:
+        """What is added up to these objectives, weights and all, one after the other."""
+        weights, batch = self.config.loss, micro.batch
+        if "ce" in objectives:
+            ce = cross_entropy(
+                logits_BSV,
+                batch.student.ids,
+                mask=batch.student.loss_mask,
+                normalizer=step.normalizers.ce,
+                vocab_size=self.vocab_size,
+            )
+            yield LossOutput(weights.ce_weight * ce.loss, ce.metrics)
+        if "kd" in objectives:
+            for kd in self.parts(logits_BSV, micro.teacher_logits, batch, micro.kd_units, step.normalizers.kd):
+                yield LossOutput(weights.kd_weight * step.kd_scale * kd.loss, kd.metrics)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, handles: tuple[Handle, ...]) -> dict[str, Metric]:
-        """The same terms as in training, without an update, and the student's bits per byte and accuracy."""
+        """The same terms as in training, without an update; the student's bits per byte and accuracy."""
         self.model.eval()
-        step = StudentStep(batch, handles, Normalizers(1, (1,) * len(handles)), 1.0)
+        step = StudentStep(batch, handles, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
         parts: list[dict[str, Metric]] = []
         with resident(self.model, self.device, offload=self.offload):
-            for micro, teacher_logits in self._micro_batches(step):
-                logits_BSV = self._logits(micro)
-                ce = cross_entropy(
-                    logits_BSV, micro.student.ids, mask=micro.student.loss_mask, vocab_size=self.vocab_size
+            for micro in self._micro_batches(step):
+                logits_BSV = self._logits(micro.batch)
+                own, size = micro.batch.student, self.vocab_size
+                parts += [output.metrics for output in self._losses(logits_BSV, micro, step, ("kd", "ce"))]
+                parts.append(
+                    {
+                        "bits_per_byte": bits_per_byte(logits_BSV, own, vocab_size=size),
+                        "accuracy": accuracy(logits_BSV, own, vocab_size=size),
+                    }
                 )
-                kd = self._distil(logits_BSV, teacher_logits, micro, step.normalizers.kd)
-                bits = bits_per_byte(logits_BSV, micro.student, vocab_size=self.vocab_size)
-                hits = accuracy(logits_BSV, micro.student, vocab_size=self.vocab_size)
-                parts.append(self._named(ce, kd) | {"bits_per_byte": bits, "accuracy": hits})
         return on_host(merge(parts))
 
-    def _micro_batches(self, step: StudentStep) -> list[tuple[Batch, list[Tensor]]]:
-        """Microbatches with each teacher's logits [b, T, W] for them, as views of the handed-over buffers."""
+    def _micro_batches(self, step: StudentStep) -> Iterator[MicroBatch]:
         teachers = [self.receiver.tensor(handle) for handle in step.handles]
         size = self.config.train.micro_batch_size
-        result = []
         for start in range(0, len(step.batch), size):
-            micro = step.batch.rows(start, start + size)
+            batch = step.batch.rows(start, start + size)
             views = [
                 logits[start : start + size, : rows.tokens.ids.shape[1]]
-                for logits, rows in zip(teachers, micro.teachers, strict=True)
+                for logits, rows in zip(teachers, batch.teachers, strict=True)
             ]
-            result.append((micro.to(self.device), views))
-        return result
+            # Counted on the host, where it waits for nothing.
+            yield MicroBatch(batch.to(self.device), views, self.parts.num_units(batch))
 
     def _logits(self, micro: Batch) -> Tensor:
         model: Any = self.model
         logits: Tensor = model(input_ids=micro.student.ids, use_cache=False).logits
         return logits
-
-    def _distil(
-        self, logits_BSV: Tensor, teacher_logits: Sequence[Tensor], micro: Batch, normalizers: Sequence[int]
-    ) -> list[LossOutput]:
-        return [
-            term(logits_BSV, logits_BTW, micro.student, rows, normalizer)
-            for term, logits_BTW, rows, normalizer in zip(
-                self.terms, teacher_logits, micro.teachers, normalizers, strict=True
-            )
-        ]
-
-    def _named(self, ce: LossOutput, kd: Sequence[LossOutput]) -> dict[str, Metric]:
-        named = dict(ce.metrics)
-        for teacher, output in zip(self.config.active_teachers, kd, strict=True):
-            named |= {f"{name}/{teacher.name}": metric for name, metric in output.metrics.items()}
-        return named
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip

@@ -10,8 +10,11 @@ from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
 
 TOP_LEVEL = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
-NEEDED = {"loss=same_vocab": ["teachers.0.loss.type=p_kl"]}
-"""What an option needs beside it: the demo has a cross-tokenizer teacher."""
+NEEDED = {
+    "loss=same_vocab": ["teachers.0.loss.type=p_kl"],
+    "aggregation=averaged_logits": ["teachers.0.type=same_tokenizer"],
+}
+"""What an option needs beside it: the recipes have a cross-tokenizer teacher."""
 
 
 def test_all_files_are_covered() -> None:

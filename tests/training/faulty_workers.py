@@ -5,13 +5,12 @@ import sys
 import time
 from pathlib import Path
 
-from nemo_opd.handoff.base import Handle
 from nemo_opd.training import models
 from nemo_opd.training.cli import main
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher import Scored, TeacherWorker
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -19,7 +18,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 class RaisingTeacher(TeacherWorker):
     calls = 0
 
-    def forward(self, tokens: TokenRows) -> Handle:
+    def forward(self, tokens: TokenRows) -> Scored:
         self.calls += 1
         if self.calls == 3:
             raise RuntimeError("the teacher has left the room")

@@ -2,6 +2,7 @@
 
 import pytest
 
+from nemo_opd.aggregation import PART
 from nemo_opd.config.loss import PKLLoss
 from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.types import Mean
@@ -9,17 +10,27 @@ from tests.composition import compose
 from tests.tiny import Tiny
 
 
-def test_loss_is_the_weighted_sum_over_teachers_and_ce(tiny: Tiny) -> None:
-    config = compose(
-        *tiny.overrides("loss.kd_weight=3", "loss.ce_weight=0.25", "teachers.0.weight=0.7", "teachers.1.weight=0.2")
-    )
-    metrics = {"ce": Mean(30.0, 10), "kd/cross": Mean(8.0, 4), "kd/same": Mean(5.0, 10)}
-    values = objective_values(config, metrics, 1.5, "train")
+def test_loss_is_the_sum_of_the_parts_and_ce(tiny: Tiny) -> None:
+    config = compose(*tiny.overrides("loss.kd_weight=3", "loss.ce_weight=0.25"))
+    raw = {"kd/cross": Mean(8.0, 4), "kd/same": Mean(5.0, 10)}
+    parts = {f"{PART}0": Mean(0.7 * 8.0, 4), f"{PART}1": Mean(0.2 * 5.0, 10)}
+    values = objective_values(config, {"ce": Mean(30.0, 10), **raw, **parts}, 1.5, "train")
+    assert values.keys() == {"train/ce", "train/kd/cross", "train/kd/same", "train/kd", "train/loss"}
     assert values["train/ce"] == pytest.approx(3.0)
     assert values["train/kd/cross"] == pytest.approx(2.0)
     assert values["train/kd/same"] == pytest.approx(0.5)
     assert values["train/kd"] == pytest.approx(0.7 * 2.0 + 0.2 * 0.5)
     assert values["train/loss"] == pytest.approx(0.25 * 3.0 + 3 * 1.5 * 1.5)
+
+
+def test_a_teacher_without_a_unit_has_no_kd(tiny: Tiny) -> None:
+    """Bug: a KD of 0 for a teacher that none of the texts was given to."""
+    metrics = {"ce": Mean(6.0, 2), "kd/cross": Mean(0.0, 0), "kd/same": Mean(5.0, 10)}
+    values = objective_values(
+        compose(*tiny.overrides()), metrics | {f"{PART}0": Mean(0.0, 10), f"{PART}1": Mean(5.0, 10)}, 1.0, "val"
+    )
+    assert "val/kd/cross" not in values
+    assert values["val/kd"] == values["val/kd/same"] == 0.5
 
 
 def test_without_kd_weight_there_is_no_kd(tiny: Tiny) -> None:

@@ -14,15 +14,16 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from nemo_opd.aggregation import joined, share_metrics, share_out
 from nemo_opd.data.loader import TrainLoader
+from nemo_opd.handoff.base import Handle
 from nemo_opd.logging.metrics import merge, values
 from nemo_opd.training.models import split
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.units import count_units
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher import Scored, TeacherWorker
 from tests.composition import compose
 
 Given = TypeVar("Given")
@@ -47,6 +48,7 @@ class LocalModels:
 
     def __init__(self, plan: Plan) -> None:
         config = plan.config
+        self.aggregation = config.aggregation
         self.micro_batch_size = config.train.micro_batch_size
         self.teachers = [
             TeacherWorker(
@@ -56,6 +58,7 @@ class LocalModels:
                 micro_batch_size=self.micro_batch_size,
                 device="cpu",
                 transport="shared_memory",
+                score=config.aggregation.score,
             )
             for i, settings in enumerate(config.active_teachers)
         ]
@@ -72,22 +75,27 @@ class LocalModels:
     def own(self, batch: Batch) -> Batch:
         return split(batch, dist.get_world_size(), self.micro_batch_size)[dist.get_rank()]
 
-    def train_step(self, batch: Batch, kd_scale: float = 1.0) -> dict[str, float]:
-        part = self.own(batch)
-        return values(
-            reduced(
-                self.student.train_step(
-                    StudentStep(part, self.score(part), count_units(batch, self.student.terms), kd_scale)
-                )
-            )
-        )
+    def train_step(self, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False) -> dict[str, float]:
+        taught, handles = self.teach(batch)
+        normalizers = self.student.parts.normalizers(taught)
+        step = StudentStep(self.own(taught), handles, normalizers, kd_scale, compare_gradients)
+        return values(reduced(self.student.train_step(step)) | share_metrics(self.student.parts, taught))
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
-        part = self.own(batch)
-        return values(reduced(self.student.evaluate(part, self.score(part))))
+        taught, handles = self.teach(batch)
+        own = reduced(self.student.evaluate(self.own(taught), handles))
+        return values(own | share_metrics(self.student.parts, taught))
 
-    def score(self, part: Batch) -> tuple[Any, ...]:
-        return tuple(teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True))
+    def teach(self, batch: Batch) -> tuple[Batch, tuple[Handle, ...]]:
+        scored = self.scored(self.own(batch))
+        scores = [joined(gathered(each.scores), len(batch)) for each in scored if each.scores is not None]
+        return share_out(self.aggregation, batch, scores), tuple(each.handle for each in scored)
+
+    def score(self, part: Batch) -> tuple[Handle, ...]:
+        return tuple(each.handle for each in self.scored(part))
+
+    def scored(self, part: Batch) -> list[Scored]:
+        return [teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True)]
 
     def weights(self) -> dict[str, Tensor]:
         state = get_model_state_dict(self.student.model, options=StateDictOptions(full_state_dict=True))
@@ -101,9 +109,14 @@ class LocalModels:
 
 def reduced(own: dict[str, Metric]) -> dict[str, Metric]:
     """Metrics of all ranks as one, on every rank."""
+    return merge(gathered(own))
+
+
+def gathered(own: Given) -> list[Given]:
+    """Everybody's, by rank, on every rank."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
-    return merge(parts)
+    return parts
 
 
 @dataclass(frozen=True)
@@ -116,6 +129,7 @@ class Training:
     save_to: Path | None = None
     """Written at the end."""
     export_to: Path | None = None
+    compare_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,7 +144,7 @@ def train(job: Training) -> Trained:
     models = LocalModels(job.plan)
     if job.load_from is not None:
         models.student.load(job.load_from)
-    curve = [models.train_step(batch) for batch in job.batches]
+    curve = [models.train_step(batch, compare_gradients=job.compare_gradients) for batch in job.batches]
     if job.save_to is not None:
         models.student.save(job.save_to)
     if job.export_to is not None:

@@ -1,0 +1,131 @@
+"""KD as a sum of parts: one a teacher, or one of all teachers that speak as one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
+
+from torch import Tensor
+
+from nemo_opd.aggregation.weighted_sum import teacher_weights
+from nemo_opd.config.run import RunConfig
+from nemo_opd.losses.build import TermLoss, build
+from nemo_opd.losses.logit_rows import AveragedLogits, LogitRows
+from nemo_opd.losses.reduction import count_label_tokens
+from nemo_opd.projection import ProjectionMatrix
+from nemo_opd.types import Batch, LossOutput, Mean, Metric, Normalizers
+
+PART = "kd_part/"
+"""Prefix of the metrics whose values add up to the KD that is trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One summand of KD: weight · loss."""
+
+    name: str | None
+    """Of the teacher; None where all speak as one."""
+    weight: float
+    term: TermLoss
+    teacher: int
+    """Whose rows of a batch it reads; of teachers that speak as one the first, as they all have the same."""
+    speaker: Callable[[Sequence[Tensor]], Tensor | LogitRows]
+    """From the logits of all teachers to those that it reads."""
+
+    def num_units(self, batch: Batch) -> int:
+        rows = batch.teachers[self.teacher]
+        return self.term.num_units(rows.student_side(batch.student), rows)
+
+    def __call__(
+        self, student_logits: Tensor, teacher_logits: Sequence[Tensor], batch: Batch, normalizer: float
+    ) -> LossOutput:
+        """weight · the loss of these rows / normalizer, and the raw metrics of the loss under the part's name."""
+        rows = batch.teachers[self.teacher]
+        student = rows.student_side(batch.student)
+        output = self.term(
+            leading(student_logits, student.ids.shape[1]),
+            self.speaker(teacher_logits),
+            student,
+            rows,
+            normalizer,
+            sequence_weights=rows.weights,
+        )
+        return LossOutput(self.weight * output.loss, self._named(output.metrics))
+
+    def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
+        return {name if self.name is None else f"{name}/{self.name}": metric for name, metric in metrics.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """All of KD, as the aggregation says (METHODS §6)."""
+
+    parts: tuple[Part, ...]
+    count_together: bool
+    """Every unit counts the same, whichever part it is of; else each part is a mean of its own."""
+
+    def num_units(self, batch: Batch) -> tuple[int, ...]:
+        """What each part is divided by, of these rows."""
+        units = [part.num_units(batch) for part in self.parts]
+        return (sum(units),) * len(units) if self.count_together else tuple(units)
+
+    def normalizers(self, batch: Batch) -> Normalizers:
+        """Of a global batch; at least 1, as a batch without units divides 0 by it."""
+        labels = count_label_tokens(batch.student.loss_mask)
+        return Normalizers(max(1, labels), tuple(max(1, units) for units in self.num_units(batch)))
+
+    def __call__(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Sequence[Tensor],
+        batch: Batch,
+        units: Sequence[int],
+        normalizers: Sequence[int],
+    ) -> Iterator[LossOutput]:
+        """The parts one after the other, so that what a loss keeps may be freed before the next is formed.
+
+        Teachers' logits [B, T, W] and the batch are of the same rows; units: `num_units` of them; normalizers: those of
+        the global batch. The metrics of an output are the loss's own, and under PART its part in KD as a mean by units,
+        so that the sum of the parts is KD also when batches are pooled.
+        """
+        for part, count, normalizer in zip(self.parts, units, normalizers, strict=True):
+            output = part(student_logits, teacher_logits, batch, normalizer)
+            own = {f"{PART}{part.teacher}": Mean(output.loss.detach() * normalizer, count)}
+            yield LossOutput(output.loss, output.metrics | own)
+
+
+def leading(logits_BSV: Tensor, width: int) -> Tensor:
+    """Positions before `width`, without a node in the graph where that is all of them."""
+    return logits_BSV if width == logits_BSV.shape[1] else logits_BSV[:, :width]
+
+
+def build_parts(
+    config: RunConfig,
+    projections: Sequence[ProjectionMatrix | None],
+    *,
+    student_vocab_size: int,
+    teacher_vocab_sizes: Sequence[int],
+) -> Parts:
+    """The KD of a run with these active teachers; sizes are the tokenizers'."""
+    teachers, aggregation = config.active_teachers, config.aggregation
+    weights = [teacher.weight for teacher in teachers]
+    if teachers and aggregation.type == "averaged_logits":
+        size = min(teacher_vocab_sizes)
+        term = build(config.term(0), student_vocab_size=student_vocab_size, teacher_vocab_size=size)
+        return Parts((Part(None, 1.0, term, 0, partial(AveragedLogits, weights=weights)),), count_together=False)
+    if aggregation.type == "weighted_sum":
+        factors = teacher_weights(aggregation, weights, teacher_vocab_sizes)
+    else:
+        factors = [1.0] * len(teachers)
+    entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
+    parts = [
+        Part(
+            teacher.name,
+            factor,
+            build(config.term(i), projection, student_vocab_size=student_vocab_size, teacher_vocab_size=size),
+            i,
+            itemgetter(i),
+        )
+        for i, (teacher, factor, projection, size) in enumerate(entries)
+    ]
+    return Parts(tuple(parts), count_together=aggregation.type in ("select_teacher", "routed"))

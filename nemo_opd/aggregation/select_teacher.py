@@ -1,0 +1,20 @@
+"""The one teacher that knows a text best."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from nemo_opd.aggregation.scores import bits_per_byte
+from nemo_opd.types import SequenceScores
+
+
+def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence", "batch"]) -> Tensor:
+    """Index of the teacher with the fewest bits per byte, int64 [B]: of each sequence, or of all of them together.
+
+    The first of those that are equal; a teacher without a scored byte goes behind the others (METHODS §6).
+    """
+    if per == "sequence":
+        return bits_per_byte(scores).argmin(0)
+    totals = [SequenceScores(score.bits.sum(0, keepdim=True), score.num_bytes.sum(0, keepdim=True)) for score in scores]
+    return bits_per_byte(totals).argmin(0).expand(len(scores[0].bits))

@@ -1,0 +1,38 @@
+"""Which teacher has how much of a say in which sequence, settled once for a global batch."""
+
+from collections.abc import Sequence
+
+from nemo_opd.aggregation.parts import Parts
+from nemo_opd.aggregation.select_teacher import select_teacher
+from nemo_opd.aggregation.weighted_sum import weighted
+from nemo_opd.aggregation.weights import sequence_weights
+from nemo_opd.config.aggregation import Aggregation
+from nemo_opd.data.collate import only_chosen
+from nemo_opd.types import Batch, Mean, Metric, SequenceScores
+
+
+def share_out(aggregation: Aggregation, batch: Batch, scores: Sequence[SequenceScores]) -> Batch:
+    """The batch with the weights of its sequences, or with empty rows for teachers that were not selected.
+
+    scores: by teacher, of the rows of the batch; unused by aggregations that ask for none.
+    """
+    if aggregation.type == "select_teacher":
+        return only_chosen(batch, select_teacher(scores, per=aggregation.per))
+    if aggregation.type == "weighted_sum" and aggregation.score is not None:
+        return weighted(batch, sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha))
+    return batch
+
+
+def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
+    """By teacher: the mean weight of a sequence (`weight/`), or the share of sequences that it teaches (`share/`).
+
+    Empty where neither differs from batch to batch.
+    """
+    metrics: dict[str, Metric] = {}
+    for part in parts.parts:
+        rows = batch.teachers[part.teacher]
+        if rows.weights is not None:
+            metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
+        elif parts.count_together:
+            metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
+    return metrics

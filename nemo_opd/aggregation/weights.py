@@ -1,0 +1,24 @@
+"""Weights of teachers by how sure each is of a sequence."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_opd.aggregation.scores import bits_per_byte
+from nemo_opd.config.aggregation import Score
+from nemo_opd.types import SequenceScores
+
+
+def sequence_weights(scores: Sequence[SequenceScores], *, score: Score, alpha: float) -> Tensor:
+    """softmax_i(alpha · score_i) of each sequence: float32 [teachers, B], detached (METHODS §6).
+
+    score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
+    the geometric mean over bytes. A teacher without a scored byte in a sequence has no weight there; where none has
+    one, all weigh the same.
+    """
+    bits = bits_per_byte(scores)
+    score_IB = torch.exp2(-bits) if score == "max_probability" else -bits
+    has_bytes = bits.isfinite()
+    weights = (alpha * score_IB).masked_fill(~has_bytes, -torch.inf).softmax(0)
+    return torch.where(has_bytes.any(0), weights, 1 / len(scores)).float()

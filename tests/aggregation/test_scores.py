@@ -1,0 +1,70 @@
+"""Scores of sequences against loops over Python numbers."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.aggregation import joined, sequence_scores
+from nemo_opd.errors import ConfigError
+from nemo_opd.types import SequenceScores, TokenRows
+
+VOCAB_SIZE = 7
+
+
+def made(seed: int = 0) -> tuple[Tensor, TokenRows]:
+    """Three sequences in padding, one a single token; special tokens without bytes and tokens that are not scored."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(3, 6, VOCAB_SIZE + 2, generator=generator, dtype=torch.float64)
+    ids = torch.randint(0, VOCAB_SIZE, (3, 6), generator=generator)
+    lengths = torch.tensor([6, 4, 1])
+    mask = (torch.arange(6) < lengths[:, None]) & (torch.arange(6) > 0)
+    mask[0, 3] = False
+    num_bytes = torch.randint(0, 4, (3, 6), generator=generator, dtype=torch.int32)
+    num_bytes[0, 2] = 0
+    return logits, TokenRows(ids, lengths, mask, num_bytes)
+
+
+def oracle(kind: str, row: list[float], token: int) -> float:
+    powers = [math.exp(value) for value in row[:VOCAB_SIZE]]
+    shares = [power / math.fsum(powers) for power in powers]
+    if kind == "bits_per_byte":
+        return -math.log2(shares[token])
+    if kind == "entropy":
+        return -math.fsum(share * math.log2(share) for share in shares)
+    return -math.log2(max(shares))
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, None])
+@pytest.mark.parametrize("kind", ["bits_per_byte", "entropy", "max_probability"])
+def test_bits_and_bytes_by_loops(kind: str, chunk_size: int | None) -> None:
+    """Bugs: the shift, nats, padded columns in the softmax, tokens without bytes, rows of another sequence. float64."""
+    logits, tokens = made()
+    scores = sequence_scores(logits, tokens, score=kind, vocab_size=VOCAB_SIZE, chunk_size=chunk_size)
+    for b in range(3):
+        counted = [i for i in range(1, 6) if tokens.loss_mask[b, i] and tokens.num_bytes[b, i] > 0]
+        bits = math.fsum(oracle(kind, logits[b, i - 1].tolist(), int(tokens.ids[b, i])) for i in counted)
+        assert float(scores.bits[b]) == pytest.approx(bits, rel=1e-12)
+        assert int(scores.num_bytes[b]) == sum(int(tokens.num_bytes[b, i]) for i in counted)
+
+
+def test_impossible_tokens_have_no_part_in_the_entropy() -> None:
+    """Bug: 0 · log 0 is NaN."""
+    logits, tokens = made()
+    logits[..., 3] = -torch.inf
+    assert sequence_scores(logits, tokens, score="entropy", vocab_size=VOCAB_SIZE).bits.isfinite().all()
+
+
+def test_sizes_that_do_not_fit() -> None:
+    logits, tokens = made()
+    with pytest.raises(ConfigError, match="vocab_size=10"):
+        sequence_scores(logits, tokens, score="entropy", vocab_size=10)
+    with pytest.raises(ConfigError, match="ids has shape"):
+        sequence_scores(logits[:, 1:], tokens, score="entropy", vocab_size=VOCAB_SIZE)
+
+
+def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
+    parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4])) for _ in range(2)]
+    whole = joined(parts, 3)
+    assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 2.0, 1.0], [3, 4, 3])

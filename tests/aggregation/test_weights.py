@@ -1,0 +1,68 @@
+"""Weights and choices against plain arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_opd.aggregation.select_teacher import select_teacher
+from nemo_opd.aggregation.weighted_sum import teacher_weights
+from nemo_opd.aggregation.weights import sequence_weights
+from nemo_opd.config.aggregation import WeightedSum
+from nemo_opd.types import SequenceScores
+
+
+def scores(bits: list[float], num_bytes: list[int]) -> SequenceScores:
+    return SequenceScores(torch.tensor(bits, dtype=torch.float64), torch.tensor(num_bytes))
+
+
+FIRST, SECOND = scores([8.0, 30.0, 5.0, 0.0], [4, 10, 5, 0]), scores([9.0, 10.0, 0.0, 0.0], [4, 8, 0, 0])
+"""A sequence that one cannot score, and one that neither can."""
+
+
+@pytest.mark.parametrize("alpha", [0.3, 1.0, 20.0])
+def test_softmax_of_scores(alpha: float) -> None:
+    """Bugs: bits of a sequence instead of per byte, the sign, NaN without bytes."""
+    weights = sequence_weights([FIRST, SECOND], score="bits_per_byte", alpha=alpha)
+    for b, (ours, theirs) in enumerate([(2.0, 2.25), (3.0, 1.25)]):
+        share = math.exp(-alpha * ours) / (math.exp(-alpha * ours) + math.exp(-alpha * theirs))
+        assert weights[:, b].tolist() == pytest.approx([share, 1 - share], rel=1e-6)
+    assert weights[:, 2:].tolist() == [[1.0, 0.5], [0.0, 0.5]]
+    assert torch.equal(weights, sequence_weights([FIRST, SECOND], score="entropy", alpha=alpha))
+
+
+def test_probability_per_byte() -> None:
+    """The larger, the heavier; it is bounded by 1, whatever the length of tokens."""
+    weights = sequence_weights([FIRST, SECOND], score="max_probability", alpha=5.0)
+    ours, theirs = math.exp(5 * 2**-2.0), math.exp(5 * 2**-2.25)
+    assert float(weights[0, 0]) == pytest.approx(ours / (ours + theirs), rel=1e-6)
+    assert weights[:, 2:].tolist() == [[1.0, 0.5], [0.0, 0.5]]
+
+
+def test_a_sharp_softmax_is_finite() -> None:
+    assert sequence_weights([FIRST, SECOND], score="entropy", alpha=1e30).sum(0).tolist() == [1.0] * 4
+
+
+def test_scores_per_byte_do_not_depend_on_the_tokenizer() -> None:
+    """The same distribution over texts, cut twice as finely, has the same bits over the same bytes."""
+    coarse, fine = scores([12.0], [6]), scores([5.0 + 7.0], [2 + 4])
+    assert sequence_weights([coarse, fine], score="entropy", alpha=3.0).tolist() == [[0.5], [0.5]]
+
+
+def test_fewest_bits_per_byte() -> None:
+    assert select_teacher([FIRST, SECOND], per="sequence").tolist() == [0, 1, 0, 0]
+    assert select_teacher([SECOND, FIRST], per="sequence").tolist() == [1, 0, 1, 0]
+    # Together 43/19 and 19/12 bits per byte.
+    assert select_teacher([FIRST, SECOND], per="batch").tolist() == [1] * 4
+
+
+@pytest.mark.parametrize("per", ["sequence", "batch"])
+def test_the_first_of_equals(per: str) -> None:
+    assert select_teacher([FIRST, FIRST, FIRST], per=per).tolist() == [0] * 4
+
+
+def test_vocabulary_scaling() -> None:
+    sizes, weights = (32_000, 128_256), (0.5, 2.0)
+    assert teacher_weights(WeightedSum(), weights, sizes) == [0.5, 2.0]
+    scaled = teacher_weights(WeightedSum(vocabulary_scaling=True), weights, sizes)
+    assert scaled == pytest.approx([0.5, 2.0 * math.log2(128_256) / math.log2(32_000)], rel=1e-12)

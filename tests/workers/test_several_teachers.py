@@ -1,0 +1,214 @@
+"""Several teachers in the workers: what METHODS §6 says, however a batch is cut, in training and validation.
+
+A learning rate of 1e-12 leaves the student where it is, so that validation after the step sees what training saw.
+Tolerance as in test_invariance; the norm of the gradient tells of a wrong one.
+"""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nemo_opd.training.objective import objective_values
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Last
+from tests.tiny import SENTENCES, Tiny
+from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+from tests.workers.plain_aggregation import Expected, expected, gradient_of, texts
+from tests.workers.plain_trainer import load
+from tests.workers.test_invariance import RTOL, WEIGHT_ATOL
+
+TEACHERS = ("cross", "same")
+ROUTES = [0, 1, 1, 0, 1, 0, 1, 1]
+REVERSED = ["teachers.1.loss.type=same_vocab", "teachers.1.loss.divergence=reverse_kl"]
+SCALED = ["aggregation.vocabulary_scaling=true", "teachers.0.weight=0.7", "teachers.1.weight=0.2"]
+MODES = {
+    "static": [*SCALED, *REVERSED],
+    "bits_per_byte": ["aggregation.weights=bits_per_byte", "aggregation.alpha=0.5", *SCALED],
+    "entropy": ["aggregation.weights=entropy"],
+    "max_probability": ["aggregation.weights=max_probability", "aggregation.alpha=30"],
+    "sequence": ["aggregation=select_teacher", *REVERSED],
+    "batch": ["aggregation=select_teacher", "aggregation.per=batch"],
+    "routed": ["aggregation=routed", "aggregation.key=from"],
+}
+READINGS = {"static": True, "entropy": False}
+"""Modes whose terms all others share, with the same-tokenizer teacher's divergence reversed or not."""
+GRIDS = ((1, 1), (1, 4), (2, 2))
+"""Ranks, microbatch size."""
+LEARNS = ["student.optimizer.lr=1e-2", "student.optimizer.eps=1e-3", "train.gradient_clip=null"]
+
+
+def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int, *more: str) -> Plan:
+    return plan_of(
+        [
+            *tiny.overrides(),
+            "data.train.arrow_files=null",
+            f"data.train.jsonl_files={documents}",
+            "data.shuffle=false",
+            "data.validation.arrow_files=null",
+            "train.global_batch_size=8",
+            f"train.micro_batch_size={micro_batch_size}",
+            "student.optimizer.lr=1e-12",
+            "student.scheduler.warmup_steps=0",
+            "loss.kd_weight=0.7",
+            "loss.ce_weight=0.4",
+            *more,
+        ]
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    plan: Plan
+    expected: Expected
+    objectives: tuple[Tensor, Tensor]
+    """The gradients of KD and CE as they enter the update."""
+    by_grid: dict[tuple[int, int], Trained]
+
+
+@dataclass(frozen=True)
+class Runs:
+    cases: dict[str, Case]
+    compared: dict[int, Trained]
+    """By ranks: static weights, with the two gradients formed apart and a step that moves."""
+    plain: Trained
+    """The same without comparing."""
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight texts; the last of a single token of either side, so that it has no unit and no score."""
+    words = ["".join(SENTENCES[(i + k) % len(SENTENCES)] for k in range(i % 3 + 1)) for i in range(7)]
+    file = tmp_path_factory.mktemp("several") / "documents.jsonl"
+    rows = [{"text": text, "from": TEACHERS[route]} for text, route in zip([*words, "x"], ROUTES, strict=True)]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return file
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, documents: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("several_runs")
+    whole = {mode: make_plan(tiny, documents, 1, *MODES[mode]) for mode in MODES}
+    plans = {(mode, size): with_micro_batch_size(whole[mode], size) for mode in MODES for _, size in GRIDS}
+    batches = {mode: first_batches(plans[mode, 1], 1) for mode in ("static", "routed")}
+    moving = make_plan(tiny, documents, 2, *MODES["static"], *LEARNS)
+    results: dict[tuple[str, int, int], Trained] = {}
+    compared: dict[int, Trained] = {}
+    for num_ranks in (1, 2):
+        grids = [(mode, ranks, size) for mode in MODES for ranks, size in GRIDS if ranks == num_ranks]
+        jobs = [Training(plans[mode, size], batches.get(mode, batches["static"])) for mode, _, size in grids]
+        more = [Training(moving, batches["static"], compare_gradients=True), Training(moving, batches["static"])]
+        *done, compared[num_ranks], plain = in_world(num_ranks, train, [*jobs, *more], folder / str(num_ranks))
+        results |= dict(zip(grids, done, strict=True))
+    student = load(str(tiny.student))
+    read = {is_reversed: texts(whole[mode], student, batches["static"][0]) for mode, is_reversed in READINGS.items()}
+    cases = {}
+    for mode, plan in whole.items():
+        wanted = expected(plan, read[REVERSED[0] in MODES[mode]], ROUTES)
+        cases[mode] = case(plan, student, wanted, {grid: results[mode, *grid] for grid in GRIDS})
+    return Runs(cases, compared, plain)
+
+
+def with_micro_batch_size(plan: Plan, size: int) -> Plan:
+    train = plan.config.train.model_copy(update={"micro_batch_size": size})
+    return replace(plan, config=plan.config.model_copy(update={"train": train}))
+
+
+def case(plan: Plan, student: PreTrainedModel, wanted: Expected, by_grid: dict[tuple[int, int], Trained]) -> Case:
+    weights = plan.config.loss
+    gradients = gradient_of(student, weights.kd_weight * wanted.kd), gradient_of(student, weights.ce_weight * wanted.ce)
+    return Case(plan, wanted, gradients, by_grid)
+
+
+@pytest.mark.parametrize("phase", ["train", "val"])
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_totals_are_those_of_a_plain_oracle(runs: Runs, mode: str, grid: tuple[int, int], phase: str) -> None:
+    """Bugs: weights of other rows, a choice made per rank or microbatch, a mean of means where units count alike (or
+    the other way round), weights that change a normalizer, validation by another rule than training."""
+    case = runs.cases[mode]
+    trained = case.by_grid[grid]
+    raw = trained.curve[0] if phase == "train" else trained.evaluation
+    values = objective_values(case.plan.config, {name: Last(value) for name, value in raw.items()}, 1.0, phase)
+    kd, ce = float(case.expected.kd.detach()), float(case.expected.ce.detach())
+    assert values[f"{phase}/ce"] == pytest.approx(ce, rel=RTOL)
+    assert values[f"{phase}/kd"] == pytest.approx(kd, rel=RTOL)
+    assert values[f"{phase}/loss"] == pytest.approx(0.7 * kd + 0.4 * ce, rel=RTOL)
+    for name, mean, share in zip(TEACHERS, case.expected.raw, case.expected.says, strict=True):
+        if not math.isnan(mean):
+            assert values[f"{phase}/kd/{name}"] == pytest.approx(mean, rel=RTOL)
+        if mode != "static":
+            kind = "share" if mode in ("sequence", "batch", "routed") else "weight"
+            assert values[f"{phase}/{kind}/{name}"] == pytest.approx(share, rel=RTOL)
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradient_is_that_of_the_total(runs: Runs, mode: str, grid: tuple[int, int]) -> None:
+    case = runs.cases[mode]
+    norm = float(sum(case.objectives).norm())
+    assert case.by_grid[grid].curve[0]["grad_norm"] == pytest.approx(norm, rel=RTOL)
+
+
+def test_both_teachers_have_a_say(runs: Runs) -> None:
+    """The tests above say something only where choices and weights differ between sequences."""
+    assert runs.cases["batch"].expected.says in ([1, 0], [0, 1])
+    for mode in ("bits_per_byte", "entropy", "max_probability", "sequence"):
+        assert min(runs.cases[mode].expected.says) > 0.02, mode
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_two_gradients_are_those_of_autograd(runs: Runs, num_ranks: int) -> None:
+    """Bugs: norms or products of one rank's shards, gradients without the weights they are trained with, after
+    clipping, or of one microbatch. The cosine is bounded by 1, so its error is absolute."""
+    kd, ce = runs.cases["static"].objectives
+    values = runs.compared[num_ranks].curve[0]
+    assert values["kd_grad_norm"] == pytest.approx(float(kd.norm()), rel=RTOL)
+    assert values["ce_grad_norm"] == pytest.approx(float(ce.norm()), rel=RTOL)
+    assert values["kd_ce_cosine"] == pytest.approx(float(kd @ ce / (kd.norm() * ce.norm())), abs=RTOL)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_comparing_gradients_changes_no_update(runs: Runs, num_ranks: int) -> None:
+    compared = runs.compared[num_ranks]
+    assert "kd_grad_norm" not in runs.plain.curve[0]
+    for name, value in runs.plain.curve[0].items():
+        if name != "peak_memory_gb":
+            assert compared.curve[0][name] == pytest.approx(value, rel=RTOL), name
+    for name, weight in runs.plain.weights.items():
+        torch.testing.assert_close(compared.weights[name], weight, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+def test_averaged_logits(tiny: Tiny, documents: Path, tmp_path: Path) -> None:
+    """KL from softmax(Σ w z / Σ w), which is no mean of the teachers' KLs."""
+    plan = make_plan(
+        tiny,
+        documents,
+        4,
+        "aggregation=averaged_logits",
+        "teachers.0.type=same_tokenizer",
+        f"teachers.0.model={tiny.student}",
+        "teachers.0.weight=0.3",
+        "teachers.1.weight=0.6",
+    )
+    (batch,) = first_batches(plan, 1)
+    (trained,) = in_world(1, train, [Training(plan, [batch])], tmp_path)
+    student, other = load(str(tiny.student)), load(str(tiny.teacher_same))
+    total, units = 0.0, 0
+    for ids, length in zip(batch.student.ids, batch.student.lengths.tolist(), strict=True):
+        with torch.no_grad():
+            z = [model(input_ids=ids[None, :length]).logits[0, :-1] for model in (student, other)]
+        own = z[0].double().log_softmax(-1)
+        mean = ((0.3 * z[0].bfloat16().double() + 0.6 * z[1].bfloat16().double()) / 0.9).log_softmax(-1)
+        total += float((mean.exp() * (mean - own)).sum())
+        units += length - 1
+    for raw, phase in ((trained.curve[0], "train"), (trained.evaluation, "val")):
+        assert raw["kd"] == pytest.approx(total / units, rel=RTOL)
+        values = objective_values(plan.config, {name: Last(value) for name, value in raw.items()}, 1.0, phase)
+        assert values[f"{phase}/kd"] == pytest.approx(total / units, rel=RTOL)
+        assert not [name for name in values if name.startswith(f"{phase}/kd/")]
