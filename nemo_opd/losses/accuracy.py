@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import chunked_sum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
 from nemo_opd.losses.reduction import label_rows
 from nemo_opd.types import Mean, TokenRows
@@ -32,5 +32,5 @@ def accuracy(
 
     parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
     with torch.no_grad():
-        units = chunked_sum(student, rows.__getitem__, hits, width=size, parts=parts)
+        units = chunked_sum(student, [Term(rows.__getitem__, hits, parts)], width=size)
     return Mean(units.total, len(rows))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.chunked import UnitSum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.reduction import reduced
 from nemo_opd.types import LossOutput
@@ -61,11 +61,12 @@ def alm(
         student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
         teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
     )
-    return reduced("kd", likelihood_sum(inputs, chunk_size), len(inputs.units), normalizer)
+    units = chunked_sum(inputs.student, [likelihood_term(inputs, chunk_size)], width=inputs.student_size)
+    return reduced("kd", units, len(inputs.units), normalizer)
 
 
-def likelihood_sum(inputs: ChunkInputs, chunk_size: int | None) -> UnitSum:
-    """τ · Σ −[a log b + (1 − a) log(1 − b)] over the units, with a gradient for the student's logits.
+def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
+    """τ · Σ −[a log b + (1 − a) log(1 − b)] over the units.
 
     chunk_size: units computed at a time, by default what fits a byte budget.
     """
@@ -81,7 +82,7 @@ def likelihood_sum(inputs: ChunkInputs, chunk_size: int | None) -> UnitSum:
     of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
     parts = unit_parts(inputs.student, unit_cells(len(units), 1, of_student, of_teacher), chunk_size)
-    return inputs.sum_of(student.positions.rows_of, loss_of, parts).times(inputs.temperature)
+    return inputs.term(student.positions.rows_of, loss_of, parts).times(inputs.temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -130,7 +130,7 @@ def byte_prefix(
         bound = chains.bound(inputs, cells, part)
         return compare(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
-    units = first_position_sum(
+    term = first_position_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
@@ -138,7 +138,7 @@ def byte_prefix(
         positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
     )
     return chunk_loss(
-        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
+        inputs, term, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

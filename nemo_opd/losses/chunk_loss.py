@@ -16,7 +16,7 @@ from nemo_opd.losses.arguments import (
     check_temperature,
     own_columns,
 )
-from nemo_opd.losses.chunked import ChunkLoss, UnitSum, chunked_sum, compute_dtype, unit_cells, unit_parts
+from nemo_opd.losses.chunked import ChunkLoss, Term, compute_dtype, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 
@@ -112,22 +112,22 @@ class ChunkInputs:
         """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
         return self.teacher.read(rows, self.teacher_size).to(self.dtype)
 
-    def sum_of(self, rows_of: Callable[[slice], Tensor], loss_of: ChunkLoss, parts: Sequence[slice]) -> UnitSum:
-        """`chunked_sum` of the student's logits over parts of the units, each with the weight of its sequence."""
+    def term(self, rows_of: Callable[[slice], Tensor], loss_of: ChunkLoss, parts: Sequence[slice]) -> Term:
+        """A sum over parts of the units, each with the weight of its sequence."""
         weights = None
         if self.sequence_weights is not None:
             weights = self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
-        return chunked_sum(self.student, rows_of, loss_of, width=self.student_size, parts=parts, weights=weights)
+        return Term(rows_of, loss_of, parts, weights)
 
 
-def first_position_sum(
+def first_position_term(
     inputs: ChunkInputs,
     compare: Compare,
     *,
     cells_per_unit: int,
     chunk_size: int | None,
     positions: tuple[Sequence[int], int] | None = None,
-) -> UnitSum:
+) -> Term:
     """τ² · Σ compare over units (METHODS §5, §7).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
@@ -138,11 +138,16 @@ def first_position_sum(
 
     def loss_of(student: Tensor, part: slice) -> Tensor:
         teacher = inputs.teacher_at(units.teacher_rows[part])
-        return compare(student / temperature, teacher / temperature, part)
+        return compare(over(student, temperature), over(teacher, temperature), part)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     parts = unit_parts(inputs.student, cells, chunk_size)
-    return inputs.sum_of(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
+    return inputs.term(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
+
+
+def over(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature; the same tensor at 1."""
+    return logits if temperature == 1 else logits / temperature
 
 
 def log_rest(others: Tensor) -> Tensor | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,42 @@ A unit may have several rows. There may be no unit at all.
 
 
 @dataclass(frozen=True, slots=True)
+class Term:
+    """A sum of losses over units, to be taken chunk by chunk."""
+
+    rows_of: Callable[[slice], Tensor]
+    """The rows [R] of [B·S] that the units of a part need, none of them needed twice."""
+    loss_of: ChunkLoss
+    """Whatever else it reads (teacher logits, targets) it closes over and slices itself; that gets no gradient."""
+    parts: Sequence[slice]
+    """Of the units; see `unit_parts`."""
+    weights: Tensor | None = None
+    """[U]; None: all 1."""
+    factor: float = 1.0
+
+    def times(self, factor: float) -> Term:
+        return replace(self, factor=self.factor * factor)
+
+    def sums(self, logits: Tensor, part: slice) -> Tensor:
+        """Weighted and unweighted: [2]."""
+        losses = self.loss_of(logits, part)
+        unweighted = losses.sum()
+        total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
+        return torch.stack([total, unweighted]) * self.factor
+
+    def sums_and_gradient(self, logits: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Sums [2] and the gradient of the first with respect to logits [R, X].
+
+        A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a chunk.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            leaf = logits.detach().requires_grad_()
+            sums = self.sums(leaf, part)
+            (gradient,) = torch.autograd.grad(sums[0], leaf)
+        return sums.detach(), gradient
+
+
+@dataclass(frozen=True, slots=True)
 class UnitSum:
     """Losses of units, summed up."""
 
@@ -36,38 +72,21 @@ class UnitSum:
     unweighted: Tensor
     """Scalar without one."""
 
-    def __add__(self, other: UnitSum) -> UnitSum:
-        return UnitSum(self.total + other.total, self.unweighted + other.unweighted)
 
-    def times(self, factor: float) -> UnitSum:
-        return UnitSum(self.total * factor, self.unweighted * factor)
+def chunked_sum(source: TrainableRows, terms: Sequence[Term], *, width: int) -> UnitSum:
+    """Σ of the terms over the leading `width` columns, with a gradient for the leaves of `source` only (METHODS §8).
 
-
-def chunked_sum(
-    source: TrainableRows,
-    rows_of: Callable[[slice], Tensor],
-    loss_of: ChunkLoss,
-    *,
-    width: int,
-    parts: Sequence[slice],
-    weights: Tensor | None = None,
-) -> UnitSum:
-    """Σ loss_of over parts of the units, with a gradient for the leaves of `source` only (METHODS §8).
-
-    rows_of: the rows [R] of [B·S] that the units of a part need, none of them needed twice; a loss sees their leading
-    `width` columns. parts: see `unit_parts`. weights: [U], by default 1. Whatever else the loss reads (teacher logits,
-    targets) it closes over and slices itself, and gets no gradient.
-
-    All that is saved for backward are the gradients, of the type and shape of the leaves. Without a gradient to form
-    (validation) not even they are made. No units give a zero that is still connected to the leaves.
+    All that is saved for backward are the gradients, of the type and shape of the leaves; backward scales them where
+    they are, and copies them only if the graph is retained. Without a gradient to form (validation) not even they are
+    made. No units give a zero that is still connected to the leaves.
     """
-    work = _Work(source, rows_of, loss_of, width, parts, weights)
     if torch.is_grad_enabled() and source.needs_gradient:
-        return UnitSum(*_ChunkedSum.apply(work, *source.leaves))
+        return UnitSum(*_ChunkedSum.apply(source, terms, width, *source.leaves))
     totals = torch.zeros(2, dtype=compute_dtype(source), device=source.device)
     with torch.no_grad():
-        for part in work.own_parts():
-            totals += work.sums(work.logits(part), part)
+        for term in terms:
+            for part in own_parts(source, term.parts):
+                totals += term.sums(_read(source, term, part, width), part)
     return UnitSum(*source.reduce(totals).unbind())
 
 
@@ -117,50 +136,23 @@ def own_parts(source: LogitRows, parts: Sequence[slice]) -> Iterator[slice]:
         yield parts[first + index] if first + index < len(parts) else slice(end, end)
 
 
-@dataclass(frozen=True, slots=True)
-class _Work:
-    source: TrainableRows
-    rows_of: Callable[[slice], Tensor]
-    loss_of: ChunkLoss
-    width: int
-    parts: Sequence[slice]
-    weights: Tensor | None
-
-    def own_parts(self) -> Iterator[slice]:
-        return own_parts(self.source, self.parts)
-
-    def logits(self, part: slice) -> Tensor:
-        return self.source.read(self.rows_of(part), self.width).to(compute_dtype(self.source))
-
-    def sums(self, logits: Tensor, part: slice) -> Tensor:
-        """Weighted and unweighted: [2]."""
-        losses = self.loss_of(logits, part)
-        unweighted = losses.sum()
-        total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
-        return torch.stack([total, unweighted])
-
-    def sums_and_gradient(self, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """Sums [2], logits [R, X] and the gradient of the first sum with respect to them.
-
-        A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a chunk.
-        """
-        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-            leaf = self.logits(part).requires_grad_()
-            sums = self.sums(leaf, part)
-            (gradient,) = torch.autograd.grad(sums[0], leaf)
-        return sums.detach(), leaf.detach(), gradient
+def _read(source: LogitRows, term: Term, part: slice, width: int) -> Tensor:
+    return source.read(term.rows_of(part), width).to(compute_dtype(source))
 
 
 class _ChunkedSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, work: _Work, *leaves: Tensor) -> tuple[Tensor, Tensor]:
-        source = work.source
+    def forward(
+        ctx: Any, source: TrainableRows, terms: Sequence[Term], width: int, *leaves: Tensor
+    ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, dtype=compute_dtype(source), device=source.device)
         gradients = source.gradients()
-        for part in work.own_parts():
-            sums, logits, gradient = work.sums_and_gradient(part)
-            totals += sums
-            gradients.add(work.rows_of(part), gradients.pull_back(logits, gradient))
+        for term in terms:
+            for part in own_parts(source, term.parts):
+                logits = _read(source, term, part, width)
+                sums, gradient = term.sums_and_gradient(logits, part)
+                totals += sums
+                gradients.add(term.rows_of(part), gradients.pull_back(logits, gradient), onto=term is not terms[0])
         saved = gradients.sums()
         ctx.has_gradient = [gradient is not None for gradient in saved]
         ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))
@@ -171,8 +163,12 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        # Asked as PyTorch's own compiled functions ask before they give their buffers away.
+        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        scaled = torch.Tensor.mul if is_retained else torch.Tensor.mul_
         saved = iter(ctx.saved_tensors)
-        return None, *(next(saved) * grad_output if has else None for has in ctx.has_gradient)
+        gradients = (scaled(next(saved), grad_output) if has else None for has in ctx.has_gradient)
+        return None, None, None, *gradients
 
 
 def _same(tensor: Tensor) -> Tensor:

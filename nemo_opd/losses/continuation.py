@@ -5,23 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.alm import likelihood_sum
+from nemo_opd.losses.alm import likelihood_term
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunked import UnitSum
+from nemo_opd.losses.chunked import Term, chunked_sum
 from nemo_opd.losses.reduction import reduced
 from nemo_opd.types import LossOutput
 
 
 def chunk_loss(
-    units: UnitSum,
     inputs: ChunkInputs,
+    term: Term,
     *,
     continuation_weight: float,
     normalizer: float | None,
     chunk_size: int | None,
     count: int | None = None,
 ) -> LossOutput:
-    """(units + continuation_weight · `likelihood_sum` of chunks of several tokens) / normalizer, and the metric `kd`.
+    """(term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and the metric `kd`.
 
     count: units, by default those of `inputs`; normalizer: by default that number. Raises ConfigError for a negative
     weight.
@@ -30,8 +30,10 @@ def chunk_loss(
         raise ConfigError(
             f"continuation_weight={continuation_weight}: a term that is maximised teaches nothing; give 0 or more"
         )
+    terms = [term]
     if continuation_weight:
         several = (inputs.units.student_lengths > 1) | (inputs.units.teacher_lengths > 1)
         longer = replace(inputs, units=inputs.units.where(several))
-        units = units + likelihood_sum(longer, chunk_size).times(continuation_weight)
+        terms.append(likelihood_term(longer, chunk_size).times(continuation_weight))
+    units = chunked_sum(inputs.student, terms, width=inputs.student_size)
     return reduced("kd", units, len(inputs.units) if count is None else count, normalizer)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import chunked_sum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
 from nemo_opd.losses.reduction import label_rows, reduced
 from nemo_opd.types import LossOutput
@@ -38,5 +38,5 @@ def cross_entropy(
         return F.cross_entropy(logits, targets[part], reduction="none")
 
     parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
-    units = chunked_sum(student, rows.__getitem__, loss_of, width=size, parts=parts)
+    units = chunked_sum(student, [Term(rows.__getitem__, loss_of, parts)], width=size)
     return reduced("ce", units, len(rows), normalizer)

@@ -145,16 +145,16 @@ def paired_loss(
 ) -> LossOutput:
     """`gold` on the given pairs."""
     compare = options.comparison(divergence, pairs)
-    units = options.merges.sum(
+    term = options.merges.term(
         inputs,
         lambda student, teacher, part: compare(student, teacher),
         cells_per_unit=_cells_per_unit(inputs, compare),
         chunk_size=chunk_size,
     )
     if options.compat == "trl":  # It scales no term by τ².
-        units = units.times(inputs.temperature**-2)
+        term = term.times(inputs.temperature**-2)
     return chunk_loss(
-        units, inputs, continuation_weight=options.continuation_weight, normalizer=normalizer, chunk_size=chunk_size
+        inputs, term, continuation_weight=options.continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

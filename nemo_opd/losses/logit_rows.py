@@ -56,8 +56,11 @@ class Gradients(ABC):
     """The gradients of a source's leaves, while they are summed up."""
 
     @abstractmethod
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
-        """Of rows [R], with respect to what `pull_back` leads to: [R, width]. A row is added once."""
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
+        """Of distinct rows [R], with respect to what `pull_back` leads to: [R, width].
+
+        onto: some of them may have been added to before.
+        """
 
     @abstractmethod
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
@@ -111,15 +114,22 @@ class _TensorGradients(Gradients):
     def __init__(self, logits: Tensor) -> None:
         self._sum = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         columns = self._sum.flatten(0, 1).narrow(1, 0, gradient.shape[1])
-        columns.index_copy_(0, rows, gradient.to(self._sum.dtype))
+        _put(columns, rows, gradient.to(self._sum.dtype), onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return gradient
 
     def sums(self) -> tuple[Tensor, ...]:
         return (self._sum,)
+
+
+def _put(sums: Tensor, rows: Tensor, gradient: Tensor, onto: bool) -> None:
+    if onto:
+        sums.index_add_(0, rows, gradient)
+    else:
+        sums.index_copy_(0, rows, gradient)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -184,14 +194,14 @@ class _HeadGradients(Gradients):
         self._of_weight = _fp32_zeros(head.weight)
         self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         width = gradient.shape[1]
         weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
             self._of_bias[:width] += gradient.sum(0)
         gradient = gradient.to(weight.dtype)
         if self._of_hidden is not None:
-            self._of_hidden.index_copy_(0, rows, gradient @ weight)
+            _put(self._of_hidden, rows, gradient @ weight, onto)
         if self._of_weight is not None:
             self._of_weight[:width] += gradient.t() @ self._hidden.index_select(0, rows)
 
@@ -246,11 +256,11 @@ class _VocabParallelGradients(Gradients):
     def __init__(self, source: VocabParallelLogits) -> None:
         self._source, self._local = source, source.local.gradients()
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
         every, counts = shards.gather_rows(rows)
         gradient = gradient.to(self._source.dtype)
-        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])))
+        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return self._local.pull_back(logits, gradient)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_sum
+from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term, over
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.chunked import UnitSum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, unit_cells, unit_parts
 
 MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5
@@ -35,13 +35,13 @@ class Merge:
         if self.kind not in MERGES:
             raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(MERGES)}")
 
-    def sum(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None) -> UnitSum:
-        """`first_position_sum`, or the same of merged positions.
+    def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None) -> Term:
+        """`first_position_term`, or the same of merged positions.
 
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
-        sum_of = first_position_sum if self.kind == "first" else self._merged_sum
-        return sum_of(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
+        term_of = first_position_term if self.kind == "first" else self._merged_term
+        return term_of(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
         """Rows of [B·T] that are compared: int64 [R]."""
@@ -49,27 +49,27 @@ class Merge:
             return inputs.units.teacher_rows
         return ChunkPositions.of(inputs.units.teacher_rows, inputs.units.teacher_lengths).rows
 
-    def _merged_sum(
+    def _merged_term(
         self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None
-    ) -> UnitSum:
+    ) -> Term:
         units, temperature = inputs.units, inputs.temperature
         student = ChunkPositions.of(units.student_rows, units.student_lengths)
         teacher = ChunkPositions.of(units.teacher_rows, units.teacher_lengths)
 
         def loss_of(student_logits: Tensor, part: slice) -> Tensor:
-            teacher_logits = inputs.teacher_at(teacher.rows_of(part)) / temperature
+            teacher_logits = over(inputs.teacher_at(teacher.rows_of(part)), temperature)
             if self.teacher_columns is not None:
                 teacher_logits = teacher_logits.index_select(1, self.teacher_columns)
             log_q = self._merged(teacher, teacher_logits, inputs.teacher_ids, part)
             arithmetic = self.arithmetic_student
-            log_p = self._merged(student, student_logits / temperature, inputs.student_ids, part, arithmetic)
+            log_p = self._merged(student, over(student_logits, temperature), inputs.student_ids, part, arithmetic)
             return compare(log_p, log_q, part)
 
         of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
         of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
         parts = unit_parts(inputs.student, cells, chunk_size)
-        return inputs.sum_of(student.rows_of, loss_of, parts).times(temperature**2)
+        return inputs.term(student.rows_of, loss_of, parts).times(temperature**2)
 
     def _merged(
         self, positions: ChunkPositions, logits: Tensor, ids: Tensor, part: slice, arithmetic: bool = False

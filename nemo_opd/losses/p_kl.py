@@ -100,14 +100,14 @@ def p_kl(
 
     if compat is not None:
         how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
-    units = how.sum(
+    term = how.term(
         inputs,
         unit_loss if compat is None else kept_only,
         cells_per_unit=_cells_per_unit(sparse, inputs),
         chunk_size=chunk_size,
     )
     return chunk_loss(
-        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
+        inputs, term, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

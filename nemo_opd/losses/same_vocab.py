@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, shared_columns
-from nemo_opd.losses.chunked import chunked_sum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.reduction import reduced, weighted_label_rows
@@ -62,5 +62,5 @@ def same_vocab(
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
     cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)
     parts = unit_parts(student, cells, chunk_size)
-    units = chunked_sum(student, rows.__getitem__, loss_of, width=size, parts=parts, weights=weights)
-    return reduced("kd", units.times(temperature**2), len(rows), normalizer)
+    term = Term(rows.__getitem__, loss_of, parts, weights, factor=temperature**2)
+    return reduced("kd", chunked_sum(student, [term], width=size), len(rows), normalizer)

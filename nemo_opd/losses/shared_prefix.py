@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
@@ -69,14 +69,14 @@ def shared_prefix(
         log_p, log_q = cells.log_project(student, teacher)
         return compare(log_q, log_p)
 
-    units = first_position_sum(
+    term = first_position_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
         chunk_size=chunk_size,
     )
     return chunk_loss(
-        units, inputs, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
+        inputs, term, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
     )
 
 

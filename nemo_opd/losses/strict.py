@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_sum
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
@@ -77,15 +77,15 @@ def strict(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare(*shared.cells(teacher, student))
 
-    units = first_position_sum(
+    term = first_position_term(
         compared,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, shared),
         chunk_size=chunk_size,
     )
     return chunk_loss(
-        units,
         inputs,
+        term,
         continuation_weight=continuation_weight,
         normalizer=normalizer,
         chunk_size=chunk_size,

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunked import chunked_sum
 from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
@@ -60,9 +61,10 @@ def uld(
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
-    units = merge.sum(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks), chunk_size=chunk_size)
+    term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks), chunk_size=chunk_size)
     if compat == "trl":  # It scales no term by τ².
-        units = units.times(temperature**-2)
+        term = term.times(temperature**-2)
+    units = chunked_sum(inputs.student, [term], width=inputs.student_size)
     return reduced("kd", units, len(inputs.units), normalizer)
 
 

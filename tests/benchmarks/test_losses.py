@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from nemo_opd.projection import build_projection
-
-from .tokenizers_fixture import CORPUS, byte_level, sentencepiece
+from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
 
 TOLERANCE = 1e-9
 """Relative, in float64: about 1e3 sums of numbers with an error of 1e-16, and exp of logits up to 10."""

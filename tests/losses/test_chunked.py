@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunked import chunked_sum, own_parts, unit_cells, unit_parts
+from nemo_opd.losses.chunked import Term, chunked_sum, own_parts, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import TensorLogits
 
 
@@ -13,7 +13,7 @@ def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
 def sums(source, rows, chunk_size=2, width=3, weights=None, loss_of=cubes):
     student = TensorLogits(source)
     parts = unit_parts(student, unit_cells(len(rows), width), chunk_size)
-    return chunked_sum(student, rows.__getitem__, loss_of, width=width, parts=parts, weights=weights)
+    return chunked_sum(student, [Term(rows.__getitem__, loss_of, parts, weights)], width=width)
 
 
 def total(source, rows):
@@ -42,6 +42,21 @@ def test_weights_are_of_units_and_leave_the_other_sum_as_it_is():
     torch.testing.assert_close(gradient[0, rows], 3 * weights.unsqueeze(1) * source.detach()[0, rows] ** 2)
 
 
+def test_terms_add_up_where_they_share_rows():
+    source = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
+    rows = (torch.tensor([2, 0, 3]), torch.tensor([3, 2]))
+    terms = [
+        Term(rows[0].__getitem__, cubes, [slice(0, 2), slice(2, 3)]),
+        Term(rows[1].__getitem__, cubes, [slice(0, 2)]),
+    ]
+    found = chunked_sum(TensorLogits(source), [terms[0], terms[1].times(0.5)], width=3)
+    each = source.detach()[0] ** 3
+    torch.testing.assert_close(found.total.detach(), (1.5 * each[2] + each[0] + 1.5 * each[3]).sum())
+    (gradient,) = torch.autograd.grad(found.total, source)
+    factors = torch.tensor([1.0, 0.0, 1.5, 1.5], dtype=torch.float64).unsqueeze(1)
+    torch.testing.assert_close(gradient[0], 3 * factors * source.detach()[0] ** 2)
+
+
 def test_a_source_that_is_not_contiguous_gets_its_gradient():
     """A gradient written through a view of a strided buffer is lost in a copy."""
     source = torch.randn(4, 3, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
@@ -49,11 +64,28 @@ def test_a_source_that_is_not_contiguous_gets_its_gradient():
 
 
 def test_backward_twice_gives_the_same():
-    """Scaling the saved gradient in place would scale it again."""
+    """Scaling the saved gradient in place while the graph is retained would scale it again."""
     source = torch.randn(1, 3, 3, requires_grad=True)
     loss = 3 * total(source, torch.arange(3))
     first, second = (torch.autograd.grad(loss, source, retain_graph=True)[0] for _ in range(2))
+    (last,) = torch.autograd.grad(loss, source)
     assert torch.equal(first, second)
+    assert torch.equal(first, last)
+
+
+def test_backward_makes_no_second_gradient():
+    """A copy of it would be the peak of a step, and grow with the batch."""
+    source = torch.randn(1, 3, 3, requires_grad=True)
+    seen = []
+
+    def pack(tensor):
+        seen.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = total(source, torch.arange(3))
+    (gradient,) = torch.autograd.grad(3 * loss, source)
+    assert gradient.data_ptr() in seen
 
 
 def test_no_rows_stay_connected():

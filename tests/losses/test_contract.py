@@ -25,12 +25,6 @@ def of_those(cases: list[Case], holds: Callable[[Case], bool]) -> pytest.MarkDec
     return pytest.mark.parametrize("case", [case for case in cases if holds(case)], ids=str)
 
 
-def xfail_where_continued(case: Case) -> object:
-    reason = "the continuation is a second sum, which saves a second gradient"
-    marks = [pytest.mark.xfail(reason=reason, strict=True)] if "continuation_weight" in case.options else []
-    return pytest.param(case, marks=marks)
-
-
 def equal_sides(case: Case) -> Batch:
     """bf16 logits over 500 columns, which are full of ties; in row 1, chunks of two tokens."""
     batch = one_tokenizer(positions=S, width=V).to(torch.bfloat16)
@@ -121,7 +115,7 @@ def test_extreme_logits_are_finite(case: Case):
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("case", [xfail_where_continued(case) for case in DIVERGENCES], ids=str)
+@pytest.mark.parametrize("case", DIVERGENCES, ids=str)
 @pytest.mark.parametrize("chunk_size", [16, None])
 def test_saves_the_gradient_and_nothing_else(case: Case, chunk_size: int | None):
     """Chunks of 1:1, 2:2 and 1:2 tokens."""
