@@ -31,6 +31,7 @@ TRAINING: Fields = (
 )
 VALIDATION: Fields = (
     ("bits/byte", "val/bits_per_byte", "{:.4f}".format),
+    ("accuracy", "val/accuracy", "{:.4f}".format),
     ("loss", "val/loss", figure),
     ("kd", "val/kd", figure),
     ("ce", "val/ce", figure),

@@ -12,6 +12,8 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher
 MASTER_WEIGHT, GRADIENT, ADAM_MOMENTS = 4, 4, 8
 """Bytes per parameter of the student, in fp32."""
 BF16 = 2
+LOGITS_SIZED = 3
+"""Tensors of that size at once: the logits, the gradient of one term, and the sum of those before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ def estimate(
     per_parameter = MASTER_WEIGHT + GRADIENT + ADAM_MOMENTS
     parts = {"student: weights, gradients, optimizer": student.parameters * per_parameter // num_ranks}
     positions = config.train.micro_batch_size * config.train.max_length
-    terms = 1 + len(teachers)
-    parts["student: logits and their gradients"] = positions * student.vocab_size * compute_bytes * (1 + terms)
+    logits = positions * student.vocab_size * compute_bytes
+    parts["student: logits and their gradients"] = LOGITS_SIZED * logits
     rows = config.train.global_batch_size // num_ranks
     for settings, size in zip(config.active_teachers, teachers, strict=True):
         width = config.train.max_length

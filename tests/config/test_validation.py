@@ -269,6 +269,18 @@ def test_truncated_support_needs_top_k() -> None:
     assert own.startswith("teachers.1.loss.top_k: required with support=teacher_topk")
 
 
+def test_a_preset_decides_its_own_settings() -> None:
+    """A value beside it would be ignored."""
+    for preset, setting in (
+        ({"compat": "nemo_rl"}, {"coverage_coef": 0.5}),
+        ({"compat": "nemo_rl"}, {"merge": "first"}),
+    ):
+        (key,) = setting
+        message = message_of(changed("teachers.0.loss", {"type": "p_kl", **preset, **setting}))
+        assert message == f"teachers.0.loss.{key}: compat=nemo_rl decides it; leave {key} out, or compat"
+    assert message_of(changed("teachers.0.loss", {"type": "p_kl", "compat": "trl"})).endswith("must be 'nemo_rl'")
+
+
 def test_top_k_needs_a_truncated_support() -> None:
     """It would be a loss over the whole vocabulary that its author takes for a truncated one."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "top_k": 64}))
