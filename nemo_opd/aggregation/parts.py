@@ -29,7 +29,7 @@ class Part:
     term: TermLoss
     teacher: int
     """Whose rows of a batch it reads; of teachers that speak as one the first, as they all have the same."""
-    speaker: Callable[[Sequence[Tensor]], Tensor | LogitRows]
+    speaker: Callable[[Sequence[LogitRows]], LogitRows]
     """From the logits of all teachers to those that it reads."""
 
     def num_units(self, batch: Batch) -> int:
@@ -37,7 +37,7 @@ class Part:
         return self.term.num_units(rows.student_side(batch.student), rows)
 
     def __call__(
-        self, student_logits: Tensor, teacher_logits: Sequence[Tensor], batch: Batch, normalizer: float
+        self, student_logits: Tensor, teacher_logits: Sequence[LogitRows], batch: Batch, normalizer: float
     ) -> LossOutput:
         """weight · the loss of these rows / normalizer, and the raw metrics of the loss under the part's name."""
         rows = batch.teachers[self.teacher]
@@ -77,7 +77,7 @@ class Parts:
     def __call__(
         self,
         student_logits: Tensor,
-        teacher_logits: Sequence[Tensor],
+        teacher_logits: Sequence[LogitRows],
         batch: Batch,
         units: Sequence[int],
         normalizers: Sequence[int],

@@ -1,13 +1,27 @@
 """How a teacher's output reaches the student."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from nemo_opd.config.base import Settings
 
 
-class LogitsHandoff(Settings):
-    """Full-vocabulary logits in bf16 in a buffer that persists across steps."""
-
-    type: Literal["logits"] = "logits"
+class HandoffBase(Settings):
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
     """auto: cuda_ipc on GPU, shared_memory on CPU."""
+
+
+class HiddenStatesHandoff(HandoffBase):
+    """Final hidden states, and once the head; the student makes logits of them a chunk at a time."""
+
+    type: Literal["hidden_states"] = "hidden_states"
+
+
+class LogitsHandoff(HandoffBase):
+    """Full-vocabulary logits: the reference, for any head."""
+
+    type: Literal["logits"] = "logits"
+
+
+Handoff = Annotated[HiddenStatesHandoff | LogitsHandoff, Field(discriminator="type")]

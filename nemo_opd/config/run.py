@@ -9,7 +9,7 @@ from nemo_opd.config.aggregation import Aggregation, AveragedLogits, Routed, Sel
 from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
-from nemo_opd.config.handoff import LogitsHandoff
+from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
 from nemo_opd.config.logging import Logging
 from nemo_opd.config.loss import DivergenceTerm, Loss, LossTerm, PKLLoss, SameVocabTerm
 from nemo_opd.config.model import Student
@@ -44,7 +44,7 @@ class RunConfig(Settings):
     teachers: tuple[Teacher, ...] = Field(min_length=1)
     loss: Loss = Field(default_factory=PKLLoss)
     aggregation: Aggregation = Field(default_factory=WeightedSum)
-    handoff: LogitsHandoff = Field(default_factory=LogitsHandoff)
+    handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
     data: Data
     cluster: Cluster = Field(default_factory=Cluster)
     logging: Logging = Field(default_factory=Logging)

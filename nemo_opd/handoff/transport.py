@@ -1,6 +1,6 @@
 """Picks the transport of a run."""
 
-from nemo_opd.config.handoff import LogitsHandoff
+from nemo_opd.config.handoff import HandoffBase
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.handoff.cuda_ipc import CudaIpcReceiver, CudaIpcSender
@@ -12,7 +12,7 @@ TRANSPORTS: dict[str, tuple[type[Sender], type[Receiver]]] = {
 }
 
 
-def transport_for(handoff: LogitsHandoff, device: str) -> str:
+def transport_for(handoff: HandoffBase, device: str) -> str:
     """The transport's name; `auto` follows the device. Raises ConfigError where the device cannot do what is asked."""
     natural = "cuda_ipc" if device == "cuda" else "shared_memory"
     if handoff.transport not in ("auto", natural):

@@ -153,6 +153,13 @@ class Head:
         if self.soft_cap is not None and not self.soft_cap > 0:
             raise ConfigError(f"soft_cap={self.soft_cap}: logits are divided by it; give a number above 0, or none")
 
+    def after_linear(self, linear: Tensor) -> Tensor:
+        """What becomes of W h + bias [..., X]; in fp32 at least, where there is something to be done."""
+        if self.scale == 1 and self.soft_cap is None:
+            return linear
+        logits = linear.to(torch.promote_types(linear.dtype, torch.float32)) * self.scale
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+
 
 class HeadLogits(TrainableRows):
     """Logits that a head makes from hidden states [B, S, D], a chunk at a time, so that they are never all there.
@@ -176,11 +183,8 @@ class HeadLogits(TrainableRows):
     def read(self, rows: Tensor, width: int) -> Tensor:
         head = self.head
         bias = None if head.bias is None else head.bias[:width]
-        linear = F.linear(self.hidden.flatten(0, 1).index_select(0, rows), head.weight[:width], bias)
-        if head.scale == 1 and head.soft_cap is None:
-            return linear
-        logits = linear.to(torch.promote_types(linear.dtype, torch.float32)) * head.scale
-        return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
+        hidden = self.hidden.flatten(0, 1).index_select(0, rows)
+        return head.after_linear(F.linear(hidden, head.weight[:width], bias))
 
     def gradients(self) -> Gradients:
         return _HeadGradients(self.hidden, self.head)

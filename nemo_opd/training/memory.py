@@ -11,7 +11,6 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher
 
 MASTER_WEIGHT, GRADIENT, ADAM_MOMENTS = 4, 4, 8
 """Bytes per parameter of the student, in fp32."""
-BF16 = 2
 LOGITS_SIZED = 3
 """Tensors of that size at once: the logits, the gradient of one term, and the sum of those before."""
 
@@ -31,18 +30,21 @@ class MemoryEstimate:
 class ModelSize:
     parameters: int
     vocab_size: int
+    hidden_size: int
 
 
 def model_size(config: PretrainedConfig) -> ModelSize:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return ModelSize(sum(parameter.numel() for parameter in model.parameters()), config.get_text_config().vocab_size)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    text = config.get_text_config()
+    return ModelSize(parameters, text.vocab_size, text.hidden_size)
 
 
 def estimate(
     config: RunConfig, student: ModelSize, teachers: Sequence[ModelSize], *, num_ranks: int, compute_bytes: int
 ) -> MemoryEstimate:
-    """Parameters are sharded over ranks; the handed-over logits and the loss's gradient are each rank's own.
+    """Parameters are sharded over ranks; a handed-over head and the gradients of logits are each rank's own.
 
     `compute_bytes`: of one number in the student's forward pass.
     """
@@ -58,5 +60,9 @@ def estimate(
             width = settings.max_length
         item_bytes: int = getattr(torch, settings.dtype).itemsize
         parts[f"{settings.name}: weights"] = size.parameters * item_bytes // num_ranks
-        parts[f"{settings.name}: logits handed over"] = rows * width * size.vocab_size * BF16
+        if config.handoff.type == "logits":
+            parts[f"{settings.name}: logits handed over"] = rows * width * size.vocab_size * item_bytes
+        else:
+            parts[f"{settings.name}: hidden states handed over"] = rows * width * size.hidden_size * item_bytes
+            parts[f"{settings.name}: head handed over"] = size.vocab_size * size.hidden_size * item_bytes
     return MemoryEstimate(parts)

@@ -9,14 +9,13 @@ from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import WorkerGroup
 from nemo_opd.data.collate import pad_rows, shards
-from nemo_opd.handoff.base import Handle
 from nemo_opd.logging.metrics import Timer, merge
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Mean, Metric
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import Scored, TeacherWorker
+from nemo_opd.workers.teacher import OutputHandle, Scored, TeacherWorker
 
-RankHandles = tuple[Handle, ...]
+RankHandles = tuple[OutputHandle, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,7 @@ class Taught:
     batch: Batch
     """With what each teacher's word counts for in each sequence."""
     handles: list[RankHandles]
-    """By rank: to every teacher's logits."""
+    """By rank: to every teacher's output."""
 
 
 def split(batch: Batch, num_ranks: int, micro_batch_size: int) -> list[Batch]:
@@ -145,6 +144,7 @@ def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
                 "micro_batch_size": plan.config.train.micro_batch_size,
                 "device": plan.device,
                 "transport": plan.transport,
+                "handoff": plan.config.handoff.type,
                 "score": plan.config.aggregation.score,
             },
         )

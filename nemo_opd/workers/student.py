@@ -18,12 +18,12 @@ from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.optim import Scheduler
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.process_group import data_parallel_mesh
-from nemo_opd.handoff.base import Handle
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.accuracy import accuracy
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.models.export import save_pretrained
 from nemo_opd.models.load import load_config, load_model, tokenizer_of
 from nemo_opd.models.parallelize import shard
@@ -31,6 +31,7 @@ from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
 from nemo_opd.workers.offload import move, resident
+from nemo_opd.workers.teacher import OutputHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +39,8 @@ class StudentStep:
     """This rank's part of a global batch."""
 
     batch: Batch
-    handles: tuple[Handle, ...]
-    """Per teacher: its logits [B, T, W] for this batch."""
+    handles: tuple[OutputHandle, ...]
+    """Per teacher: to its output for this batch."""
     normalizers: Normalizers
     kd_scale: float
     """Factor of the distillation term beside `loss.kd_weight`."""
@@ -55,8 +56,8 @@ class MicroBatch:
     """Some rows of a step."""
 
     batch: Batch
-    teacher_logits: list[Tensor]
-    """Per teacher [b, T, W]: views of the handed-over buffers."""
+    teacher_logits: list[LogitRows]
+    """Per teacher [b, T, W], read from the handed-over buffers."""
     kd_units: tuple[int, ...]
     """What the parts of KD are divided by, of these rows."""
 
@@ -171,7 +172,7 @@ class StudentWorker:
                 yield LossOutput(weights.kd_weight * step.kd_scale * kd.loss, kd.metrics)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, handles: tuple[Handle, ...]) -> dict[str, Metric]:
+    def evaluate(self, batch: Batch, handles: tuple[OutputHandle, ...]) -> dict[str, Metric]:
         """The same terms as in training, without an update; the student's bits per byte and accuracy."""
         self.model.eval()
         step = StudentStep(batch, handles, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
@@ -190,16 +191,15 @@ class StudentWorker:
         return on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[MicroBatch]:
-        teachers = [self.receiver.tensor(handle) for handle in step.handles]
         size = self.config.train.micro_batch_size
         for start in range(0, len(step.batch), size):
             batch = step.batch.rows(start, start + size)
-            views = [
-                logits[start : start + size, : rows.tokens.ids.shape[1]]
-                for logits, rows in zip(teachers, batch.teachers, strict=True)
+            teacher_logits: list[LogitRows] = [
+                handle.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
+                for handle, rows in zip(step.handles, batch.teachers, strict=True)
             ]
             # Counted on the host, where it waits for nothing.
-            yield MicroBatch(batch.to(self.device), views, self.parts.num_units(batch))
+            yield MicroBatch(batch.to(self.device), teacher_logits, self.parts.num_units(batch))
 
     def _logits(self, micro: Batch) -> Tensor:
         model: Any = self.model

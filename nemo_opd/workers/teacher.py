@@ -1,7 +1,8 @@
 """A frozen teacher on one data-parallel rank."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -10,28 +11,31 @@ from nemo_opd.aggregation import joined, sequence_scores
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.process_group import data_parallel_mesh
-from nemo_opd.handoff.base import Handle
-from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
+from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.losses.bits_per_byte import bits_per_byte
+from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.load import load_model
 from nemo_opd.models.parallelize import shard
 from nemo_opd.types import Mean, SequenceScores, TokenRows
 from nemo_opd.workers.offload import move, resident
+
+OutputHandle = HiddenStatesHandle | LogitsHandle
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
     """What a teacher makes of a rank's rows."""
 
-    handle: Handle
-    """To its logits [B, T, W] in bf16, valid until the next call."""
+    handle: OutputHandle
+    """To its output, valid until the next call."""
     scores: SequenceScores | None
     """On the host; None where the aggregation asks for none."""
 
 
 class TeacherWorker:
-    """Scores this rank's rows and leaves the logits where the student's worker of the same rank can map them.
+    """Scores this rank's rows and leaves its output where the student's worker of the same rank can map it.
 
     Communicates FSDP2's all-gathers of parameters over the teacher's own group, nothing else.
     """
@@ -45,11 +49,13 @@ class TeacherWorker:
         micro_batch_size: int,
         device: str,
         transport: str,
+        handoff: Literal["hidden_states", "logits"],
         score: Score | None = None,
     ) -> None:
-        """`vocab_size` is the tokenizer's; columns of a wider head are never handed over.
+        """`vocab_size` is the tokenizer's; what a wider head has beyond it is never handed over.
 
-        score: what `forward` says about each sequence besides.
+        handoff: what is. score: what `forward` says about each sequence besides. Raises ModelError for weights that
+        cannot be loaded, or a head that cannot be handed over.
         """
         self.score = score
         self.vocab_size = vocab_size
@@ -62,21 +68,30 @@ class TeacherWorker:
         if not self.offload:
             move(self.model, device)
         sender, _ = TRANSPORTS[transport]
-        self.sender = sender()
+        self.logit_rows: Callable[[Tensor], Any]
+        """Ids [B, T] → logits [B, T, ≥ W], of the kind that `writer` takes."""
+        self.writer: HiddenStatesWriter | LogitsWriter
+        if handoff == "hidden_states":
+            headless = Headless(self.model, key=key)
+            self.logit_rows = headless
+            self.writer = HiddenStatesWriter(sender, vocab_size, headless.hidden_size, dtype)
+        else:
+            self.logit_rows = WithHead(self.model)
+            self.writer = LogitsWriter(sender(), vocab_size, dtype)
 
     @torch.no_grad()
     def forward(self, tokens: TokenRows) -> Scored:
         """Score `tokens`."""
         scores: list[SequenceScores] = []
         with resident(self.model, self.device, offload=self.offload):
-            writer = LogitsWriter(self.sender, len(tokens), tokens.ids.shape[1], self.vocab_size)
+            self.writer.begin(len(tokens), tokens.ids.shape[1])
             for start in range(0, len(tokens), self.micro_batch_size):
                 micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                logits_BTW = self._logits(micro)
-                writer.write(start, logits_BTW)
+                made = self.logit_rows(micro.ids)
+                self.writer.write(start, made)
                 if self.score is not None:
-                    scores.append(sequence_scores(logits_BTW, micro, score=self.score, vocab_size=self.vocab_size))
-            return Scored(writer.handle(), joined(scores) if scores else None)
+                    scores.append(sequence_scores(made, micro, score=self.score, vocab_size=self.vocab_size))
+            return Scored(self.writer.handle(), joined(scores) if scores else None)
 
     @torch.no_grad()
     def bits_per_byte(self, tokens: TokenRows) -> Mean:
@@ -85,15 +100,10 @@ class TeacherWorker:
         with resident(self.model, self.device, offload=self.offload):
             for start in range(0, len(tokens), self.micro_batch_size):
                 micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                result = result.merge(bits_per_byte(self._logits(micro), micro, vocab_size=self.vocab_size))
+                result = result.merge(bits_per_byte(self.logit_rows(micro.ids), micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
 
-    def _logits(self, micro: TokenRows) -> Tensor:
-        model: Any = self.model
-        logits: Tensor = model(input_ids=micro.ids, use_cache=False).logits
-        return logits
-
     def close(self) -> None:
-        """Release the buffer; the student must have dropped its mapping."""
-        self.sender.close()
+        """Release the buffers; the student must have dropped its mappings."""
+        self.writer.close()
         move(self.model, "cpu")

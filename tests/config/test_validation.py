@@ -110,7 +110,7 @@ def test_a_typo_is_told_what_was_meant(typo: str, meant: str) -> None:
 def test_a_strange_key_is_told_what_is_known() -> None:
     message = message_of(changed("handoff", {"type": "logits", "zzz": 1}))
 
-    assert message == "handoff.zzz=1: there is no such key; known here: type, transport"
+    assert message == "handoff.zzz=1: there is no such key; known here: transport, type"
 
 
 def test_a_key_of_the_other_kind_of_teacher_is_unknown() -> None:
@@ -157,7 +157,7 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("cluster.cpu_ranks", 0, "cluster.cpu_ranks=0: must be greater than or equal to 1"),
         ("data.train.arrow_files", 7, "data.train.arrow_files=7: must be a valid"),
         ("data.train.arrow_files", ["/a", 7], "data.train.arrow_files.1=7: must be a valid string"),
-        ("handoff.type", "hidden", "handoff.type='hidden': must be 'logits'"),
+        ("handoff.type", "hidden", "handoff.type='hidden': choose one of 'hidden_states', 'logits'"),
         ("teachers", [], "teachers=[]: "),
         ("teachers", 3, "teachers=3: "),
         ("teachers.0", 7, "teachers.0=7: a group of keys, not one value; set teachers.0.KEY of model, "),

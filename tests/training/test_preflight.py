@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
@@ -234,31 +234,46 @@ def stored_parameters(folder: Path) -> int:
     return total
 
 
-def test_the_memory_estimate(configure: Configure, tiny: Tiny) -> None:
-    """Against the files: fp32 master, gradient and two moments (16 bytes); teachers in their dtype; logits in bf16."""
-    plan = preflight(configure("teachers.0.max_length=40", "teachers.1.dtype=bfloat16"))
+@pytest.mark.parametrize("handoff", ["hidden_states", "logits"])
+def test_the_memory_estimate(configure: Configure, tiny: Tiny, handoff: str) -> None:
+    """Against the files: fp32 master, gradient and two moments (16 bytes); teachers and their output in their dtype."""
+    plan = preflight(configure("teachers.0.max_length=40", "teachers.1.dtype=bfloat16", f"handoff={handoff}"))
     student, cross, same = map(stored_parameters, (tiny.student, tiny.teacher_cross, tiny.teacher_same))
     vocabulary, wide = (len(AutoTokenizer.from_pretrained(folder)) for folder in (tiny.student, tiny.teacher_cross))
-
+    d_cross, d_same = (
+        AutoConfig.from_pretrained(folder).hidden_size for folder in (tiny.teacher_cross, tiny.teacher_same)
+    )
+    handed_over = {
+        "logits": {
+            "cross: logits handed over": 4 * 40 * (wide + 20) * 4,
+            "same: logits handed over": 4 * 48 * vocabulary * 2,
+        },
+        "hidden_states": {
+            "cross: hidden states handed over": 4 * 40 * d_cross * 4,
+            "cross: head handed over": (wide + 20) * d_cross * 4,
+            "same: hidden states handed over": 4 * 48 * d_same * 2,
+            "same: head handed over": vocabulary * d_same * 2,
+        },
+    }
     assert plan.memory.parts == {
         "student: weights, gradients, optimizer": 16 * student,
-        # fp32 logits of one microbatch, and a gradient for CE and for each teacher's term
-        "student: logits and their gradients": 2 * 48 * vocabulary * 4 * (1 + 3),
+        # fp32 logits of one microbatch, the gradient of one term, and the sum of those before
+        "student: logits and their gradients": 2 * 48 * vocabulary * 4 * 3,
         "cross: weights": 4 * cross,
-        "cross: logits handed over": 4 * 40 * (wide + 20) * 2,
         "same: weights": 2 * same,
-        "same: logits handed over": 4 * 48 * vocabulary * 2,
+        **handed_over[handoff],
     }
     assert plan.memory.total == sum(plan.memory.parts.values())
 
 
 def test_parameters_are_sharded_over_ranks(configure: Configure, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So are the rows of a batch; a microbatch is each rank's own."""
+    """So are the rows of a batch; a microbatch is each rank's own, and so is a head to make logits with."""
     monkeypatch.setattr(module, "num_cores", lambda: 2)
     one, two = preflight(configure()).memory.parts, preflight(configure("cluster.cpu_ranks=2")).memory.parts
 
     for part, num_bytes in one.items():
-        shared = num_bytes if part == "student: logits and their gradients" else num_bytes // 2
+        is_own = part == "student: logits and their gradients" or part.endswith("head handed over")
+        shared = num_bytes if is_own else num_bytes // 2
         assert two[part] == shared, part
 
 
@@ -281,7 +296,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["microbatches a rank"] == "2 of 2"
     assert rows["steps an epoch"] == "6"
     assert rows["steps"] == "4"
-    assert {"cross: logits handed over", "same: weights", "all"} <= rows.keys()
+    assert {"cross: hidden states handed over", "same: weights", "all"} <= rows.keys()
 
 
 def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:

@@ -16,14 +16,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from nemo_opd.aggregation import joined, share_metrics, share_out
 from nemo_opd.data.loader import TrainLoader
-from nemo_opd.handoff.base import Handle
 from nemo_opd.logging.metrics import merge, values
 from nemo_opd.training.models import split
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import Scored, TeacherWorker
+from nemo_opd.workers.teacher import OutputHandle, Scored, TeacherWorker
 from tests.composition import compose
 
 Given = TypeVar("Given")
@@ -58,6 +57,7 @@ class LocalModels:
                 micro_batch_size=self.micro_batch_size,
                 device="cpu",
                 transport="shared_memory",
+                handoff=config.handoff.type,
                 score=config.aggregation.score,
             )
             for i, settings in enumerate(config.active_teachers)
@@ -86,12 +86,12 @@ class LocalModels:
         own = reduced(self.student.evaluate(self.own(taught), handles))
         return values(own | share_metrics(self.student.parts, taught))
 
-    def teach(self, batch: Batch) -> tuple[Batch, tuple[Handle, ...]]:
+    def teach(self, batch: Batch) -> tuple[Batch, tuple[OutputHandle, ...]]:
         scored = self.scored(self.own(batch))
         scores = [joined(gathered(each.scores), len(batch)) for each in scored if each.scores is not None]
         return share_out(self.aggregation, batch, scores), tuple(each.handle for each in scored)
 
-    def score(self, part: Batch) -> tuple[Handle, ...]:
+    def score(self, part: Batch) -> tuple[OutputHandle, ...]:
         return tuple(each.handle for each in self.scored(part))
 
     def scored(self, part: Batch) -> list[Scored]:

@@ -54,8 +54,7 @@ def text(plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], 
         rows = batch.teachers[i]
         own = sequences(rows.tokens.ids, rows.tokens.lengths)[row]
         with torch.no_grad():
-            exact = teacher(input_ids=own[None]).logits[0, :, : plan.teachers[i].vocab_size]
-        handed_over = exact.bfloat16().double()
+            handed_over = teacher(input_ids=own[None]).logits[0, :, : plan.teachers[i].vocab_size].double()
         if rows.chunks is None:
             backwards = plan.config.term(i).model_dump().get("divergence") == "reverse_kl"
             kd.append(kl(handed_over[:-1].log_softmax(-1), log_p, backwards=backwards))
@@ -76,7 +75,7 @@ def text(plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], 
             )
             first = {int(chunks[0][0]), int(chunks[1][0]), -1} if len(own) else {-1}
             units.append(len((set(chunks[0].tolist()) & set(chunks[1].tolist())) - first))
-        bits.append(scored(exact.double(), own.tolist(), rows.tokens.num_bytes[row].tolist()))
+        bits.append(scored(handed_over, own.tolist(), rows.tokens.num_bytes[row].tolist()))
         num_bytes.append(sum(rows.tokens.num_bytes[row, 1 : len(own)].tolist()))
     return Text(-log_p.gather(1, ids[1:, None]).sum(), len(ids) - 1, kd, units, bits, num_bytes)
 

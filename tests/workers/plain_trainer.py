@@ -77,8 +77,8 @@ def terms(
         teacher_chunks = cross_rows.chunks.teacher[row, : len(teacher_ids)]
         logits = student(input_ids=ids[None]).logits
         with torch.no_grad():
-            cross = teachers[0](input_ids=teacher_ids[None]).logits.bfloat16()[..., : plan.teachers[0].vocab_size]
-            same = teachers[1](input_ids=ids[None]).logits.bfloat16().float()[0, :-1, :size]
+            cross = teachers[0](input_ids=teacher_ids[None]).logits[..., : plan.teachers[0].vocab_size]
+            same = teachers[1](input_ids=ids[None]).logits[0, :-1, :size]
         log_p = logits[0, :-1, :size].log_softmax(-1)
         log_q = same.log_softmax(-1)
         sums[0] = sums[0] - log_p.gather(1, ids[1:, None]).sum()

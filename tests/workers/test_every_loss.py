@@ -25,10 +25,10 @@ GRIDS = ((1, 1), (1, 4), (2, 2))
 STEPS = 2
 
 
-def make_plan(tiny: Tiny, term: str, micro_batch_size: int) -> Plan:
+def make_plan(tiny: Tiny, term: str, micro_batch_size: int, handoff: str = "hidden_states") -> Plan:
     return plan_of(
         [
-            *tiny.overrides(f"loss={term}", *TERMS[term]),
+            *tiny.overrides(f"loss={term}", *TERMS[term], f"handoff={handoff}"),
             "train.global_batch_size=8",
             f"train.micro_batch_size={micro_batch_size}",
             f"train.max_steps={STEPS}",
@@ -39,26 +39,40 @@ def make_plan(tiny: Tiny, term: str, micro_batch_size: int) -> Plan:
     )
 
 
+Curves = dict[tuple[str, int, int, str], Trained]
+
+
 @pytest.fixture(scope="module")
-def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int], Trained]:
+def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Curves:
+    """By term, ranks, microbatch size and handoff."""
     folder = tmp_path_factory.mktemp("every_loss")
     batches = first_batches(make_plan(tiny, "gold", 1), STEPS)
-    results = {}
+    results: Curves = {}
     for num_ranks in (1, 2):
-        grids = [(term, num_ranks, size) for term in TERMS for ranks, size in GRIDS if ranks == num_ranks]
-        jobs = [Training(make_plan(tiny, term, size), batches) for term, _, size in grids]
+        grids = [(term, num_ranks, size, "hidden_states") for term in TERMS for n, size in GRIDS if n == num_ranks]
+        if num_ranks == 1:
+            grids += [(term, 1, 4, "logits") for term in TERMS]
+        jobs = [Training(make_plan(tiny, term, size, handoff), batches) for term, _, size, handoff in grids]
         results |= dict(zip(grids, in_world(num_ranks, train, jobs, folder / str(num_ranks)), strict=True))
     return results
 
 
+def check_equal(expected: Trained, actual: Trained) -> None:
+    for ours, theirs in zip(expected.curve, actual.curve, strict=True):
+        for name in ("ce", "kd/cross", "kd/same", "grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=RTOL), name
+
+
 @pytest.mark.parametrize("term", TERMS)
-def test_the_curve_does_not_depend_on_how_a_batch_is_cut(
-    curves: dict[tuple[str, int, int], Trained], term: str
-) -> None:
+def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: str) -> None:
     """Catches units counted in another way by the driver than by the loss, and a mean over microbatches."""
-    reference, *others = (curves[term, ranks, size] for ranks, size in GRIDS)
+    reference, *others = (curves[term, ranks, size, "hidden_states"] for ranks, size in GRIDS)
     for other in others:
-        for expected, actual in zip(reference.curve, other.curve, strict=True):
-            for name in ("ce", "kd/cross", "kd/same", "grad_norm"):
-                assert actual[name] == pytest.approx(expected[name], rel=RTOL), name
+        check_equal(reference, other)
     assert reference.curve[0]["kd/cross"] > 0
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_the_curve_does_not_depend_on_what_is_handed_over(curves: Curves, term: str) -> None:
+    """Catches a head cut in another place, and a position whose logits are made from its neighbour's hidden states."""
+    check_equal(curves[term, 1, 4, "logits"], curves[term, 1, 4, "hidden_states"])

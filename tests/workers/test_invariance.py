@@ -3,10 +3,9 @@
 One spawn of two ranks does all the work of that world, since starting processes is what costs time.
 
 Tolerance: all arithmetic is fp32 (2⁻²⁴ = 6e-8 relative), sums of up to some 1e4 terms of mixed sign err by about
-1e-6 of their size, and a teacher's logit may round to the other neighbour in bf16 where two groupings differ in its
-last fp32 bit (fewer than one in 1e3, by 2⁻⁸ of itself): less than 1e-5 on any mean. rtol 1e-4 leaves room for it to
-grow over five steps. AdamW divides by √v + eps, so a gradient that is all rounding error could become a full step;
-eps = 1e-3 bounds a weight's error by steps · lr · 1e-6 / 1e-3 = 5e-5 · lr / 1e-2.
+1e-6 of their size: less than 1e-5 on any mean. rtol 1e-4 leaves room for it to grow over five steps. AdamW divides by
+√v + eps, so a gradient that is all rounding error could become a full step; eps = 1e-3 bounds a weight's error by
+steps · lr · 1e-6 / 1e-3 = 5e-5 · lr / 1e-2.
 """
 
 from dataclasses import dataclass, replace

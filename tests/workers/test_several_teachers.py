@@ -204,7 +204,7 @@ def test_averaged_logits(tiny: Tiny, documents: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             z = [model(input_ids=ids[None, :length]).logits[0, :-1] for model in (student, other)]
         own = z[0].double().log_softmax(-1)
-        mean = ((0.3 * z[0].bfloat16().double() + 0.6 * z[1].bfloat16().double()) / 0.9).log_softmax(-1)
+        mean = ((0.3 * z[0].double() + 0.6 * z[1].double()) / 0.9).log_softmax(-1)
         total += float((mean.exp() * (mean - own)).sum())
         units += length - 1
     for raw, phase in ((trained.curve[0], "train"), (trained.evaluation, "val")):
