@@ -16,10 +16,11 @@ from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.reduction import reduced
+from nemo_opd.losses.support import Columns
 from nemo_opd.types import LossOutput
 
-LIVE_COPIES = 6
-"""Tensors of a chunk's size alive at its peak."""
+LIVE_COPIES = 3
+"""Tensors of the size of a side's positions alive at a chunk's peak."""
 TINY_LOG = -40
 """Below, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) differ from their leading term by less than float64 shows."""
 
@@ -100,9 +101,8 @@ class _RealisedChunks:
 
     def log_surprise(self, logits: Tensor, part: slice, temperature: float) -> Tensor:
         """log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
-        target = self.targets[self.positions.span(part)].unsqueeze(1)
-        others = logits.scatter(1, target, torch.finfo(logits.dtype).min).logsumexp(1, keepdim=True)
-        odds_against = others - logits.gather(1, target)
+        cells = Columns(self.targets[self.positions.span(part)].unsqueeze(1)).cells(logits)
+        odds_against = cells[:, 1:] - cells[:, :1]
         return self.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.made_once import made_once
-from nemo_opd.losses.sparse_projection import Entries, SparseProjection
+from nemo_opd.losses.sparse_projection import SparseProjection
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,22 +109,4 @@ def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], d
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:
     """A projection whose rows have one entry, of weight 1, or none."""
     token = np.flatnonzero(np.isin(cells, common))
-    column = np.searchsorted(common, cells[token])
-    order = np.argsort(column, kind="stable")
-    return SparseProjection(
-        torch.from_numpy(common),
-        _entries(token[order], column[order], column[order], len(common)),
-        _entries(token, column, token, len(cells)),
-    )
-
-
-def _entries(
-    token: NDArray[np.int64], column: NDArray[np.int64], segment: NDArray[np.int64], num_segments: int
-) -> Entries:
-    """`segment` is sorted."""
-    return Entries(
-        torch.from_numpy(token),
-        torch.from_numpy(column),
-        torch.zeros(len(token), 1, dtype=torch.float64),
-        torch.from_numpy(np.searchsorted(segment, np.arange(num_segments + 1))),
-    )
+    return SparseProjection.of_entries(token, cells[token].astype(np.int64), np.ones(len(token)), len(cells))

@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
+from nemo_opd.losses.saved import scaled
 
 CHUNK_BYTES = 256 * 2**20
 """Budget for the temporaries of one chunk: enough rows to fill a GPU."""
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_CHUNK_BYTES = 32 * 2**20
 """The same on a CPU, where a chunk should stay near its cache."""
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -163,9 +164,6 @@ class _ChunkedSum(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        # Asked as PyTorch's own compiled functions ask before they give their buffers away.
-        is_retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        scaled = torch.Tensor.mul if is_retained else torch.Tensor.mul_
         saved = iter(ctx.saved_tensors)
         gradients = (scaled(next(saved), grad_output) if has else None for has in ctx.has_gradient)
         return None, None, None, *gradients

@@ -1,15 +1,20 @@
 """Cross entropy with the text itself."""
 
-import torch.nn.functional as F
+from typing import Any
+
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
 from nemo_opd.losses.reduction import label_rows, reduced
+from nemo_opd.losses.saved import scaled
+from nemo_opd.losses.softmax import softmax
 from nemo_opd.types import LossOutput
 
-LIVE_COPIES = 5
+LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
 
 
@@ -35,8 +40,25 @@ def cross_entropy(
     targets = ids.flatten().index_select(0, rows + 1).long()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        return F.cross_entropy(logits, targets[part], reduction="none")
+        return _Surprise.apply(logits, targets[part].unsqueeze(1))
 
     parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
     units = chunked_sum(student, [Term(rows.__getitem__, loss_of, parts)], width=size)
     return reduced("ce", units, len(rows), normalizer)
+
+
+class _Surprise(torch.autograd.Function):
+    """−log p [R] of targets [R, 1] by logits [R, X]. Saves its gradient, formed in forward: p, less 1 at the target."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        p, log_sum = softmax(logits)
+        surprise = log_sum - logits.gather(-1, targets)
+        ctx.save_for_backward(p.scatter_add_(-1, targets, p.new_tensor(-1.0).expand_as(targets)))
+        return surprise.squeeze(-1).to(logits.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = ctx.saved_tensors
+        return scaled(gradient, grad_output.unsqueeze(-1)), None

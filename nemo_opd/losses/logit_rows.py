@@ -27,7 +27,7 @@ class LogitRows(ABC):
 
     @abstractmethod
     def read(self, rows: Tensor, width: int) -> Tensor:
-        """The leading `width` columns of rows [R] → [R, width], without a graph.
+        """The leading `width` columns of rows [R] → [R, width], without a graph; maybe a view, not to be written to.
 
         With a `share`, every process calls it equally often, each for rows of its own.
         """
@@ -104,7 +104,11 @@ class TensorLogits(TrainableRows):
         self.device, self.dtype = logits.device, logits.dtype
 
     def read(self, rows: Tensor, width: int) -> Tensor:
-        return self.leaves[0].detach().flatten(0, 1).narrow(1, 0, width).index_select(0, rows)
+        columns = self.leaves[0].detach().flatten(0, 1).narrow(1, 0, width)
+        # Elsewhere than on a CPU it would wait for the device to know.
+        if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()):
+            return columns.narrow(0, int(rows[0]), len(rows))
+        return columns.index_select(0, rows)
 
     def gradients(self) -> Gradients:
         return _TensorGradients(self.leaves[0])

@@ -10,9 +10,9 @@ from nemo_opd.losses.reduction import reduced, weighted_label_rows
 from nemo_opd.losses.support import Support
 from nemo_opd.types import LossOutput
 
-LIVE_COPIES = 15
+LIVE_COPIES = 12
 """Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""
-LIVE_ROWS = 10
+LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows alive besides, where the cells are not the columns."""
 
 
@@ -57,7 +57,9 @@ def same_vocab(
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher_logits = teacher.read(rows[part], size).to(logits.dtype)
-        return columns.compare(of, teacher_logits / temperature, logits / temperature)
+        if temperature != 1:
+            teacher_logits, logits = teacher_logits / temperature, logits / temperature
+        return columns.compare(of, teacher_logits, logits)
 
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
     cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)

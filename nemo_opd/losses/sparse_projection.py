@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -18,34 +19,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
-    """Nonzero entries of R in one order; segment i is entries[offsets[i]:offsets[i + 1]]."""
+class Block:
+    """What is left of R without its pairs: entries whose row or column has others, or whose weight is not 1.
 
+    Entries, N of them, are ordered by column; i of the Y columns or Z rows is entries[offsets[i]:offsets[i + 1]].
+    """
+
+    columns: Tensor
+    """int64 [Y]: indices into the covered columns."""
+    tokens: Tensor
+    """int64 [Z]: student tokens; those that reach nothing are among them."""
     student: Tensor
-    """int64 [nnz]: row of R, a student token."""
+    """int64 [N]: student token of an entry."""
     column: Tensor
-    """int64 [nnz]: index into the covered columns."""
+    """int64 [N]: index into `columns` of an entry."""
     log_weight: Tensor
-    """float64 [nnz, 1]"""
-    offsets: Tensor
-    """int64"""
-
-    def to(self, device: torch.device) -> Entries:
-        return Entries(
-            self.student.to(device), self.column.to(device), self.log_weight.to(device), self.offsets.to(device)
-        )
+    """float64 [N]"""
+    column_offsets: Tensor
+    """int64 [Y + 1]"""
+    by_token: Tensor
+    """int64 [N]: the entries ordered by student token."""
+    token_offsets: Tensor
+    """int64 [Z + 1]: into `by_token`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SparseProjection:
-    """R with its covered columns only, X of them: those that some row reaches."""
+    """R with its covered columns only, X of them: those that some row reaches.
+
+    Most tokens of two vocabularies are pairs: the one entry of its row is the one entry of its column and has weight 1.
+    A pair costs a copy; sums are formed in the block that remains.
+    """
 
     columns: Tensor
     """int64 [X]: covered teacher tokens, ascending."""
-    by_column: Entries
-    """X segments."""
-    by_student: Entries
-    """V segments, empty where a student token reaches nothing."""
+    source: Tensor
+    """int64 [X]: the student token that a column is a pair with; any for the columns of the block."""
+    target: Tensor
+    """int64 [V]: the index into `columns` that a student token is a pair with; any for the tokens of the block."""
+    block: Block
 
     @staticmethod
     def of(
@@ -61,16 +73,35 @@ class SparseProjection:
             lambda: _build(indices, weights, *sizes).to(device), (indices, weights), SparseProjection, *sizes, device
         )
 
+    @staticmethod
+    def of_entries(
+        student: NDArray[np.int64], column: NDArray[np.int64], weight: NDArray[np.float64], student_vocab_size: int
+    ) -> SparseProjection:
+        """Entries [nnz]: student token, teacher token or cell, weight above 0."""
+        columns, column = np.unique(column, return_inverse=True)
+        per_token, per_column = np.bincount(student, minlength=student_vocab_size), np.bincount(column)
+        is_pair = (per_token[student] == 1) & (per_column[column] == 1) & (weight == 1)
+        source, target = np.zeros(len(columns), np.int64), np.zeros(student_vocab_size, np.int64)
+        source[column], target[student] = student, column
+        block = _block(student, column, weight, ~is_pair, np.setdiff1d(np.arange(len(target)), student[is_pair]))
+        return SparseProjection(
+            torch.from_numpy(columns.astype(np.int64)), torch.from_numpy(source), torch.from_numpy(target), block
+        )
+
     @property
     def num_columns(self) -> int:
         return len(self.columns)
 
     @property
     def num_entries(self) -> int:
-        return len(self.by_column.student)
+        """Those that sums are formed of."""
+        return len(self.block.student)
 
     def to(self, device: torch.device) -> SparseProjection:
-        return SparseProjection(self.columns.to(device), self.by_column.to(device), self.by_student.to(device))
+        moved = {field.name: getattr(self.block, field.name).to(device) for field in fields(self.block)}
+        return SparseProjection(
+            self.columns.to(device), self.source.to(device), self.target.to(device), replace(self.block, **moved)
+        )
 
     def log_project(self, log_mass: Tensor) -> Tensor:
         """log(Rᵀ exp(log_mass)) on the covered columns: [U, V] → [U, X], in log space throughout (METHODS §5).
@@ -81,36 +112,36 @@ class SparseProjection:
 
 
 class _LogProject(torch.autograd.Function):
-    """A log-sum-exp over the entries of each column; inside, units are the last axis, so that an entry is one row."""
+    """A copy of pairs and, over it, a log-sum-exp over the entries of each column of the block."""
 
     @staticmethod
     def forward(ctx: Any, log_mass: Tensor, sparse: SparseProjection) -> Tensor:
-        mass_VU = log_mass.t().contiguous()
-        entries = sparse.by_column
-        cells = mass_VU.index_select(0, entries.student).add_(entries.log_weight.to(mass_VU.dtype))
+        block = sparse.block
+        cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
         # A column whose cells are all −inf would give −inf − −inf.
-        peak = _segment("max", cells, entries.offsets).clamp_(min=torch.finfo(cells.dtype).min)
-        cells.sub_(peak.index_select(0, entries.column)).exp_()
-        projected_XU = _segment("sum", cells, entries.offsets).log_().add_(peak)
+        peak = _segment("max", cells, block.column_offsets).clamp_(min=torch.finfo(cells.dtype).min)
+        cells.sub_(peak.index_select(1, block.column)).exp_()
+        total = _segment("sum", cells, block.column_offsets)
+        if ctx.needs_input_grad[0]:
+            # The sum is 1 at least, since the peak is in it, or 0 where all are −inf.
+            ctx.save_for_backward(cells.div_(total.clamp(min=1).index_select(1, block.column)))
         ctx.sparse = sparse
-        ctx.save_for_backward(mass_VU, projected_XU)
-        return projected_XU.t().contiguous()
+        return log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, total.log_().add_(peak))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        mass_VU, projected_XU = ctx.saved_tensors
-        entries = ctx.sparse.by_student
-        shares = mass_VU.index_select(0, entries.student).add_(entries.log_weight.to(mass_VU.dtype))
-        column_mass = projected_XU.clamp(min=torch.finfo(shares.dtype).min)
-        shares.sub_(column_mass.index_select(0, entries.column)).exp_()
-        shares.mul_(grad_output.t().contiguous().index_select(0, entries.column))
-        return _segment("sum", shares, entries.offsets).t(), None
+        (shares,) = ctx.saved_tensors
+        block = ctx.sparse.block
+        of_entries = grad_output.index_select(1, block.columns).index_select(1, block.column).mul_(shares)
+        of_tokens = _segment("sum", of_entries.index_select(1, block.by_token), block.token_offsets)
+        return grad_output.index_select(1, ctx.sparse.target).index_copy_(1, block.tokens, of_tokens), None
 
 
 def _segment(reduce: str, cells: Tensor, offsets: Tensor) -> Tensor:
-    """Unlike scatter_add on CUDA, no atomics: the order of a sum does not change from run to run."""
-    return torch.segment_reduce(cells, reduce, offsets=offsets, axis=0, unsafe=True)
+    """[U, N] → [U, segments]. Unlike scatter_add on CUDA, no atomics: a sum's order does not change from run to run."""
+    each = offsets.expand(len(cells), -1).contiguous()
+    return torch.segment_reduce(cells, reduce, offsets=each, axis=1, unsafe=True)
 
 
 def _build(
@@ -123,23 +154,36 @@ def _build(
             f"the projection has no entry within {student_vocab_size} student and {teacher_vocab_size} teacher tokens; "
             "it belongs to another pair of tokenizers, or they have nothing in common"
         )
-    columns, column = np.unique(indices[student, slot], return_inverse=True)
-    log_weight = np.log(weights[student, slot].astype(np.float64))
-    order = np.argsort(column, kind="stable")
-    return SparseProjection(
-        torch.from_numpy(columns.astype(np.int64)),
-        _entries(student[order], column[order], log_weight[order], column[order], len(columns)),
-        _entries(student, column, log_weight, student, student_vocab_size),
-    )
+    weight = weights[student, slot].astype(np.float64)
+    return SparseProjection.of_entries(student, indices[student, slot], weight, student_vocab_size)
 
 
-def _entries(
-    student: np.ndarray, column: np.ndarray, log_weight: np.ndarray, segment: np.ndarray, num_segments: int
-) -> Entries:
-    """`segment` is sorted."""
-    return Entries(
-        torch.from_numpy(student.astype(np.int64)),
-        torch.from_numpy(column.astype(np.int64)),
-        torch.from_numpy(log_weight).unsqueeze(1),
-        torch.from_numpy(np.searchsorted(segment, np.arange(num_segments + 1)).astype(np.int64)),
+def _block(
+    student: NDArray[np.int64],
+    column: NDArray[np.int64],
+    weight: NDArray[np.float64],
+    is_inside: NDArray[np.bool_],
+    tokens: NDArray[np.int64],
+) -> Block:
+    """Of all entries those that are inside; `tokens`: its rows, ascending."""
+    entries = np.flatnonzero(is_inside)
+    entries = entries[np.argsort(column[entries], kind="stable")]
+    student, weight = student[entries], weight[entries]
+    columns, column = np.unique(column[entries], return_inverse=True)
+    by_token = np.argsort(student, kind="stable")
+    found = (
+        columns,
+        tokens,
+        student,
+        column,
+        np.log(weight),
+        _offsets(column, np.arange(len(columns))),
+        by_token,
+        _offsets(student[by_token], tokens),
     )
+    return Block(*map(torch.from_numpy, found))
+
+
+def _offsets(of_entries: NDArray[np.int64], segments: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where segments begin among entries, both ascending, and where the last one ends."""
+    return np.append(np.searchsorted(of_entries, segments), len(of_entries))

@@ -14,7 +14,7 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
-from nemo_opd.losses.support import Columns, with_rest
+from nemo_opd.losses.support import Columns
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def strict(
     compare = Divergence(divergence, beta, mixed_weight)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return compare(*shared.cells(teacher, student))
+        return compare.of_logits(*shared.cells(teacher, student))
 
     term = first_position_term(
         compared,
@@ -127,8 +127,8 @@ class _SharedVocabulary:
     """int64 [X]: their partners."""
     top_k: int | None
     """None: all of them."""
-    has_rest: tuple[bool, bool]
-    """Whether student and teacher get a cell for their other tokens: neither without `normalization="rest"`."""
+    has_rest: bool
+    """Whether either side has a cell for its other tokens; where only one has others, none (METHODS §3)."""
 
     @staticmethod
     def of(
@@ -138,20 +138,15 @@ class _SharedVocabulary:
         pairs = TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, device)
         kept = None if top_k is None or top_k >= len(pairs) else top_k
         num_cells = len(pairs) if kept is None else kept
-        has_rest = (num_cells < inputs.student_size, num_cells < inputs.teacher_size)
-        if normalization != "rest":
-            has_rest = (False, False)
+        has_rest = normalization == "rest" and num_cells < min(inputs.student_size, inputs.teacher_size)
         return _SharedVocabulary(pairs.student, pairs.teacher, kept, has_rest)
 
     def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits/τ [U, W] and [U, V] → log-probabilities of teacher and student on the cells, both [U, cells]."""
+        """Logits/τ [U, W] and [U, V] of teacher and student → those of the cells, both [U, cells]."""
         of_teacher, of_student = self._columns(student)
-        if not any(self.has_rest):
-            return of_teacher.take(teacher).log_softmax(-1), of_student.take(student).log_softmax(-1)
-        log_q, log_p = teacher.log_softmax(-1), student.log_softmax(-1)
-        rest_p = of_student.rest(log_p) if self.has_rest[0] else None
-        rest_q = of_teacher.rest(log_q) if self.has_rest[1] else None
-        return with_rest(of_teacher.take(log_q), of_student.take(log_p), rest_q, rest_p)
+        if self.has_rest:
+            return of_teacher.cells(teacher), of_student.cells(student)
+        return of_teacher.take(teacher), of_student.take(student)
 
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
         """The columns of the cells in each row of teacher and student; a constant."""

@@ -1,15 +1,23 @@
 """Which tokens two distributions are compared on, and what becomes of the mass of the others (METHODS §3)."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.saved import scaled
+from nemo_opd.losses.softmax import softmax
 
 SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
 NORMALIZATIONS = ("full", "support", "rest")
+GROUP = 8
+"""Columns that go by one maximum where the largest are searched for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +60,15 @@ class Support:
 
         The choice of columns is a constant, and so is the teacher.
         """
-        chosen = None if self.takes_all(student_logits.shape[-1]) else self.choose(teacher_logits, student_logits)
-        if chosen is not None and self.normalization == "support":
-            log_t = chosen.take(teacher_logits).log_softmax(-1)
-            return divergence(log_t, chosen.take(student_logits).log_softmax(-1))
-        log_t = teacher_logits.log_softmax(-1)
-        log_s = student_logits.log_softmax(-1)
-        del teacher_logits, student_logits  # Two of the largest tensors here, and nothing else holds them.
-        if chosen is None:
-            return divergence(log_t, log_s)
-        cells_t, cells_s = chosen.take(log_t), chosen.take(log_s)
-        if self.normalization == "full":
-            return truncated(divergence, cells_t, cells_s)
-        return divergence(*with_rest(cells_t, cells_s, chosen.rest(log_t), chosen.rest(log_s)))
+        if self.takes_all(student_logits.shape[-1]):
+            return divergence.of_logits(teacher_logits, student_logits)
+        chosen = self.choose(teacher_logits, student_logits)
+        if self.normalization == "support":
+            return divergence.of_logits(chosen.take(teacher_logits), chosen.take(student_logits))
+        cells_t, cells_s = chosen.cells(teacher_logits), chosen.cells(student_logits)
+        if self.normalization == "rest":
+            return divergence.of_logits(cells_t, cells_s)
+        return truncated(divergence, cells_t.log_softmax(-1)[:, :-1], cells_s.log_softmax(-1)[:, :-1])
 
     def takes_all(self, num_columns: int) -> bool:
         return self.top_k is None or self.top_k >= num_columns
@@ -75,7 +79,7 @@ class Support:
             return num_columns
         return (2 if self.kind == "union" else 1) * self.top_k + 1
 
-    def choose(self, teacher_logits: Tensor, student_logits: Tensor) -> "Columns":
+    def choose(self, teacher_logits: Tensor, student_logits: Tensor) -> Columns:
         """The columns of each unit: logits [U, V] of both sides; `top_k` is less than V."""
         assert self.top_k is not None
         if self.kind == "teacher_topk":
@@ -97,7 +101,7 @@ class Columns:
     """bool [U, X]: the column stands earlier in its row, so that this one is no cell; None: nowhere."""
 
     @staticmethod
-    def union(first: Tensor, second: Tensor, num_columns: int) -> "Columns":
+    def union(first: Tensor, second: Tensor, num_columns: int) -> Columns:
         """Of indices [U, X] and [U, Y], each without repeats in a row, into rows of `num_columns`."""
         in_first = torch.zeros(len(first), num_columns, dtype=torch.bool, device=first.device).scatter_(1, first, True)
         repeated = torch.cat([torch.zeros_like(first, dtype=torch.bool), in_first.gather(1, second)], 1)
@@ -108,14 +112,35 @@ class Columns:
         taken = rows.gather(-1, self.index)
         return taken if self.repeated is None else taken.masked_fill(self.repeated, -torch.inf)
 
-    def rest(self, log_p: Tensor) -> Tensor:
-        """log Σ p over the columns not taken: [U, V] → [U, 1].
+    def cells(self, logits: Tensor) -> Tensor:
+        """Logits [U, V] → those of the columns taken and of the rest, [U, X + 1]: see `take` and `rest`."""
+        return _CellsAndRest.apply(logits, self)
+
+    def rest(self, logits: Tensor) -> Tensor:
+        """log Σ exp over the columns not taken: [U, V] → [U, 1].
 
         A sum over those columns, since 1 − Σ of the others has no digit left where they hold nearly all mass. In a row
-        with every column taken it is the lowest finite number, whose gradient is 0 and not the NaN of −inf.
+        with every column taken it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
         """
-        others = log_p.scatter(-1, self.index, torch.finfo(log_p.dtype).min)
-        return others.logsumexp(-1, keepdim=True)
+        return self.cells(logits)[:, -1:]
+
+
+class _CellsAndRest(torch.autograd.Function):
+    """Saves the shares of the other columns in the rest: the gradient of the rest with respect to the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
+        others = logits.scatter(-1, columns.index, torch.finfo(logits.dtype).min)
+        shares, rest = softmax(others)
+        ctx.save_for_backward(shares, columns.index)
+        return torch.cat([columns.take(logits), rest.to(logits.dtype)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        shares, index = ctx.saved_tensors
+        of_columns, of_rest = grad_output.split([index.shape[-1], 1], -1)
+        return scaled(shares, of_rest).scatter_add_(-1, index, of_columns), None
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -141,4 +166,18 @@ def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
 
 
 def _largest(logits: Tensor, top_k: int) -> Tensor:
-    return logits.detach().topk(top_k, dim=-1, sorted=False).indices
+    """Columns [U, X] of the `top_k` largest logits [U, V].
+
+    They are in the `top_k` groups of columns with the largest maxima, or among the columns that no group has; which
+    groups is found the same way. On a CPU it takes less than half the time of a search through the whole row.
+    """
+    logits = logits.detach()
+    num_groups = logits.shape[-1] // GROUP
+    if 2 * top_k > num_groups:
+        return logits.topk(top_k, dim=-1, sorted=False).indices
+    columns = torch.arange(logits.shape[-1], device=logits.device)
+    grouped, others = columns[: GROUP * num_groups].view(GROUP, num_groups), columns[GROUP * num_groups :]
+    maxima = logits[:, : GROUP * num_groups].unflatten(-1, grouped.shape).amax(1)
+    candidates = grouped.t()[_largest(maxima, top_k)].flatten(1)
+    candidates = torch.cat([candidates, others.expand(len(candidates), -1)], -1)
+    return candidates.gather(-1, logits.gather(-1, candidates).topk(top_k, dim=-1, sorted=False).indices)

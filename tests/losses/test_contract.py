@@ -267,6 +267,17 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind(case: Case):
 
 
 @every_loss
+def test_logits_are_not_written_to(case: Case):
+    """Rows that follow one another are read in place."""
+    batch = case.batch()
+    student, teacher = batch.student.clone(), batch.teacher.clone()
+    case.value_and_gradient(batch, chunk_size=1)
+    case.value_and_gradient(batch)
+    assert torch.equal(batch.student, student)
+    assert torch.equal(batch.teacher, teacher)
+
+
+@every_loss
 def test_the_teacher_gets_no_gradient(case: Case):
     batch = case.batch()
     teacher = batch.teacher.clone().requires_grad_()

@@ -116,6 +116,48 @@ def test_not_negative(logits, kind, share):
     assert value.item() >= -40 * len(logits) * torch.finfo(torch.float64).eps
 
 
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_of_logits_is_that_of_their_softmax(kind, weights):
+    """Value and gradient; columns of −inf on both sides, and logits whose probabilities are 0 in fp64."""
+    z_t, z_s = pair(7)
+    z_t[:, 1] = z_s[:, 1] = -math.inf
+    z_t[0, 0] += 800
+    z_s[1, 2] += 800
+    z_s.requires_grad_()
+    of = Divergence(kind, **weights)
+    value, expected = of.of_logits(z_t, z_s), of(z_t.log_softmax(-1), z_s.log_softmax(-1))
+    torch.testing.assert_close(value, expected, rtol=1e-12, atol=1e-14)
+    gradient, expected_gradient = (torch.autograd.grad(side.sum(), z_s)[0] for side in (value, expected))
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "mixed"])
+def test_of_logits_keeps_the_digits_of_a_small_divergence(kind):
+    """Logits are 2^−10 apart, as in a student that is nearly right: the divergence is near 2^−21 of a nat.
+
+    A log Σ exp near 10, rounded to fp32, would be wrong by up to 2^−21 in every cell alike. The rounding of
+    exponentials is not alike, and an eighth of that bound is room for their sum.
+    """
+    generator = torch.Generator().manual_seed(8)
+    z_t = 3 * torch.randn(8, 4096, generator=generator)
+    z_s = z_t + 2**-10 * torch.randn(8, 4096, generator=generator)
+    value = Divergence(kind).of_logits(z_t, z_s)
+    exact = Divergence(kind).of_logits(z_t.double(), z_s.double())
+    torch.testing.assert_close(value.double(), exact, rtol=0, atol=2**-24)
+
+
+@pytest.mark.parametrize("side", ["teacher", "student"])
+@pytest.mark.parametrize(("kind", "weights"), oracle.KINDS)
+def test_a_nan_is_not_hidden(kind, weights, side):
+    """What takes care of 0 · inf would also make a broken model's loss finite."""
+    z_t, z_s = pair(9)
+    (z_t if side == "teacher" else z_s)[0, 0] = math.nan
+    of = Divergence(kind, **weights)
+    for value in (of.of_logits(z_t, z_s), of(z_t.log_softmax(-1), z_s.log_softmax(-1))):
+        assert value[0].isnan()
+        assert value[1:].isfinite().all()
+
+
 def test_low_precision_is_computed_in_fp32():
     log_t, log_s = (z.log_softmax(-1).bfloat16() for z in pair(5))
     assert divergence(log_t, log_s).dtype == torch.float32

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.support import Columns, Support, with_rest
+from nemo_opd.losses.support import Columns, Support, _largest, with_rest
 
 from . import oracle_support
 
@@ -169,8 +169,34 @@ def test_a_rest_that_only_one_side_can_have_is_dropped():
     torch.testing.assert_close(cells_t, short.log_softmax(-1))
 
 
+@pytest.mark.parametrize(("width", "top_k"), [(3001, 5), (4096, 16), (4103, 60), (640, 39), (640, 41)])
+def test_the_largest_columns_are_those_of_a_search_through_the_row(width, top_k):
+    """Also those that no group has at any level, and several in one group; forbidden columns are −inf."""
+    logits = torch.randn(4, width, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    logits[:, -1], logits[:, width // 3 : width // 3 + 3] = 9.0, torch.tensor([7.0, -torch.inf, 8.0]).double()
+    logits[1] = logits[1].sort().values
+    found = _largest(logits, top_k)
+    assert torch.equal(found.sort(-1).values, logits.topk(top_k).indices.sort(-1).values)
+
+
+def test_the_rest_of_forbidden_columns_has_no_gradient():
+    """All columns but those taken are −inf: what the rest is made of then must not reach the logits as NaN."""
+    logits = torch.tensor([[1.0, 2.0, -math.inf, -math.inf]], requires_grad=True)
+    cells = Columns(torch.tensor([[0, 1]])).cells(logits)
+    probabilities = cells.softmax(-1)
+    torch.testing.assert_close(probabilities[0, :2], logits.detach()[0, :2].softmax(-1))
+    assert probabilities[0, 2] == 0
+    (gradient,) = torch.autograd.grad(probabilities[0, 0], logits)
+    assert gradient.isfinite().all()
+    assert not gradient[0, 2:].any()
+
+
 def test_no_unit_is_no_value():
-    assert Support("union", 2, "rest").compare(Divergence(), torch.zeros(0, 5), torch.zeros(0, 5)).shape == (0,)
+    for columns in (Support(), Support("union", 2, "rest"), Support("teacher_topk", 2, "full")):
+        student = torch.zeros(0, 500, requires_grad=True)
+        value = columns.compare(Divergence(), torch.zeros(0, 500), student)
+        assert value.shape == (0,)
+        assert torch.autograd.grad(value.sum(), student)[0].shape == (0, 500)
 
 
 @pytest.mark.parametrize(
