@@ -22,6 +22,7 @@ MAY_CHANGE = (
     "data.cache",
     "data.num_workers",
     "data.validation",
+    "student.activation_checkpointing",
     "student.offload",
     "handoff.transport",
     "cluster",

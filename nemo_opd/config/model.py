@@ -29,5 +29,9 @@ class Student(Model):
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: bool = False
     """Move parameters and optimizer state to host memory while the teachers run."""
+    activation_checkpointing: bool = False
+    """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
+    memory for long sequences.
+    """
     optimizer: AdamW = Field(default_factory=AdamW)
     scheduler: Scheduler = Field(default_factory=Scheduler)

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks."""
+"""FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks; and activations kept or not."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,3 +18,10 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
         if type(module).__name__ in layers:
             fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def checkpoint_activations(model: PreTrainedModel) -> None:
+    """Let the model keep only its layers' inputs for backward."""
+    # Newer and older transformers have different names for it.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})

@@ -26,7 +26,7 @@ from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.models.export import save_pretrained
 from nemo_opd.models.load import load_config, load_model, tokenizer_of
-from nemo_opd.models.parallelize import shard
+from nemo_opd.models.parallelize import checkpoint_activations, shard
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
@@ -89,6 +89,8 @@ class StudentWorker:
         self.device = device
         self.offload = config.student.offload
         self.model = load_model(config.student.model, torch.float32, key="student.model")
+        if config.student.activation_checkpointing:
+            checkpoint_activations(self.model)
         shard(self.model, data_parallel_mesh(device), compute_dtype=compute_dtype(config.student.dtype, device))
         if not self.offload:
             move(self.model, device)

@@ -26,6 +26,7 @@ FREE = {
     "train.keep_last=7": {"train.keep_last"},
     "data.num_workers=3": {"data.num_workers"},
     "data.validation.max_samples=5": {"data.validation.max_samples"},
+    "student.activation_checkpointing=true": {"student.activation_checkpointing"},
     "student.offload=true": {"student.offload"},
     "teachers.1.offload=true": {"teachers.1.offload"},
     "handoff.transport=shared_memory": {"handoff.transport"},

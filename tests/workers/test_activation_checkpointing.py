@@ -1,0 +1,41 @@
+"""Layers that are computed again in the backward pass change nothing but the memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.workers.student import StudentWorker
+from tests.tiny import Tiny
+from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+
+
+def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[Trained, int]:
+    """Two steps, and the bytes that the model's forward passes kept for backward."""
+    plan = plan_of(tiny.overrides("train.max_steps=2", *options))
+    kept = 0
+    forward = StudentWorker._logits
+
+    def counted(tensor: Tensor) -> Tensor:
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def watched(worker: StudentWorker, micro: object) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(counted, lambda tensor: tensor):
+            return forward(worker, micro)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(StudentWorker, "_logits", watched)
+    (result,) = in_world(1, train, [Training(plan, first_batches(plan, 2))], folder)
+    monkeypatch.undo()
+    return result, kept
+
+
+def test_the_curve_is_the_same_and_less_is_kept(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, kept = trained(tiny, tmp_path / "plain", monkeypatch)
+    again, kept_again = trained(tiny, tmp_path / "again", monkeypatch, "student.activation_checkpointing=true")
+    assert kept_again < 0.6 * kept
+    for ours, theirs in zip(plain.curve, again.curve, strict=True):
+        for name in ("ce", "kd/cross", "grad_norm"):
+            assert theirs[name] == pytest.approx(ours[name], rel=1e-6), name
