@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state sharded over the data-parallel ranks; and activations kept or not."""
+"""FSDP2, which shards parameters, gradients and optimizer state over the data-parallel ranks; activations."""
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +22,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let the model keep only its layers' inputs for backward."""
+    # Newer and older transformers have different names for it.
     # Newer and older transformers have different names for it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
