@@ -23,6 +23,5 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let the model keep only its layers' inputs for backward."""
     # Newer and older transformers have different names for it.
-    # Newer and older transformers have different names for it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
