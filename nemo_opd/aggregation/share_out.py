@@ -11,15 +11,19 @@ from nemo_opd.data.collate import only_chosen
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 
 
-def share_out(aggregation: Aggregation, batch: Batch, scores: Sequence[SequenceScores]) -> Batch:
+def share_out(
+    aggregation: Aggregation, batch: Batch, scores: Sequence[SequenceScores], *, priors: Sequence[float]
+) -> Batch:
     """The batch with the weights of its sequences, or with empty rows for teachers that were not selected.
 
-    scores: by teacher, of the rows of the batch; unused by aggregations that ask for none.
+    scores: by teacher, of the rows of the batch; unused by aggregations that ask for none. priors: the teachers' own
+    weights.
     """
     if aggregation.type == "select_teacher":
         return only_chosen(batch, select_teacher(scores, per=aggregation.per))
     if aggregation.type == "weighted_sum" and aggregation.score is not None:
-        return weighted(batch, sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha))
+        weights = sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha, priors=priors)
+        return weighted(batch, weights)
     return batch
 
 

@@ -13,12 +13,14 @@ from nemo_opd.types import Batch
 def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
     """What each teacher's loss is multiplied by, whatever the sequence (METHODS §6).
 
-    With vocabulary scaling weight_i · log W_i / log min_j W_j: a divergence over more tokens counts for more.
+    The weight, unless weights differ from sequence to sequence and have it in them. With vocabulary scaling
+    log W_i / log min_j W_j as well: a divergence over more tokens counts for more.
     """
+    own = list(weights) if settings.score is None else [1.0] * len(weights)
     if not settings.vocabulary_scaling:
-        return list(weights)
+        return own
     smallest = math.log(min(vocab_sizes))
-    return [weight * math.log(size) / smallest for weight, size in zip(weights, vocab_sizes, strict=True)]
+    return [weight * math.log(size) / smallest for weight, size in zip(own, vocab_sizes, strict=True)]
 
 
 def weighted(batch: Batch, weights_IB: Tensor) -> Batch:

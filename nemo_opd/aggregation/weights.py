@@ -10,15 +10,18 @@ from nemo_opd.config.aggregation import Score
 from nemo_opd.types import SequenceScores
 
 
-def sequence_weights(scores: Sequence[SequenceScores], *, score: Score, alpha: float) -> Tensor:
-    """softmax_i(alpha · score_i) of each sequence: float32 [teachers, B], detached (METHODS §6).
+def sequence_weights(
+    scores: Sequence[SequenceScores], *, score: Score, alpha: float, priors: Sequence[float]
+) -> Tensor:
+    """softmax_i(alpha · score_i + log prior_i) of each sequence: float32 [teachers, B], detached (METHODS §6).
 
     score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
-    the geometric mean over bytes. A teacher without a scored byte in a sequence has no weight there; where none has
-    one, all weigh the same.
+    the geometric mean over bytes. priors: of each teacher, above 0; where all are equally sure, weights are as these. A
+    teacher without a scored byte in a sequence has no weight there; where none has one, priors decide alone.
     """
     bits = bits_per_byte(scores)
     score_IB = torch.exp2(-bits) if score == "max_probability" else -bits
+    log_prior_I1 = torch.tensor(priors, dtype=bits.dtype).log().unsqueeze(1)
     has_bytes = bits.isfinite()
-    weights = (alpha * score_IB).masked_fill(~has_bytes, -torch.inf).softmax(0)
-    return torch.where(has_bytes.any(0), weights, 1 / len(scores)).float()
+    weights = (alpha * score_IB + log_prior_I1).masked_fill(~has_bytes, -torch.inf).softmax(0)
+    return torch.where(has_bytes.any(0), weights, log_prior_I1.softmax(0)).float()

@@ -22,7 +22,7 @@ class WeightedSum(AggregationBase):
 
     type: Literal["weighted_sum"] = "weighted_sum"
     weights: Literal["static", "bits_per_byte", "entropy", "max_probability"] = "static"
-    """static: the weight of each teacher. Else that times softmax_i(alpha · score_i) in each sequence, with the
+    """static: the weight of each teacher. Else softmax_i(alpha · score_i + log weight_i) in each sequence, with the
     negative bits per byte, the negative entropy per byte, or the mean largest probability per byte as the score.
     """
     alpha: float = Field(1.0, gt=0)

@@ -44,6 +44,7 @@ class Models:
         """Returns when all models are loaded. Raises WorkerError or ClusterError."""
         self._num_ranks = plan.num_ranks
         self._aggregation = plan.config.aggregation
+        self._priors = [teacher.weight for teacher in plan.config.active_teachers]
         self._parts = build_parts(
             plan.config,
             [teacher.projection for teacher in plan.teachers],
@@ -75,7 +76,7 @@ class Models:
             if by_rank[0].scores is not None
         ]
         handles = [tuple(by_rank[rank].handle for by_rank in by_teacher) for rank in range(self._num_ranks)]
-        return Taught(share_out(self._aggregation, batch, scores), handles)
+        return Taught(share_out(self._aggregation, batch, scores, priors=self._priors), handles)
 
     def train_step(
         self, batch: Batch, kd_scale: float, timer: Timer, *, compare_gradients: bool = False

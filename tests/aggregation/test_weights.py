@@ -20,33 +20,46 @@ FIRST, SECOND = scores([8.0, 30.0, 5.0, 0.0], [4, 10, 5, 0]), scores([9.0, 10.0,
 """A sequence that one cannot score, and one that neither can."""
 
 
+EQUAL = (2.0, 2.0)
+
+
 @pytest.mark.parametrize("alpha", [0.3, 1.0, 20.0])
 def test_softmax_of_scores(alpha: float) -> None:
     """Bugs: bits of a sequence instead of per byte, the sign, NaN without bytes."""
-    weights = sequence_weights([FIRST, SECOND], score="bits_per_byte", alpha=alpha)
+    weights = sequence_weights([FIRST, SECOND], score="bits_per_byte", alpha=alpha, priors=EQUAL)
     for b, (ours, theirs) in enumerate([(2.0, 2.25), (3.0, 1.25)]):
         share = math.exp(-alpha * ours) / (math.exp(-alpha * ours) + math.exp(-alpha * theirs))
         assert weights[:, b].tolist() == pytest.approx([share, 1 - share], rel=1e-6)
     assert weights[:, 2:].tolist() == [[1.0, 0.5], [0.0, 0.5]]
-    assert torch.equal(weights, sequence_weights([FIRST, SECOND], score="entropy", alpha=alpha))
+    assert torch.equal(weights, sequence_weights([FIRST, SECOND], score="entropy", alpha=alpha, priors=EQUAL))
 
 
 def test_probability_per_byte() -> None:
     """The larger, the heavier; it is bounded by 1, whatever the length of tokens."""
-    weights = sequence_weights([FIRST, SECOND], score="max_probability", alpha=5.0)
+    weights = sequence_weights([FIRST, SECOND], score="max_probability", alpha=5.0, priors=EQUAL)
     ours, theirs = math.exp(5 * 2**-2.0), math.exp(5 * 2**-2.25)
     assert float(weights[0, 0]) == pytest.approx(ours / (ours + theirs), rel=1e-6)
     assert weights[:, 2:].tolist() == [[1.0, 0.5], [0.0, 0.5]]
 
 
+def test_teachers_that_are_equally_sure_weigh_as_their_own_weights_say() -> None:
+    """Bugs: a total that depends on the number of teachers, weights that multiply a softmax which has them already."""
+    equal = sequence_weights([FIRST, FIRST], score="entropy", alpha=2.0, priors=(0.3, 0.9))
+    assert equal.flatten().tolist() == pytest.approx([0.25] * 4 + [0.75] * 4, rel=1e-6)
+    weights = sequence_weights([FIRST, SECOND], score="bits_per_byte", alpha=1.0, priors=(0.3, 0.9))
+    odds = 0.3 / 0.9 * math.exp(2.25 - 2.0)
+    assert float(weights[0, 0]) == pytest.approx(odds / (1 + odds), rel=1e-6)
+    assert weights[:, 3].tolist() == pytest.approx([0.25, 0.75])
+
+
 def test_a_sharp_softmax_is_finite() -> None:
-    assert sequence_weights([FIRST, SECOND], score="entropy", alpha=1e30).sum(0).tolist() == [1.0] * 4
+    assert sequence_weights([FIRST, SECOND], score="entropy", alpha=1e30, priors=EQUAL).sum(0).tolist() == [1.0] * 4
 
 
 def test_scores_per_byte_do_not_depend_on_the_tokenizer() -> None:
     """The same distribution over texts, cut twice as finely, has the same bits over the same bytes."""
     coarse, fine = scores([12.0], [6]), scores([5.0 + 7.0], [2 + 4])
-    assert sequence_weights([coarse, fine], score="entropy", alpha=3.0).tolist() == [[0.5], [0.5]]
+    assert sequence_weights([coarse, fine], score="entropy", alpha=3.0, priors=EQUAL).tolist() == [[0.5], [0.5]]
 
 
 def test_fewest_bits_per_byte() -> None:
@@ -65,4 +78,7 @@ def test_vocabulary_scaling() -> None:
     sizes, weights = (32_000, 128_256), (0.5, 2.0)
     assert teacher_weights(WeightedSum(), weights, sizes) == [0.5, 2.0]
     scaled = teacher_weights(WeightedSum(vocabulary_scaling=True), weights, sizes)
-    assert scaled == pytest.approx([0.5, 2.0 * math.log2(128_256) / math.log2(32_000)], rel=1e-12)
+    factor = math.log2(128_256) / math.log2(32_000)
+    assert scaled == pytest.approx([0.5, 2.0 * factor], rel=1e-12)
+    dynamic = WeightedSum(weights="entropy", vocabulary_scaling=True)
+    assert teacher_weights(dynamic, weights, sizes) == pytest.approx([1.0, factor], rel=1e-12)

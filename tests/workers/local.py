@@ -48,6 +48,7 @@ class LocalModels:
     def __init__(self, plan: Plan) -> None:
         config = plan.config
         self.aggregation = config.aggregation
+        self.priors = [teacher.weight for teacher in config.active_teachers]
         self.micro_batch_size = config.train.micro_batch_size
         self.teachers = [
             TeacherWorker(
@@ -89,7 +90,7 @@ class LocalModels:
     def teach(self, batch: Batch) -> tuple[Batch, tuple[OutputHandle, ...]]:
         scored = self.scored(self.own(batch))
         scores = [joined(gathered(each.scores), len(batch)) for each in scored if each.scores is not None]
-        return share_out(self.aggregation, batch, scores), tuple(each.handle for each in scored)
+        return share_out(self.aggregation, batch, scores, priors=self.priors), tuple(each.handle for each in scored)
 
     def score(self, part: Batch) -> tuple[OutputHandle, ...]:
         return tuple(each.handle for each in self.scored(part))

@@ -139,21 +139,23 @@ def best(batch: list[Text]) -> int:
 
 
 def weight(plan: Plan, one: Text, i: int) -> float:
-    aggregation = plan.config.aggregation
-    result = plan.config.teachers[i].weight
+    aggregation, own = plan.config.aggregation, [teacher.weight for teacher in plan.config.teachers]
+    factor = 1.0
     if aggregation.vocabulary_scaling:
         sizes = [teacher.vocab_size for teacher in plan.teachers]
-        result *= math.log(sizes[i]) / math.log(min(sizes))
+        factor = math.log(sizes[i]) / math.log(min(sizes))
     if aggregation.weights == "static":
-        return result
+        return factor * own[i]
     scores = []
     for bits, num_bytes in zip(one.bits, one.num_bytes, strict=True):
         per_byte = bits[aggregation.weights] / num_bytes if num_bytes else math.inf
         scores.append(2**-per_byte if aggregation.weights == "max_probability" else -per_byte)
     if not any(one.num_bytes):
-        return result / len(scores)
-    powers = [math.exp(aggregation.alpha * s) if n else 0.0 for s, n in zip(scores, one.num_bytes, strict=True)]
-    return result * powers[i] / sum(powers)
+        return factor * own[i] / sum(own)
+    powers = [
+        w * math.exp(aggregation.alpha * s) if n else 0.0 for w, s, n in zip(own, scores, one.num_bytes, strict=True)
+    ]
+    return factor * powers[i] / sum(powers)
 
 
 def gradient_of(model: PreTrainedModel, loss: Tensor) -> Tensor:
