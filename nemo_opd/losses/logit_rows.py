@@ -115,17 +115,31 @@ class TensorLogits(TrainableRows):
 
 
 class _TensorGradients(Gradients):
+    """Rows are zeroed only where nothing is put: on a CPU a pass over all of them is as long as some losses."""
+
     def __init__(self, logits: Tensor) -> None:
-        self._sum = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        self._sum = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        self._rows = self._sum.flatten(0, 1)
+        self._is_put = torch.zeros(len(self._rows), dtype=torch.bool, device=logits.device)
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        columns = self._sum.flatten(0, 1).narrow(1, 0, gradient.shape[1])
-        _put(columns, rows, gradient.to(self._sum.dtype), onto)
+        width = gradient.shape[1]
+        if onto:
+            self._zero_others()
+        _put(self._rows.narrow(1, 0, width), rows, gradient.to(self._sum.dtype), onto)
+        if not onto:
+            self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
+            self._is_put.index_fill_(0, rows, True)
+
+    def _zero_others(self) -> None:
+        self._rows.index_fill_(0, (~self._is_put).nonzero().squeeze(1), 0)
+        self._is_put.fill_(True)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return gradient
 
     def sums(self) -> tuple[Tensor, ...]:
+        self._zero_others()
         return (self._sum,)
 
 
