@@ -18,7 +18,7 @@ from nemo_opd.losses.saved import scaled
 
 CHUNK_BYTES = 256 * 2**20
 """Budget for the temporaries of one chunk: enough rows to fill a GPU."""
-CPU_CHUNK_BYTES = 32 * 2**20
+CPU_CHUNK_BYTES = 64 * 2**20
 """The same on a CPU, where a chunk should stay near its cache."""
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
