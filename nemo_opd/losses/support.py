@@ -16,6 +16,8 @@ from nemo_opd.losses.softmax import softmax
 
 SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
 NORMALIZATIONS = ("full", "support", "rest")
+FAINT = 1e-20
+"""A probability below which that of one token may be no normal fp32 number any more."""
 GROUP = 8
 """Columns that go by one maximum where the largest are searched for."""
 
@@ -126,21 +128,28 @@ class Columns:
 
 
 class _CellsAndRest(torch.autograd.Function):
-    """Saves the shares of the other columns in the rest: the gradient of the rest with respect to the logits."""
+    """Saves p of the other columns, and Σ of it: with respect to the logits the gradient of the rest is their ratio."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, columns: Columns) -> Tensor:
-        others = logits.scatter(-1, columns.index, torch.finfo(logits.dtype).min)
-        shares, rest = softmax(others)
-        ctx.save_for_backward(shares, columns.index)
-        return torch.cat([columns.take(logits), rest.to(logits.dtype)], -1)
+        p, log_sum = softmax(logits)
+        others = p.scatter_(-1, columns.index, 0)
+        mass = others.sum(-1, keepdim=True)
+        rest = (log_sum + mass.double().log()).to(logits.dtype)
+        # Where the columns taken leave so little that it loses digits, the others are looked at on their own.
+        faint = (mass < FAINT).squeeze(-1).nonzero().squeeze(-1)
+        if len(faint):
+            own, own_sum = softmax(logits[faint].scatter(-1, columns.index[faint], torch.finfo(logits.dtype).min))
+            others[faint], mass[faint], rest[faint] = own, 1.0, own_sum.to(logits.dtype)
+        ctx.save_for_backward(others, mass, columns.index)
+        return torch.cat([columns.take(logits), rest], -1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        shares, index = ctx.saved_tensors
+        others, mass, index = ctx.saved_tensors
         of_columns, of_rest = grad_output.split([index.shape[-1], 1], -1)
-        return scaled(shares, of_rest).scatter_add_(-1, index, of_columns), None
+        return scaled(others, of_rest / mass).scatter_add_(-1, index, of_columns), None
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:

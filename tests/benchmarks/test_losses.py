@@ -13,7 +13,7 @@ from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
 
 TOLERANCE = 1e-9
 """Relative, in float64: about 1e3 sums of numbers with an error of 1e-16, and exp of logits up to 10."""
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
