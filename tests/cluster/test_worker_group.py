@@ -95,6 +95,7 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
         "micro_batch_size": 1,
         "device": "cpu",
         "transport": "shared_memory",
+        "handoff": "hidden_states",
     }
     before = rank_processes()
     with (
