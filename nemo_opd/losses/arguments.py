@@ -13,6 +13,11 @@ def check_temperature(temperature: float) -> None:
         raise ConfigError(f"temperature={temperature}: logits are divided by it; give a number above 0")
 
 
+def over(logits: Tensor, temperature: float) -> Tensor:
+    """logits / temperature; the same tensor at 1."""
+    return logits if temperature == 1 else logits / temperature
+
+
 def check_same_length(**tensors: Tensor) -> None:
     """Raises ConfigError where tensors [B, ...] hold different numbers of sequences."""
     lengths = {name: len(tensor) for name, tensor in tensors.items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.alm import log1mexp, log_surprise
+from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
@@ -189,7 +190,7 @@ class _Chains:
     def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
         """log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
         span = self.positions.span(part)
-        logits = inputs.teacher_at(self.positions.rows[span]) / inputs.temperature
+        logits = over(inputs.teacher_at(self.positions.rows[span]), inputs.temperature)
         place = self.prefixes.place
         is_meant = (place >= self.begin[span]) & (place < self.end[span])
         odds_against = _log_mass(logits, ~is_meant) - _log_mass(logits, is_meant)

@@ -14,6 +14,7 @@ from nemo_opd.losses.arguments import (
     check_same_length,
     check_sequence_weights,
     check_temperature,
+    over,
     own_columns,
 )
 from nemo_opd.losses.chunked import ChunkLoss, Term, compute_dtype, unit_cells, unit_parts
@@ -143,19 +144,3 @@ def first_position_term(
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     parts = unit_parts(inputs.student, cells, chunk_size)
     return inputs.term(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
-
-
-def over(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature; the same tensor at 1."""
-    return logits if temperature == 1 else logits / temperature
-
-
-def log_rest(others: Tensor) -> Tensor | None:
-    """log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (METHODS §3).
-
-    A sum over those columns, since 1 − Σ of the cells has no digit left where they hold nearly all mass. Where all are
-    −inf it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
-    """
-    if not others.shape[-1]:
-        return None
-    return others.clamp(min=torch.finfo(others.dtype).min).logsumexp(-1, keepdim=True)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term, over
+from nemo_opd.losses.arguments import over
+from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.chunked import Term, unit_cells, unit_parts
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunk_loss import ChunkInputs, log_rest
+from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.chunked import own_parts, unit_cells, unit_parts
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
@@ -18,7 +18,7 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.sparse_projection import SparseProjection
-from nemo_opd.losses.support import truncated
+from nemo_opd.losses.support import log_rest, truncated
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def p_kl(
     )
     compare = Divergence(divergence, beta, mixed_weight)
     sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
-    everywhere = torch.arange(inputs.teacher.shape[0] * inputs.teacher.shape[1], device=inputs.device)
-    chosen_from = how.teacher_rows(inputs) if compat is None else everywhere
-    cells = _Cells.of(inputs, chosen_from, sparse.columns, vocab_topk)
+    cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         log_covered = sparse.log_project(student)
@@ -121,11 +119,16 @@ class _Cells:
     """int64 [X − k]: columns that share one cell."""
 
     @staticmethod
-    def of(inputs: ChunkInputs, teacher_rows: Tensor, columns: Tensor, top_k: int | None) -> _Cells:
-        """The columns with the largest teacher logit in the rows compared; of equal ones the lower column first."""
+    def of(inputs: ChunkInputs, merge: Merge | None, columns: Tensor, top_k: int | None) -> _Cells:
+        """The columns with the largest teacher logit in the rows that `merge` compares, or in all rows.
+
+        Of equal ones the lower column first.
+        """
         if top_k is None or top_k >= len(columns):
             return _Cells(None, None)
-        order = _largest_logits(inputs, teacher_rows).index_select(0, columns).argsort(descending=True, stable=True)
+        num_texts, width, _ = inputs.teacher.shape
+        rows = torch.arange(num_texts * width, device=inputs.device) if merge is None else merge.teacher_rows(inputs)
+        order = _largest_logits(inputs, rows).index_select(0, columns).argsort(descending=True, stable=True)
         return _Cells(order[:top_k].sort().values, order[top_k:].sort().values)
 
     def take(self, log_p: Tensor) -> Tensor:

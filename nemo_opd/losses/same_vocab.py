@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, shared_columns
+from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, over, shared_columns
 from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows, check_shares, logit_rows, trainable_rows
@@ -57,9 +57,7 @@ def same_vocab(
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher_logits = teacher.read(rows[part], size).to(logits.dtype)
-        if temperature != 1:
-            teacher_logits, logits = teacher_logits / temperature, logits / temperature
-        return columns.compare(of, teacher_logits, logits)
+        return columns.compare(of, over(teacher_logits, temperature), over(logits, temperature))
 
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
     cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)

@@ -152,6 +152,17 @@ class _CellsAndRest(torch.autograd.Function):
         return scaled(others, of_rest / mass).scatter_add_(-1, index, of_columns), None
 
 
+def log_rest(others: Tensor) -> Tensor | None:
+    """log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (METHODS §3).
+
+    A sum over those columns, since 1 − Σ of the cells has no digit left where they hold nearly all mass. Where all are
+    −inf it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
+    """
+    if not others.shape[-1]:
+        return None
+    return others.clamp(min=torch.finfo(others.dtype).min).logsumexp(-1, keepdim=True)
+
+
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
     """Log-probabilities of cells [U, X] and of the rest [U, 1] on either side → those of all cells (METHODS §3).
 
