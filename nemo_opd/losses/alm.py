@@ -16,7 +16,9 @@ from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.reduction import reduced
-from nemo_opd.losses.support import Columns
+from nemo_opd.losses.saved import scaled
+from nemo_opd.losses.softmax import softmax
+from nemo_opd.losses.support import FAINT
 from nemo_opd.types import LossOutput
 
 LIVE_COPIES = 3
@@ -101,9 +103,40 @@ class _RealisedChunks:
 
     def log_surprise(self, logits: Tensor, part: slice, temperature: float) -> Tensor:
         """log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
-        cells = Columns(self.targets[self.positions.span(part)].unsqueeze(1)).cells(logits)
-        odds_against = cells[:, 1:] - cells[:, :1]
+        odds_against = log_odds_against(logits, self.targets[self.positions.span(part)].unsqueeze(1))
         return self.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
+
+
+def log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
+    """log((1 − p)/p) of the target of each row: logits [R, X] and int64 [R, 1] → [R, 1]."""
+    return _LogOddsAgainst.apply(logits, targets)
+
+
+class _LogOddsAgainst(torch.autograd.Function):
+    """Saves p of the other columns, and Σ of it: with respect to their logits the gradient is the ratio."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        p = logits.softmax(-1)
+        own, others = p.gather(1, targets), p.scatter_(1, targets, 0)
+        mass = 1 - own
+        # Above 1/2 the difference loses digits, and what is faint has lost them already.
+        likely = (own > 0.5).squeeze(1).nonzero().squeeze(1)
+        mass[likely] = others[likely].sum(1, keepdim=True)
+        odds_against = mass.log() - own.log()
+        faint = (torch.minimum(own, mass) < FAINT).squeeze(1).nonzero().squeeze(1)
+        if len(faint):
+            of_others, log_mass = softmax(logits[faint].scatter(1, targets[faint], torch.finfo(logits.dtype).min))
+            others[faint], mass[faint] = of_others, 1.0
+            odds_against[faint] = (log_mass - logits[faint].gather(1, targets[faint])).to(logits.dtype)
+        ctx.save_for_backward(others, mass, targets)
+        return odds_against
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        others, mass, targets = ctx.saved_tensors
+        return scaled(others, grad_output / mass).scatter_(1, targets, -grad_output), None
 
 
 def binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def byte_prefix(
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         bound = chains.bound(inputs, cells, part)
-        return compare(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
+        return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
     term = first_position_term(
         inputs,
@@ -215,7 +216,7 @@ class _Bound:
     """[u, 1]: log of the share that stays."""
 
     def teacher_cells(self, teacher: Tensor, cells: CommonCells) -> Tensor:
-        """Logits [u, W] → log u on the cells and on x apart, [u, X + 1].
+        """Logits [u, W] → those of u on the cells and on x apart, [u, X + 1].
 
         The share that stays is taken before the sum, so that no difference of nearly equal masses is formed.
         """
@@ -224,15 +225,15 @@ class _Bound:
         log_u = cells.teacher.log_project(teacher.scatter(1, self.first_teacher, log_first + self.log_kept))
         own = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
         apart = moved.masked_fill(~self.is_apart, -math.inf)
-        return torch.cat([log_u.scatter(1, self.column, own), apart], 1).log_softmax(-1)
+        return torch.cat([log_u.scatter(1, self.column, own), apart], 1)
 
     def student_cells(self, student: Tensor, cells: CommonCells) -> Tensor:
-        """Logits [u, V] → log p on the same cells, [u, X + 1]."""
+        """Logits [u, V] → those on the same cells, [u, X + 1]."""
         log_realised = student.gather(1, self.realised)
         elsewhere = log_realised.masked_fill(self.is_apart, torch.finfo(student.dtype).min)
         log_p = cells.student.log_project(student.scatter(1, self.realised, elsewhere))
         apart = log_realised.masked_fill(~self.is_apart, -math.inf)
-        return torch.cat([log_p, apart], 1).log_softmax(-1)
+        return torch.cat([log_p, apart], 1)
 
 
 def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:
@@ -241,10 +242,5 @@ def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:
 
 
 def _log_mass(logits: Tensor, is_counted: Tensor) -> Tensor:
-    """log Σ exp of what is counted: [R, W] → [R, 1].
-
-    By log_softmax, which is −log Σ exp(x − peak) at the peak: on CPU, logsumexp takes ten times as long where most
-    cells underflow.
-    """
-    counted = torch.where(is_counted, logits, torch.finfo(logits.dtype).min)
-    return counted.amax(1, keepdim=True) - counted.log_softmax(1).amax(1, keepdim=True)
+    """log Σ exp of what is counted: [R, W] → [R, 1]."""
+    return log_sum_exp(torch.where(is_counted, logits, torch.finfo(logits.dtype).min)).unsqueeze(1)

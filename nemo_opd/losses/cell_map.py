@@ -71,14 +71,6 @@ class CommonCells:
     def num_cells(self) -> int:
         return self.student.num_columns
 
-    def log_project(self, student: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits [U, V] and [U, W] → log-probabilities of student and teacher on the cells, both [U, X].
-
-        Both are renormalised; where every token has a cell, that changes nothing.
-        """
-        log_p, log_q = self.student.log_project(student), self.teacher.log_project(teacher)
-        return log_p.log_softmax(-1), log_q.log_softmax(-1)
-
     def cells_per_unit(self, student_vocab_size: int, teacher_vocab_size: int) -> int:
         """fp32 numbers alive per unit at the peak of a chunk, with a divergence on the cells."""
         entries = self.student.num_entries + self.teacher.num_entries

@@ -17,8 +17,9 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.sparse_projection import SparseProjection
-from nemo_opd.losses.support import log_rest, truncated
+from nemo_opd.losses.support import truncated
 from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
@@ -89,9 +90,9 @@ def p_kl(
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         log_covered = sparse.log_project(student)
-        log_q = teacher.index_select(1, sparse.columns).log_softmax(-1)
-        uncovered = student.logsumexp(-1) - log_covered.logsumexp(-1)
-        return compare(cells.take(log_q), cells.take(log_covered.log_softmax(-1))) + coverage * uncovered
+        uncovered = log_sum_exp(student) - log_sum_exp(log_covered)
+        teacher = teacher.index_select(1, sparse.columns)
+        return compare.of_logits(cells.take(teacher), cells.take(log_covered)) + coverage * uncovered
 
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
@@ -131,13 +132,12 @@ class _Cells:
         order = _largest_logits(inputs, rows).index_select(0, columns).argsort(descending=True, stable=True)
         return _Cells(order[:top_k].sort().values, order[top_k:].sort().values)
 
-    def take(self, log_p: Tensor) -> Tensor:
-        """Log-probabilities [U, X] → those of the cells, [U, k + 1] or [U, X]."""
+    def take(self, log_mass: Tensor) -> Tensor:
+        """Logits of columns [U, X] → those of the cells, [U, k + 1] or [U, X]."""
         if self.kept is None or self.others is None:
-            return log_p
-        rest = log_rest(log_p.index_select(1, self.others))
-        assert rest is not None
-        return torch.cat([self.take_kept(log_p), rest], -1)
+            return log_mass
+        rest = log_sum_exp(log_mass.index_select(1, self.others)).unsqueeze(1)
+        return torch.cat([self.take_kept(log_mass), rest], -1)
 
     def take_kept(self, columns: Tensor) -> Tensor:
         """[U, X] → the columns with a cell of their own, [U, k] or [U, X]."""

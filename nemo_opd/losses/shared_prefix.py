@@ -66,8 +66,7 @@ def shared_prefix(
     cells = shared_cells(projection, inputs)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        log_p, log_q = cells.log_project(student, teacher)
-        return compare(log_q, log_p)
+        return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
     term = first_position_term(
         inputs,

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.segments import Segments
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -22,25 +23,23 @@ if TYPE_CHECKING:
 class Block:
     """What is left of R without its pairs: entries whose row or column has others, or whose weight is not 1.
 
-    Entries, N of them, are ordered by column; i of the Y columns or Z rows is entries[offsets[i]:offsets[i + 1]].
+    Entries are cells of the layout of their columns, M of them.
     """
 
     columns: Tensor
-    """int64 [Y]: indices into the covered columns."""
+    """int64 [Y]: indices into the covered columns, in the order of `by_column`."""
     tokens: Tensor
-    """int64 [Z]: student tokens; those that reach nothing are among them."""
+    """int64 [Z]: student tokens, in the order of `by_token`; those that reach nothing are among them."""
     student: Tensor
-    """int64 [N]: student token of an entry."""
-    column: Tensor
-    """int64 [N]: index into `columns` of an entry."""
+    """int64 [M]: student token of a cell; any where it is padding."""
     log_weight: Tensor
-    """float64 [N]"""
-    column_offsets: Tensor
-    """int64 [Y + 1]"""
-    by_token: Tensor
-    """int64 [N]: the entries ordered by student token."""
-    token_offsets: Tensor
-    """int64 [Z + 1]: into `by_token`."""
+    """float64 [M]: −inf where it is padding."""
+    by_column: Segments
+    by_token: Segments
+    """Its entries are cells of `by_column`; its padding, too, is that of `by_column`."""
+
+    def to(self, device: torch.device) -> Block:
+        return Block(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +97,7 @@ class SparseProjection:
         return len(self.block.student)
 
     def to(self, device: torch.device) -> SparseProjection:
-        moved = {field.name: getattr(self.block, field.name).to(device) for field in fields(self.block)}
-        return SparseProjection(
-            self.columns.to(device), self.source.to(device), self.target.to(device), replace(self.block, **moved)
-        )
+        return SparseProjection(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def log_project(self, log_mass: Tensor) -> Tensor:
         """log(Rᵀ exp(log_mass)) on the covered columns: [U, V] → [U, X], in log space throughout (METHODS §5).
@@ -119,29 +115,28 @@ class _LogProject(torch.autograd.Function):
         block = sparse.block
         cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
         # A column whose cells are all −inf would give −inf − −inf.
-        peak = _segment("max", cells, block.column_offsets).clamp_(min=torch.finfo(cells.dtype).min)
-        cells.sub_(peak.index_select(1, block.column)).exp_()
-        total = _segment("sum", cells, block.column_offsets)
+        peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
+        for own, peak in block.by_column.each(cells, peaks):
+            own.sub_(peak.unsqueeze(1))
+        totals = block.by_column.sum(cells.exp_())
         if ctx.needs_input_grad[0]:
             # The sum is 1 at least, since the peak is in it, or 0 where all are −inf.
-            ctx.save_for_backward(cells.div_(total.clamp(min=1).index_select(1, block.column)))
+            for own, total in block.by_column.each(cells, totals.clamp(min=1)):
+                own.div_(total.unsqueeze(1))
+            ctx.save_for_backward(cells)
         ctx.sparse = sparse
-        return log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, total.log_().add_(peak))
+        return log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, totals.log_().add_(peaks))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (shares,) = ctx.saved_tensors
         block = ctx.sparse.block
-        of_entries = grad_output.index_select(1, block.columns).index_select(1, block.column).mul_(shares)
-        of_tokens = _segment("sum", of_entries.index_select(1, block.by_token), block.token_offsets)
+        of_cells = shares.clone()
+        for own, of_column in block.by_column.each(of_cells, grad_output.index_select(1, block.columns)):
+            own.mul_(of_column.unsqueeze(1))
+        of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
         return grad_output.index_select(1, ctx.sparse.target).index_copy_(1, block.tokens, of_tokens), None
-
-
-def _segment(reduce: str, cells: Tensor, offsets: Tensor) -> Tensor:
-    """[U, N] → [U, segments]. Unlike scatter_add on CUDA, no atomics: a sum's order does not change from run to run."""
-    each = offsets.expand(len(cells), -1).contiguous()
-    return torch.segment_reduce(cells, reduce, offsets=each, axis=1, unsafe=True)
 
 
 def _build(
@@ -168,22 +163,19 @@ def _block(
     """Of all entries those that are inside; `tokens`: its rows, ascending."""
     entries = np.flatnonzero(is_inside)
     entries = entries[np.argsort(column[entries], kind="stable")]
-    student, weight = student[entries], weight[entries]
-    columns, column = np.unique(column[entries], return_inverse=True)
-    by_token = np.argsort(student, kind="stable")
-    found = (
-        columns,
-        tokens,
-        student,
-        column,
-        np.log(weight),
-        _offsets(column, np.arange(len(columns))),
+    columns, first = np.unique(column[entries], return_index=True)
+    by_column = Segments.of(np.append(first, len(entries)))
+    cells = by_column.entries.numpy()
+    student, weight = np.append(student[entries], -1)[cells], np.append(weight[entries], 0)[cells]
+    of_tokens = np.flatnonzero(student >= 0)
+    of_tokens = of_tokens[np.argsort(student[of_tokens], kind="stable")]
+    by_token = Segments.of(np.append(np.searchsorted(student[of_tokens], tokens), len(of_tokens)))
+    by_token = replace(by_token, entries=torch.from_numpy(np.append(of_tokens, len(cells) - 1))[by_token.entries])
+    return Block(
+        torch.from_numpy(columns)[by_column.order],
+        torch.from_numpy(tokens)[by_token.order],
+        torch.from_numpy(np.maximum(student, 0)),
+        torch.from_numpy(weight).log(),
+        by_column,
         by_token,
-        _offsets(student[by_token], tokens),
     )
-    return Block(*map(torch.from_numpy, found))
-
-
-def _offsets(of_entries: NDArray[np.int64], segments: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where segments begin among entries, both ascending, and where the last one ends."""
-    return np.append(np.searchsorted(of_entries, segments), len(of_entries))

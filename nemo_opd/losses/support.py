@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.saved import scaled
-from nemo_opd.losses.softmax import softmax
+from nemo_opd.losses.softmax import log_sum_exp, softmax
 
 SUPPORTS = ("full", "teacher_topk", "student_topk", "union")
 NORMALIZATIONS = ("full", "support", "rest")
@@ -115,16 +115,13 @@ class Columns:
         return taken if self.repeated is None else taken.masked_fill(self.repeated, -torch.inf)
 
     def cells(self, logits: Tensor) -> Tensor:
-        """Logits [U, V] → those of the columns taken and of the rest, [U, X + 1]: see `take` and `rest`."""
-        return _CellsAndRest.apply(logits, self)
+        """Logits [U, V] → those of the columns taken, and log Σ exp over the others: [U, X + 1].
 
-    def rest(self, logits: Tensor) -> Tensor:
-        """log Σ exp over the columns not taken: [U, V] → [U, 1].
-
-        A sum over those columns, since 1 − Σ of the others has no digit left where they hold nearly all mass. In a row
-        with every column taken it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
+        The last is a sum over the others, since 1 − Σ of those taken has no digit left where they hold nearly all mass.
+        In a row with every column taken it is about the lowest finite number, whose gradient is 0 and not the NaN of
+        −inf.
         """
-        return self.cells(logits)[:, -1:]
+        return _CellsAndRest.apply(logits, self)
 
 
 class _CellsAndRest(torch.autograd.Function):
@@ -160,7 +157,7 @@ def log_rest(others: Tensor) -> Tensor | None:
     """
     if not others.shape[-1]:
         return None
-    return others.clamp(min=torch.finfo(others.dtype).min).logsumexp(-1, keepdim=True)
+    return log_sum_exp(others.clamp(min=torch.finfo(others.dtype).min)).unsqueeze(-1)
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
