@@ -3,7 +3,8 @@
 uv run benchmarks/handoff.py                   # writes benchmarks/results/handoff.md and handoff.json
 
 The heads are those of published models by their shapes, with random numbers; in bf16, by shared memory on a CPU and by
-CUDA IPC on a GPU. Sender and receiver are two processes.
+CUDA IPC on a GPU. Sender and receiver are two processes. What different layouts of student and teacher make the student
+copy is counted with all ranks in one process, by shared memory.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import json
 import multiprocessing
 import statistics
 import time
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from datetime import date
 from multiprocessing.connection import Connection
@@ -20,9 +22,14 @@ import torch
 from demo import ROOT, commit, hardware
 from rich.console import Console
 
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
+from nemo_opd.handoff.plan import Sides, colocated
+from nemo_opd.handoff.reach import Payload, planned_readers
+from nemo_opd.handoff.shards import chunk_sizes, contiguous, vocabulary_columns
 from nemo_opd.handoff.transport import TRANSPORTS
+from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.losses.logit_rows import Head, HeadLogits, TensorLogits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,6 +68,32 @@ class Row:
     """Every later one, median."""
 
 
+KINDS = ("logits", "hidden_states")
+LAYOUTS = (
+    (Layout(2), Layout(2)),
+    (Layout(2), Layout(1, 1, 2)),
+    (Layout(1, 1, 2), Layout(2)),
+    (Layout(2), Layout(1, 2, 1)),
+)
+"""Of student and teacher, on two devices."""
+NUM_TEXTS = 4
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Of one batch, by all ranks of the student, each reading its window at once."""
+
+    model: str
+    kind: str
+    student: str
+    teacher: str
+    read_mib: float
+    """Hidden states or logits; the head's shards are read where they are."""
+    copied_mib: float
+    milliseconds: float
+    """Of the slowest rank, median of the repeats; the first, which maps, is not among them."""
+
+
 def teacher(pipe: Connection, shape: Shape, kind: str, tokens: int, repeats: int) -> None:
     """The sending process: makes the output once and hands it over again and again."""
     torch.set_num_threads(1)
@@ -71,7 +104,7 @@ def teacher(pipe: Connection, shape: Shape, kind: str, tokens: int, repeats: int
     writer: HiddenStatesWriter | LogitsWriter
     if kind == "logits":
         made = TensorLogits(torch.randn(1, tokens, shape.vocab_size, dtype=torch.bfloat16, device=DEVICE))
-        writer = LogitsWriter(new_sender(), shape.vocab_size, torch.bfloat16)
+        writer = LogitsWriter(new_sender, shape.vocab_size, torch.bfloat16)
     else:
         writer = HiddenStatesWriter(new_sender, shape.vocab_size, shape.hidden_size, torch.bfloat16)
     for _ in range(repeats):
@@ -89,6 +122,8 @@ def measure(shape: Shape, kind: str, tokens: int, repeats: int) -> Row:
     ours, theirs = context.Pipe()
     process = context.Process(target=teacher, args=(theirs, shape, kind, tokens, repeats))
     process.start()
+    # Otherwise a sender that fails would leave this end waiting.
+    theirs.close()
     _, new_receiver = TRANSPORTS[TRANSPORT]
     writes, reads = [], []
     with new_receiver() as receiver:
@@ -117,7 +152,79 @@ def num_bytes(handle: HiddenStatesHandle | LogitsHandle) -> tuple[int, int]:
     """Of a batch, and once."""
     if isinstance(handle, LogitsHandle):
         return handle.logits.num_bytes, 0
-    return handle.hidden.num_bytes, handle.weight.num_bytes
+    assert handle.head is not None
+    return handle.hidden.num_bytes, handle.head.weight.num_bytes
+
+
+def copies(shape: Shape, kind: str, student: Layout, teacher: Layout, tokens: int, repeats: int) -> Copies:
+    sides = colocated(student, teacher, ranks_per_node=student.size)
+    _, new_receiver = TRANSPORTS["shared_memory"]
+    with ExitStack() as stack:
+        receivers = [stack.enter_context(new_receiver(rank)) for rank in range(student.size)]
+        handles = written(stack, shape, kind, sides, tokens)
+        seconds = []
+        for _ in range(repeats):
+            by_rank = []
+            for window, receiver in zip(windows(handles, sides), receivers, strict=True):
+                receiver.copied_bytes = 0
+                began = time.perf_counter()
+                window.rows(receiver, slice(None), tokens // NUM_TEXTS)
+                by_rank.append(time.perf_counter() - began)
+            seconds.append(max(by_rank))
+        copied = sum(receiver.copied_bytes for receiver in receivers)
+    width = shape.vocab_size if kind == "logits" else shape.hidden_size
+    read = student.cp * student.tp * tokens * width * torch.bfloat16.itemsize
+    milliseconds = 1e3 * statistics.median(seconds[1:])
+    return Copies(shape.name, kind, named(student), named(teacher), read / MIB, copied / MIB, milliseconds)
+
+
+def written(stack: ExitStack, shape: Shape, kind: str, sides: Sides, tokens: int) -> list[OutputHandle]:
+    """What each of the teacher's ranks hands over of a batch; zeros, which are copied like any number."""
+    layout, length = sides.teacher, tokens // NUM_TEXTS
+    new_sender, _ = TRANSPORTS["shared_memory"]
+    payload = Payload(
+        NUM_TEXTS, length, shape.vocab_size, None if kind == "logits" else shape.hidden_size, 2, cut_positions=True
+    )
+    shards = vocabulary_columns(chunk_sizes(shape.vocab_size, layout.tp), shape.vocab_size)
+    zero, handles = torch.zeros((), dtype=torch.bfloat16), []
+    for rank, readers in enumerate(planned_readers(sides, payload)):
+        _, c, t = layout.coordinates(rank)
+        positions, columns, rows = contiguous(length, layout.cp)[c], shards[t], NUM_TEXTS // layout.dp
+        width = sum(map(len, positions))
+        writer: HiddenStatesWriter | LogitsWriter
+        made: HeadLogits | TensorLogits
+        if kind == "logits":
+            writer = LogitsWriter(new_sender, shape.vocab_size, zero.dtype, columns=columns, readers=readers)
+            made = TensorLogits(zero.expand(rows, width, len(columns)))
+        else:
+            writer = HiddenStatesWriter(
+                new_sender, shape.vocab_size, shape.hidden_size, zero.dtype, columns=columns, readers=readers
+            )
+            head = Head(zero.expand(len(columns), shape.hidden_size))
+            made = HeadLogits(zero.expand(rows, width, shape.hidden_size), head)
+        stack.enter_context(closing(writer))
+        writer.begin(rows, width)
+        writer.write(0, made, positions)  # type: ignore[arg-type]
+        handles.append(writer.handle())
+    return handles
+
+
+def named(layout: Layout) -> str:
+    sizes = (("dp", layout.dp), ("cp", layout.cp), ("tp", layout.tp))
+    return " ".join(f"{name}={size}" for name, size in sizes if size > 1) or "1 rank"
+
+
+def copies_table(rows: list[Copies]) -> str:
+    lines = [
+        "| head | handed over | student | teacher | MiB read | MiB copied | ms |",
+        "|---|---|---|---|---:|---:|---:|",
+    ]
+    lines += [
+        f"| {row.model} | {row.kind} | {row.student} | {row.teacher} | {row.read_mib:,.1f} | {row.copied_mib:,.1f} | "
+        f"{row.milliseconds:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
 
 
 def table(rows: list[Row]) -> str:
@@ -141,10 +248,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=6)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
-    rows = [
-        measure(shape, kind, options.tokens, options.repeats)
-        for shape in SHAPES
-        for kind in ("logits", "hidden_states")
+    rows = [measure(shape, kind, options.tokens, options.repeats) for shape in SHAPES for kind in KINDS]
+    copied = [
+        copies(SHAPES[0], kind, student, teacher, options.tokens, options.repeats)
+        for kind in KINDS
+        for student, teacher in LAYOUTS
     ]
     facts = {
         "hardware": hardware(),
@@ -156,7 +264,11 @@ def main() -> None:
         "tokens": options.tokens,
     }
     options.output.mkdir(parents=True, exist_ok=True)
-    record = {"facts": facts, "rows": [asdict(row) for row in rows]}
+    record = {
+        "facts": facts,
+        "rows": [asdict(row) for row in rows],
+        "copies": [asdict(row) for row in copied],
+    }
     (options.output / "handoff.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     text = "\n".join(
         [
@@ -167,6 +279,15 @@ def main() -> None:
             table(rows),
             "",
             "A receiver maps a buffer once and copies nothing: **later** is what it takes to find the mapping again.",
+            "",
+            "## What the student copies",
+            "",
+            f"{NUM_TEXTS} texts, student and teacher on the same two devices. Equal layouts are read where "
+            "they are, and so are the columns of several ranks, side by side; rows and positions of several ranks "
+            "are put together, microbatch by microbatch where one of them spans several. Here each rank reads all of "
+            "its rows at once.",
+            "",
+            copies_table(copied),
             "",
         ]
     )

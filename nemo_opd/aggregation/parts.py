@@ -1,7 +1,7 @@
 """KD as a sum of parts: one a teacher, or one of all teachers that speak as one."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
@@ -11,9 +11,10 @@ from nemo_opd.aggregation.weighted_sum import teacher_weights
 from nemo_opd.config.run import RunConfig
 from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.logit_rows import AveragedLogits, LogitRows
+from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Batch, LossOutput, Mean, Metric, Normalizers
+from nemo_opd.types import Batch, Mean, Metric, Normalizers
 
 PART = "kd_part/"
 """Prefix of the metrics whose values add up to the KD that is trained on."""
@@ -36,24 +37,36 @@ class Part:
         rows = batch.teachers[self.teacher]
         return self.term.num_units(rows.student_side(batch.student), rows)
 
-    def __call__(
-        self, student_logits: Tensor, teacher_logits: Sequence[LogitRows], batch: Batch, normalizer: float
-    ) -> LossOutput:
-        """weight · the loss of these rows / normalizer, and the raw metrics of the loss under the part's name."""
+    def plan(
+        self,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Sequence[LogitRows],
+        batch: Batch,
+        count: int,
+        normalizer: float,
+    ) -> PlannedLoss:
+        """weight · the loss of these rows / normalizer.
+
+        Its metrics are the loss's own under the part's name, and under PART its part in KD as a mean over `count`.
+        """
         rows = batch.teachers[self.teacher]
-        student = rows.student_side(batch.student)
-        output = self.term(
-            leading(student_logits, student.ids.shape[1]),
+        loss = self.term.plan(
+            student_logits,
             self.speaker(teacher_logits),
-            student,
+            rows.student_side(batch.student),
             rows,
             normalizer,
             sequence_weights=rows.weights,
         )
-        return LossOutput(self.weight * output.loss, self._named(output.metrics))
 
-    def _named(self, metrics: dict[str, Metric]) -> dict[str, Metric]:
-        return {name if self.name is None else f"{name}/{self.name}": metric for name, metric in metrics.items()}
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            own = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
+            return own | {f"{PART}{self.teacher}": Mean(self.weight * weighted, count)}
+
+        return replace(loss.times(self.weight), metrics_of=metrics_of)
+
+    def _named(self, metric: str) -> str:
+        return metric if self.name is None else f"{metric}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,29 +87,21 @@ class Parts:
         labels = count_label_tokens(batch.student.loss_mask)
         return Normalizers(max(1, labels), tuple(max(1, units) for units in self.num_units(batch)))
 
-    def __call__(
+    def plan(
         self,
-        student_logits: Tensor,
+        student_logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
         units: Sequence[int],
         normalizers: Sequence[int],
-    ) -> Iterator[LossOutput]:
-        """The parts one after the other, so that what a loss keeps may be freed before the next is formed.
+    ) -> list[PlannedLoss]:
+        """The parts, whose sum is KD.
 
-        Teachers' logits [B, T, W] and the batch are of the same rows; units: `num_units` of them; normalizers: those of
-        the global batch. The metrics of an output are the loss's own, and under PART its part in KD as a mean by units,
-        so that the sum of the parts is KD also when batches are pooled.
+        Student's [B, S, V] and teachers' logits [B, T, W] and the batch are of the same rows; units: `num_units` of
+        them; normalizers: those of the global batch. The metrics under PART add up to KD also when batches are pooled.
         """
-        for part, count, normalizer in zip(self.parts, units, normalizers, strict=True):
-            output = part(student_logits, teacher_logits, batch, normalizer)
-            own = {f"{PART}{part.teacher}": Mean(output.loss.detach() * normalizer, count)}
-            yield LossOutput(output.loss, output.metrics | own)
-
-
-def leading(logits_BSV: Tensor, width: int) -> Tensor:
-    """Positions before `width`, without a node in the graph where that is all of them."""
-    return logits_BSV if width == logits_BSV.shape[1] else logits_BSV[:, :width]
+        entries = zip(self.parts, units, normalizers, strict=True)
+        return [part.plan(student_logits, teacher_logits, batch, *counts) for part, *counts in entries]
 
 
 def build_parts(

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from nemo_opd.config.aggregation import Score
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import compute_dtype, unit_cells, unit_parts
+from nemo_opd.losses.blocks import own_share, unit_parts
+from nemo_opd.losses.chunked import compute_dtype
 from nemo_opd.losses.logit_rows import LogitRows, logit_rows
 from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import SequenceScores, TokenRows
 
 LIVE_COPIES = 4
@@ -53,9 +55,11 @@ def sequence_scores(
     targets = tokens.ids.flatten()[rows + 1]
     # A place for every token, whose sum does not depend on the order in which a device adds.
     nats = torch.zeros(tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
-    for part in unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size):
+    parts = unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
+    for part in own_share(teacher, parts, slice(0, 0)):
         log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
         nats[rows[part]] = _NATS[score](log_p, targets[part]).double()
+    nats = teacher.reduce(nats)
     counted_bytes = torch.zeros_like(nats, dtype=torch.int64)
     counted_bytes[rows] = tokens.num_bytes.flatten()[rows + 1].long()
     return SequenceScores(nats.view_as(tokens.ids).sum(1) / math.log(2), counted_bytes.view_as(tokens.ids).sum(1))

@@ -23,11 +23,16 @@ MAY_CHANGE = (
     "data.num_workers",
     "data.validation",
     "student.activation_checkpointing",
+    "student.compile",
+    "student.lora.export",
     "student.offload",
+    "student.parallelism",
     "handoff.transport",
     "cluster",
     "logging",
 )
+
+MAY_CHANGE_OF_TEACHERS = ("offload", "parallelism")
 
 
 def identity(config: RunConfig) -> dict[str, object]:
@@ -37,8 +42,10 @@ def identity(config: RunConfig) -> dict[str, object]:
 
 
 def may_change(key: str) -> bool:
-    is_teacher_offload = key.startswith("teachers.") and key.endswith(".offload")
-    return is_teacher_offload or any(key == free or key.startswith(f"{free}.") for free in MAY_CHANGE)
+    changeable: tuple[str, ...] = MAY_CHANGE
+    if key.startswith("teachers."):
+        changeable, key = MAY_CHANGE_OF_TEACHERS, key.split(".", 2)[2]
+    return any(key == free or key.startswith(f"{free}.") for free in changeable)
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:

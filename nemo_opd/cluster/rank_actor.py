@@ -1,20 +1,17 @@
 """The process of one rank: joins its group's world, holds a worker, runs its methods."""
 
-import traceback
-from dataclasses import dataclass
 from typing import Any
 
+import ray
 import torch
 
+from nemo_opd.cluster.activity import activity
+from nemo_opd.cluster.failure import Failure
 from nemo_opd.distributed import process_group
+from nemo_opd.workers.memory import Task, needs_memory
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An exception as a value: raised in the driver, with the rank, while other ranks still wait for this one."""
-
-    error: str
-    traceback: str
+KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
+"""Where a worker does not know better itself."""
 
 
 class RankActor:
@@ -38,24 +35,27 @@ class RankActor:
         try:
             store = self.store or process_group.connect_store(*address, self.timeout_s)
             process_group.join(store, self.rank, self.world_size, self.device, self.timeout_s)
-            self.worker = worker(**arguments)
+            with needs_memory(Task(activity("start"), KNOBS)):
+                self.worker = worker(**arguments)
         except Exception as error:
-            return failure(error)
+            return Failure.of(error)
         return None
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """The method's result, or a Failure."""
         try:
-            return getattr(self.worker, method)(*arguments)
+            with needs_memory(Task(activity(method), KNOBS)):
+                return getattr(self.worker, method)(*arguments)
         except Exception as error:
-            return failure(error)
+            return Failure.of(error)
+
+    def whereabouts(self) -> tuple[str, tuple[str, ...]]:
+        """Ray's id of the node, and its names of the GPUs that this rank was given."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
 
     def leave(self) -> None:
         if self.worker is not None:
             self.worker.close()
             self.worker = None
         process_group.leave()
-
-
-def failure(error: Exception) -> Failure:
-    return Failure(f"{type(error).__name__}: {error}", traceback.format_exc())

@@ -1,4 +1,4 @@
-"""The resources of a run: a placement group with one bundle per rank, on a Ray cluster that is started if need be."""
+"""The resources of a run: a bundle for each of its devices, on a Ray cluster that is started if need be."""
 
 import logging
 import os
@@ -6,21 +6,21 @@ import socket
 from typing import Any, Self
 
 import psutil
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_opd.cluster.nodes import choose_nodes, reserve
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.services import Services, end
 from nemo_opd.cluster.session_folder import SessionFolder
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.distributed.layout import Place
 from nemo_opd.errors import ClusterError
-
-# Read by Ray when it is imported. Its uv hook would build the environment anew for every worker.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
-import ray
-from ray.util.placement_group import placement_group, remove_placement_group
 
 OBJECT_STORE_BYTES = 200 * 2**20
 """Of a local cluster: ids, masks and handles of a few batches."""
+RESERVE_S = 120.0
+"""Longest wait for devices that others may still be giving back."""
 
 
 def num_cores() -> int:
@@ -36,31 +36,35 @@ def probe(address: str) -> None:
 
 
 class VirtualCluster:
-    """`num_ranks` bundles, each with room for one actor of every worker group.
+    """The devices of a placement: a bundle for each, with room for an actor of every group that is there.
 
-    Actors with the same rank share a bundle and so a GPU; on GPU each takes an equal share of it.
+    On GPU, actors that share a device each take an equal share of it.
     """
 
-    def __init__(self, settings: Cluster, *, device: str, num_ranks: int, num_groups: int) -> None:
+    def __init__(self, settings: Cluster, *, device: str, placement: Placement) -> None:
         """Raises ClusterError where the resources are not there within `cluster.timeout_s`."""
         self.device = device
-        self.num_ranks = num_ranks
+        self.placement = placement
         self.timeout_s = settings.timeout_s
-        self.gpu_share = int(10_000 / num_groups) / 10_000 if device == "cuda" else 0.0
+        per_device, per_node = placement.groups_per_device, placement.num_processes // placement.num_nodes
+        self.gpu_share = int(10_000 / per_device) / 10_000 if device == "cuda" else 0.0
         # Threads that wait for each other on busy cores cost more than they bring.
-        self.threads = max(1, num_cores() // (num_ranks * num_groups)) if device == "cpu" else 1
+        self.threads = max(1, num_cores() // per_node) if device == "cpu" else 1
         self._is_ours = False
         """Whether this process's Ray session is to be ended by `close`."""
         self._folder: SessionFolder | None = None
-        self._placement: Any = None
+        self._reserved: Any = None
+        self.services = Services()
+        self.is_broken = False
+        """Whether a call has failed: ranks may then hang in a collective, and whoever asks them to leave waits too."""
         try:
-            self._start(settings, num_ranks * num_groups)
-            self._placement = self._reserve(settings, num_groups)
+            self._start(settings)
+            self._reserved = self._reserve()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, settings: Cluster, num_actors: int) -> None:
+    def _start(self, settings: Cluster) -> None:
         quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
         if settings.address:
             try:
@@ -72,45 +76,56 @@ class VirtualCluster:
                     f"cluster.address={settings.address}: no Ray cluster answers there ({error}); start one with "
                     "`ray start --head`, or leave the key out to run on this machine"
                 ) from error
+            self.services = Services.elsewhere()
             return
         self._folder = SessionFolder()
         self._is_ours = True
         ray.init(
             address="local",
-            num_cpus=num_actors,
+            num_cpus=self.placement.num_processes,
             object_store_memory=OBJECT_STORE_BYTES,
             _temp_dir=str(self._folder.path),
             # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
             _system_config={"prestart_worker_first_driver": False},
             **quiet,
         )
+        self.services = Services.started_here()
 
-    def _reserve(self, settings: Cluster, num_groups: int) -> Any:
-        bundle: dict[str, float] = {"CPU": num_groups}
-        if self.device == "cuda":
-            bundle["GPU"] = 1
-        strategy = "STRICT_PACK" if settings.num_nodes == 1 else "PACK"
-        placement = placement_group([bundle] * self.num_ranks, strategy=strategy)
-        if not placement.wait(min(self.timeout_s, 120)):
-            remove_placement_group(placement)
+    def _reserve(self) -> Any:
+        """One placement group; with several nodes, each bundle on the node that its place says."""
+        bundle = self._bundle()
+        timeout_s = min(self.timeout_s, RESERVE_S)
+        nodes = None
+        if self.placement.num_nodes > 1:
+            per_node = {name: count * self.placement.devices_per_node for name, count in bundle.items()}
+            chosen = choose_nodes(self.placement.num_nodes, per_node, timeout_s)
+            nodes = [chosen[place.node] for place in self.placement.devices]
+        reserved = reserve([bundle] * len(self.placement.devices), nodes, timeout_s)
+        if reserved is None:
             raise ClusterError(
-                f"{self.num_ranks} ranks of {bundle} are not free on this cluster, which has "
+                f"{len(self.placement.devices)} ranks of {bundle} are not free on this cluster, which has "
                 f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
             )
-        return placement
+        return reserved
 
-    @property
-    def placement(self) -> Any:
-        return self._placement
+    def _bundle(self) -> dict[str, float]:
+        bundle: dict[str, float] = {"CPU": self.placement.groups_per_device}
+        return bundle | {"GPU": 1} if self.device == "cuda" else bundle
+
+    def options(self, place: Place) -> dict[str, Any]:
+        """How an actor at this place is started."""
+        index = self.placement.devices.index(place)
+        strategy = PlacementGroupSchedulingStrategy(self._reserved, placement_group_bundle_index=index)
+        return {"num_cpus": 1, "num_gpus": self.gpu_share, "scheduling_strategy": strategy}
 
     def close(self) -> None:
-        """Free everything: actors, placement group, and the cluster itself where it was started here."""
+        """Free everything: Ray's session, actors and placement group with it, and a cluster that was started here."""
+        started = self.services.family()
         try:
-            if self._placement is not None and ray.is_initialized():
-                remove_placement_group(self._placement)
-        finally:
             if self._is_ours:
                 ray.shutdown()
+        finally:
+            end(started)
             if self._folder is not None:
                 self._folder.close()
 

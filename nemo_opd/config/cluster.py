@@ -1,8 +1,8 @@
 """Machines, devices and processes."""
 
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
 
@@ -11,13 +11,37 @@ class Cluster(Settings):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where a GPU is visible."""
     num_nodes: int = Field(1, ge=1)
+    """More than one: of the running Ray cluster that `address` names."""
     gpus_per_node: int | None = Field(None, ge=1)
     """GPUs used on each node; all of them when not given."""
     cpu_ranks: int = Field(1, ge=1)
-    """Data-parallel ranks on CPU."""
-    placement: Literal["colocated"] = "colocated"
-    """Student and teachers take turns on the same devices."""
+    """On CPU, the ranks of the student and of each teacher, on all nodes together."""
+    placement: Literal["colocated", "separate"] = "colocated"
+    """colocated: student and teachers take turns on the same devices, each with a rank on every one. separate: every
+    teacher has devices of its own, so that it can read the next batch while the student trains.
+    """
+    teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
+    """placement=separate: the ranks of each teacher on all nodes together, as one number for all teachers or one for
+    each in their order. A rank is a GPU, and the student has those that are left; when not given, the GPUs of a node
+    are shared equally, and the student has what is over as well. On CPU a rank is a process beside those of the
+    student; as many as `cpu_ranks` for each teacher when not given.
+    """
+    prefetch: int = Field(1, ge=0)
+    """placement=separate: batches that the teachers read ahead of the student. Each needs room for one more batch of
+    their output; more than one helps where teachers need more time for some batches than for others.
+    """
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); a local one is started and stopped when not given."""
     timeout_s: float = Field(1800, gt=0)
-    """Longest wait for workers to start and for a collective."""
+    """Longest wait for what any process does: load its model, read a batch, take a step, write a checkpoint. Also the
+    limit of a collective between the processes of a group.
+    """
+
+    @model_validator(mode="after")
+    def teacher_ranks_need_devices_of_their_own(self) -> Self:
+        if self.teacher_ranks is not None and self.placement == "colocated":
+            raise ValueError(
+                f"cluster.teacher_ranks={self.teacher_ranks}: with cluster.placement=colocated every teacher has a "
+                "rank on each of the student's devices; write cluster.placement=separate, or leave the key out"
+            )
+        return self

@@ -64,7 +64,7 @@ class Data(Settings):
     shuffle: bool = True
     """A new order each epoch, drawn from `run.seed`."""
     num_workers: int = Field(0, ge=0)
-    """Processes that tokenize and align ahead; 0: the driver does it between steps."""
+    """Processes that tokenize and align ahead; 0: a thread of the driver, a batch ahead."""
     cache: bool = True
     """Tokenize and align a document once, and keep the result in `$NEMO_OPD_CACHE` for later epochs and runs."""
 

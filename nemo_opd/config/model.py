@@ -2,10 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.lora import Lora
 from nemo_opd.config.optim import AdamW, Scheduler
+from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
@@ -17,6 +19,8 @@ class Model(Settings):
     """A file with the chat template (Jinja), when the tokenizer has none or another is wanted."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
     """What the template is given besides the conversation, such as `enable_thinking: false`."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    """How the model is cut over ranks."""
 
     @property
     def tokenizer_source(self) -> tuple[str, str]:
@@ -27,11 +31,28 @@ class Model(Settings):
 class Student(Model):
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
-    offload: bool = False
-    """Move parameters and optimizer state to host memory while the teachers run."""
+    offload: Literal[True, False, "auto"] = "auto"
+    """Move parameters and optimizer state to host memory while the teachers run. auto: where the memory estimate says
+    that the run does not fit otherwise, after the teachers.
+    """
     activation_checkpointing: bool = False
     """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
     memory for long sequences.
     """
+    compile: bool = False
+    """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
+    lora: Lora | None = None
+    """Train low-rank adapters and leave the model's own weights as they are; null: train all weights."""
     optimizer: AdamW = Field(default_factory=AdamW)
     scheduler: Scheduler = Field(default_factory=Scheduler)
+
+    @model_validator(mode="after")
+    def lora_needs_tp_1(self) -> "Student":
+        tp = self.parallelism.tp
+        if self.lora is not None and tp > 1:
+            raise ValueError(
+                f"student.lora is set and student.parallelism.tp={tp}: adapters are not cut by tensor parallelism; set "
+                "student.parallelism.tp=1, since adapters need little memory and the frozen weights are sharded over "
+                "all ranks, or student.lora=null"
+            )
+        return self

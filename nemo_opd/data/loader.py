@@ -1,10 +1,12 @@
 """Batches for training, endless and resumable, and for validation, once and in order."""
 
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import resource_tracker
 from typing import Self
 
@@ -30,14 +32,18 @@ class SampleSource:
     make_sample: MakeSample
 
     def __getitems__(self, indices: list[int]) -> Samples:
-        return [self.make_sample(document) for document in read_documents(self.columns, indices)]
+        return list(self.each(indices))
+
+    def each(self, indices: list[int]) -> Iterator[Sample]:
+        """Made one by one, as they are asked for."""
+        return map(self.make_sample, read_documents(self.columns, indices))
 
 
 class TrainLoader:
-    """Training batches in the order of BatchOrder, read ahead by `num_workers` spawned processes (0: by the caller).
+    """Training batches in the order of BatchOrder, made ahead while the caller does other things.
 
-    The order depends neither on the number of workers nor on how batches are sharded.
-    Close it, or use it as a context manager.
+    That is done by `num_workers` spawned processes, or by a thread where there are none. The order depends neither on
+    the number of workers nor on how batches are sharded. Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -53,7 +59,7 @@ class TrainLoader:
         self._order = BatchOrder(len(documents), batch_size, seed, shuffle)
         self._num_workers = num_workers
         self._num_batches = 0
-        self._iterator: Iterator[Samples] | None = None
+        self._reader: _Thread | _Workers | None = None
 
     @property
     def steps_per_epoch(self) -> int:
@@ -64,14 +70,20 @@ class TrainLoader:
         """Epoch, counted from 0, of the batch that was returned last."""
         return max(0, self._num_batches - 1) // self.steps_per_epoch
 
+    def start(self) -> None:
+        """Begin to read ahead; `next` does it too."""
+        if self._reader is None:
+            indices = self._order.starting_at(self._num_batches)
+            workers = self._num_workers
+            self._reader = _Workers(self._samples, indices, workers) if workers else _Thread(self._samples, indices)
+
     def next(self) -> Batch:
         """The next batch; the last of an epoch may be short. Raises what reading and aligning its documents raises."""
-        if self._iterator is None:
-            self._iterator = self._start()
-        samples = next(self._iterator)
+        self.start()
+        assert self._reader is not None
+        batch = self._reader.next()
         self._num_batches += 1
-        # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
-        return collate(samples)
+        return batch
 
     def state_dict(self) -> dict[str, int]:
         """The place in the run, and what it depends on."""
@@ -93,11 +105,10 @@ class TrainLoader:
         self._num_batches = state["num_batches"]
 
     def close(self) -> None:
-        """End the workers. Reading on starts others, at the next batch."""
-        iterator, self._iterator = self._iterator, None
-        if iterator is not None and self._num_workers:
-            # Dropping the last reference does this too, but a traceback in flight holds one.
-            iterator._shutdown_workers()  # type: ignore[attr-defined]
+        """End what reads ahead. Reading on starts anew, at the next batch."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -105,20 +116,66 @@ class TrainLoader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _start(self) -> Iterator[Samples]:
+
+class _Thread:
+    """Makes a batch while the one before it is in use."""
+
+    def __init__(self, samples: SampleSource, indices: Iterator[list[int]]) -> None:
+        self._samples = samples
+        self._indices = indices
+        self._is_closed = False
+        self._has_own_maker = False
+        self._executor = ThreadPoolExecutor(1, "data")
+        self._ahead = self._executor.submit(self._make)
+
+    def next(self) -> Batch:
+        batch = self._ahead.result()
+        self._ahead = self._executor.submit(self._make)
+        return batch
+
+    def close(self) -> None:
+        """Waits for the sample that is being made."""
+        self._is_closed = True
+        self._executor.shutdown(cancel_futures=True)
+
+    def _make(self) -> Batch:
+        if not self._has_own_maker:
+            # Tokenizers and database connections cannot be used by two threads at once.
+            self._samples = replace(self._samples, make_sample=pickle.loads(pickle.dumps(self._samples.make_sample)))
+            self._has_own_maker = True
+        samples: Samples = []
+        for sample in self._samples.each(next(self._indices)):
+            if self._is_closed:
+                raise CancelledError
+            samples.append(sample)
+        return collate(samples)
+
+
+class _Workers:
+    """PyTorch's data workers, two batches each ahead."""
+
+    def __init__(self, samples: SampleSource, indices: Iterator[list[int]], num_workers: int) -> None:
         loader: DataLoader[Samples] = DataLoader(
-            self._samples,  # type: ignore[arg-type]
-            batch_sampler=_Resumed(self._order, self._num_batches),
-            num_workers=self._num_workers,
+            samples,  # type: ignore[arg-type]
+            batch_sampler=indices,
+            num_workers=num_workers,
             collate_fn=_unchanged,
             worker_init_fn=_set_up_worker,
             # The loader draws a seed for its workers; not from the caller's global generator.
             generator=torch.Generator(),
             # A forked child would inherit locks held by threads of this process (Ray, pyarrow, tokenizers).
-            multiprocessing_context="spawn" if self._num_workers else None,
+            multiprocessing_context="spawn",
         )
         with _children_without_sigint():
-            return iter(loader)
+            self._iterator = iter(loader)
+
+    def next(self) -> Batch:
+        # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
+        return collate(next(self._iterator))
+
+    def close(self) -> None:
+        # Dropping the last reference does this too, but a traceback in flight holds one.
+        self._iterator._shutdown_workers()  # type: ignore[attr-defined]
 
 
 def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:
@@ -127,17 +184,6 @@ def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size:
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
         yield collate(samples.__getitems__(list(range(start, stop))))
-
-
-@dataclass(frozen=True)
-class _Resumed:
-    """A batch sampler that starts at a place."""
-
-    order: BatchOrder
-    position: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return self.order.starting_at(self.position)
 
 
 def _unchanged(samples: Samples) -> Samples:

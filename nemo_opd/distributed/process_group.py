@@ -4,7 +4,6 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -28,11 +27,6 @@ def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: 
 def leave() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def data_parallel_mesh(device: str) -> DeviceMesh:
-    """All ranks of the group along one axis, `dp`."""
-    return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def reachable_host() -> str:

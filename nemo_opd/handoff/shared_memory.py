@@ -1,7 +1,8 @@
 """Shared memory between processes of one machine.
 
-The memory is anonymous (memfd) and reached through the owner's file descriptor in /proc, so no name exists that a
-killed process could leave behind: the kernel frees the pages when the last mapping is gone.
+Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and reached through the
+owner's file descriptor in /proc, so no name exists that a killed process could leave behind: the kernel frees the pages
+when the last mapping is gone.
 """
 
 import errno
@@ -31,7 +32,7 @@ class FileDescriptor:
 
 
 class SharedMemorySender(Sender):
-    def _allocate(self, num_bytes: int) -> tuple[Tensor, FileDescriptor]:
+    def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
         # The kernel would rather kill a process than refuse pages, so what cannot be had must not be asked for.
         available = psutil.virtual_memory().available
         if num_bytes > available:
@@ -40,14 +41,15 @@ class SharedMemorySender(Sender):
         number = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(number, 0, num_bytes)
-            return map_file(number, num_bytes), FileDescriptor(os.getpid(), number, name)
+            buffer = map_file(number, num_bytes)
         except OSError as error:
             os.close(number)
             raise no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
+        self._number = number
+        return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
 
-    def _release(self, token: object) -> None:
-        assert isinstance(token, FileDescriptor)
-        os.close(token.number)
+    def _release(self) -> None:
+        os.close(self._number)
 
     def _flush(self) -> None:
         """Writes of a CPU tensor are visible at once."""
@@ -55,7 +57,7 @@ class SharedMemorySender(Sender):
 
 class SharedMemoryReceiver(Receiver):
     def _map(self, handle: Handle) -> Tensor:
-        token = handle.token
+        token = handle.token(self.number)
         assert isinstance(token, FileDescriptor)
         try:
             if token.name not in os.readlink(token.path):
@@ -73,6 +75,9 @@ class SharedMemoryReceiver(Receiver):
             return map_file(number, size)
         finally:
             os.close(number)
+
+    def _is_near(self, handle: Handle) -> bool:
+        return True
 
     def _collect(self) -> None:
         """Mappings go with their tensors."""

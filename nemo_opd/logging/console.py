@@ -15,6 +15,7 @@ from rich.text import Text
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.formats import amount, change, clock, figure
+from nemo_opd.logging.step_time import shares, step_parts
 
 Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
 
@@ -37,6 +38,9 @@ VALIDATION: Fields = (
     ("ce", "val/ce", figure),
 )
 
+LEAST_SHARE, NEWS = 0.005, 0.05
+"""Of a step's time: what is shown at all, and a change that is worth a line."""
+
 
 class Line:
     """Named values on one line, as many as the width holds."""
@@ -58,6 +62,38 @@ class Line:
         line.append(self._tail, "dim")
         line.no_wrap = True
         yield line
+
+
+class StepTime:
+    """Where the time of recent steps goes."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._seconds: dict[str, float] = {}
+        self._told: dict[str, float] = {}
+
+    def add(self, values: Mapping[str, float]) -> None:
+        parts = step_parts(values)
+        if not parts:
+            return
+        self._num_steps += 1
+        # The first step sets up what later ones find ready, and says nothing about them.
+        known = parts if self._num_steps <= 2 else self._seconds
+        self._seconds = {name: 0.7 * known.get(name, 0.0) + 0.3 * seconds for name, seconds in parts.items()}
+
+    def line(self) -> Line:
+        """Shares of the step, the largest first."""
+        now = shares(self._seconds)
+        shown = sorted((name for name in now if now[name] >= LEAST_SHARE), key=lambda name: -now[name])
+        return Line(Text("  time", "dim"), tuple((name, name, "{:.0%}".format) for name in shown), now)
+
+    def has_news(self) -> bool:
+        """Whether a share moved since this was last said."""
+        now = shares(self._seconds)
+        if all(abs(share - self._told.get(name, 0.0)) < NEWS for name, share in now.items()):
+            return False
+        self._told = now
+        return True
 
 
 class Progression:
@@ -116,6 +152,7 @@ class ConsoleLogger(Logger):
     def start(self, run: RunSummary, step: int) -> None:
         self._run = run
         self._progression = Progression(run.total_steps, step)
+        self._step_time = StepTime()
         self._best = math.inf
         self._printed = -math.inf
         self._console.print(header(run, step))
@@ -143,6 +180,7 @@ class ConsoleLogger(Logger):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._progression.advance(step, values)
+        self._step_time.add(values)
         if any(key.startswith("train/") for key in values):
             self._show_training(step, values)
         if any(key.startswith("val/") for key in values):
@@ -155,6 +193,8 @@ class ConsoleLogger(Logger):
             self._printed = time.monotonic()
             lead, tail = Text(f"step {self._counted(step)}"), f"  left {self._progression.left}"
             self._console.print(Line(lead, TRAINING, values, tail))
+            if self._step_time.has_news():
+                self._console.print(self._step_time.line())
 
     def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
         waited = time.monotonic() - self._printed >= self._settings.interval_s
@@ -162,7 +202,7 @@ class ConsoleLogger(Logger):
 
     def _update_live(self, live: Live, values: Mapping[str, float]) -> None:
         self._bar.update(self._task, completed=self._progression.step)
-        live.update(Group(self._bar, Line(Text(), TRAINING, values)))
+        live.update(Group(self._bar, Line(Text(), TRAINING, values), self._step_time.line()))
 
     def _print_validation(self, step: int, values: Mapping[str, float]) -> None:
         bits = values.get("val/bits_per_byte", math.nan)

@@ -27,6 +27,9 @@ RUN_KEYS = (
     ("gradient clip", "train.gradient_clip"),
     ("handoff", "handoff.type"),
     ("device", "cluster.device"),
+    ("placement", "cluster.placement"),
+    ("tensor parallel", "student.parallelism.tp"),
+    ("context parallel", "student.parallelism.cp"),
     ("seed", "run.seed"),
 )
 TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))

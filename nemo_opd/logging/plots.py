@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from nemo_opd.logging.base import ClosingTable
+from nemo_opd.logging.formats import figure as figure_of
+from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -225,29 +228,50 @@ def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, them
 def draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     from matplotlib.ticker import EngFormatter
 
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(1, 1.15))
-    _curve(upper, records, "perf/tokens_per_s", "student tokens per second", theme.cycle[0])
-    upper.set_ylim(bottom=0)
-    upper.yaxis.set_major_formatter(EngFormatter(sep=""))
-    steps, names, parts = step_parts(records)
-    if steps:
-        colours = [*theme.cycle[1 : len(names)], theme.muted]
-        lower.stackplot(steps, *map(smooth, parts), labels=names, colors=colours, alpha=0.85, linewidth=0)
-    lower.set_ylabel("seconds a step")
-    for axes in (upper, lower):
-        _legend(axes)
-    _steps_below(lower)
+    axes = figure.subplots()
+    _curve(axes, records, "perf/tokens_per_s", "student tokens per second", theme.cycle[0])
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    _legend(axes)
+    _steps_below(axes)
 
 
-def step_parts(records: Records) -> tuple[list[float], list[str], list[list[float]]]:
-    """Steps, names of the parts of a step, and seconds of each part; the last part is what no phase accounts for."""
-    phases = {"teachers": "perf/teacher_s", "student": "perf/student_s", "data": "perf/data_wait_s"}
-    timed = [record for record in records if "perf/step_s" in record]
-    known = {name: key for name, key in phases.items() if any(key in record for record in timed)}
-    parts = [[record.get(key, 0.0) for record in timed] for key in known.values()]
-    spent = map(sum, zip(*parts, strict=True)) if parts else [0.0] * len(timed)
-    rest = [max(0.0, record["perf/step_s"] - seconds) for record, seconds in zip(timed, spent, strict=True)]
-    return [record["step"] for record in timed], [*known, "other"], [*parts, rest]
+def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """What a step is made of: in the middle of the run as bars, and over the run."""
+    steps, parts = parts_by_step(records)
+    if not steps:
+        return
+    bars, axes = figure.subplots(2, 1, height_ratios=(0.32 * len(parts) + 0.2, 2.6))
+    colours = dict(zip(parts, (*theme.cycle, theme.text), strict=False)) | {OTHER: theme.muted}
+    _part_bars(bars, {name: statistics.median(values) for name, values in parts.items()}, colours, theme)
+    axes.stackplot(steps, *map(smooth, parts.values()), colors=[colours[name] for name in parts], linewidth=0)
+    # One step that waited for something, such as the first, would flatten all others.
+    totals = sorted(map(sum, zip(*parts.values(), strict=True)))
+    axes.set_ylim(0, 1.15 * totals[int(0.98 * (len(totals) - 1))])
+    axes.set_ylabel("seconds a step")
+    _steps_below(axes)
+
+
+def _part_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:
+    total = sum(medians.values()) or 1.0
+    names, widths = list(medians), list(medians.values())
+    axes.barh(names, widths, color=[colours[name] for name in names], height=0.72)
+    for row, width in enumerate(widths):
+        label = f" {figure_of(width)} s, {width / total:.0%}"
+        axes.text(width, row, label, va="center", color=theme.muted, fontsize=10)
+    axes.set_xlim(0, 1.28 * max(widths) or 1.0)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(axis="x", bottom=False, labelbottom=False)
+    axes.tick_params(axis="y", labelcolor=theme.text)
+    axes.spines["bottom"].set_visible(False)
+
+
+def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]]:
+    """Steps, and the seconds of each part in each of them; parts that never take time are left out."""
+    timed = [(record["step"], parts) for record in records if (parts := step_parts(record))]
+    names = [name for name in (*PARTS, OTHER) if any(parts.get(name) for _, parts in timed)]
+    return [step for step, _ in timed], {name: [parts.get(name, 0.0) for _, parts in timed] for name in names}
 
 
 PLOTS = (
@@ -255,5 +279,6 @@ PLOTS = (
     Plot("validation", "Validation", ("val/bits_per_byte",), draw_validation),
     Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers, least=2),
     Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.4),
-    Plot("speed", "Speed", ("perf/",), draw_speed, height=4.4),
+    Plot("speed", "Speed", ("perf/tokens_per_s",), draw_speed, height=2.8),
+    Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),
 )

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
+from nemo_opd.losses.chunked import chunked_sum
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
 from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.term import Term, unit_cells
 from nemo_opd.types import Mean, TokenRows
 
 LIVE_COPIES = 2
@@ -30,7 +31,6 @@ def accuracy(
     def hits(logits: Tensor, part: slice) -> Tensor:
         return (logits.argmax(-1) == targets[part]).to(logits.dtype)
 
-    parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
+    term = Term(rows, hits, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
     with torch.no_grad():
-        units = chunked_sum(student, [Term(rows.__getitem__, hits, parts)], width=size)
-    return Mean(units.total, len(rows))
+        return Mean(chunked_sum(student, [term], [1.0]).total, len(rows))

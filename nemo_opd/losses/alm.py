@@ -13,13 +13,12 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.reduction import reduced
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import FAINT
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.term import Term, unit_cells
 
 LIVE_COPIES = 3
 """Tensors of the size of a side's positions alive at a chunk's peak."""
@@ -27,6 +26,7 @@ TINY_LOG = -40
 """Below, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) differ from their leading term by less than float64 shows."""
 
 
+@Loss
 def alm(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -41,7 +41,7 @@ def alm(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ · Σ −[a log b + (1 − a) log(1 − b)] over chunks / normalizer (METHODS §5), and the metric `kd` in nats.
 
     a = Q^{1/τ} and b = P^{1/τ}, where Q and P are the products of the probabilities, at temperature 1, that teacher and
@@ -64,8 +64,7 @@ def alm(
         student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
         teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
     )
-    units = chunked_sum(inputs.student, [likelihood_term(inputs, chunk_size)], width=inputs.student_size)
-    return reduced("kd", units, len(inputs.units), normalizer)
+    return PlannedLoss.of("kd", inputs.student, [likelihood_term(inputs, chunk_size)], len(inputs.units), normalizer)
 
 
 def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
@@ -84,8 +83,10 @@ def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
 
     of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
-    parts = unit_parts(inputs.student, unit_cells(len(units), 1, of_student, of_teacher), chunk_size)
-    return inputs.term(student.positions.rows_of, loss_of, parts).times(inputs.temperature)
+    cells = unit_cells(len(units), 1, of_student, of_teacher)
+    positions = student.positions
+    term = inputs.term(positions.rows, loss_of, cells, positions.offsets, chunk_size=chunk_size)
+    return term.times(inputs.temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,12 +17,13 @@ from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.p_kl import p_kl
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict, strict_units
 from nemo_opd.losses.uld import uld
-from nemo_opd.types import LossOutput, TeacherRows, TokenRows
+from nemo_opd.types import TeacherRows, TokenRows
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -35,7 +36,7 @@ Arguments = dict[str, Tensor]
 class TermLoss:
     """The loss of one teacher over a microbatch."""
 
-    loss: Callable[..., LossOutput]
+    plan_loss: Callable[..., PlannedLoss]
     """Everything but the batch is bound."""
     batch_arguments: Callable[[TokenRows, TeacherRows], Arguments]
     """What it reads of a batch besides the logits, by keyword."""
@@ -46,7 +47,7 @@ class TermLoss:
         """What its normalizer counts, of these rows. Raises ConfigError for a batch without what is read."""
         return self.count(self.batch_arguments(student, teacher))
 
-    def __call__(
+    def plan(
         self,
         student_logits: Tensor | LogitRows,
         teacher_logits: Tensor | LogitRows,
@@ -55,10 +56,10 @@ class TermLoss:
         normalizer: float | None,
         *,
         sequence_weights: Tensor | None = None,
-    ) -> LossOutput:
+    ) -> PlannedLoss:
         """normalizer: the teacher's units in the global batch. Raises ConfigError for a batch without what is read."""
         arguments = self.batch_arguments(student, teacher)
-        return self.loss(
+        return self.plan_loss(
             student_logits, teacher_logits, normalizer=normalizer, sequence_weights=sequence_weights, **arguments
         )
 
@@ -76,8 +77,8 @@ def build(
     term has no projection and needs one.
     """
     kind = _KINDS[term.type]
-    loss = partial(
-        kind.loss,
+    plan = partial(
+        kind.loss.plan,
         **term.model_dump(exclude={"type", *Objective.model_fields}),
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
@@ -86,14 +87,14 @@ def build(
     if kind.needs_projection:
         if projection is None:
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
-        loss = partial(loss, projection=projection)
+        plan = partial(plan, projection=projection)
         count = partial(count, projection=projection)
-    return TermLoss(loss, partial(kind.batch_arguments, term.type), count)
+    return TermLoss(plan, partial(kind.batch_arguments, term.type), count)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    loss: Callable[..., LossOutput]
+    loss: Loss[...]
     batch_arguments: Callable[[str, TokenRows, TeacherRows], Arguments]
     """The first argument is the term's type, for messages."""
     count: Callable[..., int]

@@ -19,8 +19,8 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.softmax import log_sum_exp
-from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -73,6 +73,7 @@ class PrefixRanges:
         )
 
 
+@Loss
 def byte_prefix(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -92,7 +93,7 @@ def byte_prefix(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ divergence(u, p) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
 
     u(v) = Σ q over the teacher tokens whose longest student prefix is v. Where a chunk is one student token x and the

@@ -17,9 +17,10 @@ from nemo_opd.losses.arguments import (
     over,
     own_columns,
 )
-from nemo_opd.losses.chunked import ChunkLoss, Term, compute_dtype, unit_cells, unit_parts
+from nemo_opd.losses.chunked import compute_dtype
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
+from nemo_opd.losses.term import ChunkLoss, Term, unit_cells
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -113,12 +114,20 @@ class ChunkInputs:
         """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
         return self.teacher.read(rows, self.teacher_size).to(self.dtype)
 
-    def term(self, rows_of: Callable[[slice], Tensor], loss_of: ChunkLoss, parts: Sequence[slice]) -> Term:
-        """A sum over parts of the units, each with the weight of its sequence."""
+    def term(
+        self,
+        rows: Tensor,
+        loss_of: ChunkLoss,
+        cells: Sequence[int],
+        begins: Sequence[int] | None = None,
+        *,
+        chunk_size: int | None,
+    ) -> Term:
+        """A sum over the units, each with the weight of its sequence."""
         weights = None
         if self.sequence_weights is not None:
             weights = self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
-        return Term(rows_of, loss_of, parts, weights)
+        return Term(rows, loss_of, cells, self.student_size, begins, weights, chunk_size=chunk_size)
 
 
 def first_position_term(
@@ -142,5 +151,4 @@ def first_position_term(
         return compare(over(student, temperature), over(teacher, temperature), part)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
-    parts = unit_parts(inputs.student, cells, chunk_size)
-    return inputs.term(units.student_rows.__getitem__, loss_of, parts).times(temperature**2)
+    return inputs.term(units.student_rows, loss_of, cells, chunk_size=chunk_size).times(temperature**2)

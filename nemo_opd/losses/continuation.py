@@ -7,9 +7,8 @@ from dataclasses import replace
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.alm import likelihood_term
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunked import Term, chunked_sum
-from nemo_opd.losses.reduction import reduced
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.planned import PlannedLoss
+from nemo_opd.losses.term import Term
 
 
 def chunk_loss(
@@ -20,7 +19,7 @@ def chunk_loss(
     normalizer: float | None,
     chunk_size: int | None,
     count: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """(term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and the metric `kd`.
 
     count: units, by default those of `inputs`; normalizer: by default that number. Raises ConfigError for a negative
@@ -35,5 +34,4 @@ def chunk_loss(
         several = (inputs.units.student_lengths > 1) | (inputs.units.teacher_lengths > 1)
         longer = replace(inputs, units=inputs.units.where(several))
         terms.append(likelihood_term(longer, chunk_size).times(continuation_weight))
-    units = chunked_sum(inputs.student, terms, width=inputs.student_size)
-    return reduced("kd", units, len(inputs.units) if count is None else count, normalizer)
+    return PlannedLoss.of("kd", inputs.student, terms, len(inputs.units) if count is None else count, normalizer)

@@ -7,17 +7,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
-from nemo_opd.losses.reduction import label_rows, reduced
+from nemo_opd.losses.planned import Loss, PlannedLoss
+from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.softmax import softmax
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.term import Term, unit_cells
 
 LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
 
 
+@Loss
 def cross_entropy(
     student_logits: Tensor | LogitRows,
     ids: Tensor,
@@ -26,7 +27,7 @@ def cross_entropy(
     normalizer: float | None = None,
     vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """−Σ log p(token) over scored tokens / normalizer (METHODS §7), and the metric `ce` in nats per token.
 
     Unshifted logits [B, S, V]; ids [B, S]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
@@ -42,9 +43,8 @@ def cross_entropy(
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return _Surprise.apply(logits, targets[part].unsqueeze(1))
 
-    parts = unit_parts(student, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
-    units = chunked_sum(student, [Term(rows.__getitem__, loss_of, parts)], width=size)
-    return reduced("ce", units, len(rows), normalizer)
+    term = Term(rows, loss_of, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
+    return PlannedLoss.of("ce", student, [term], len(rows), normalizer)
 
 
 class _Surprise(torch.autograd.Function):

@@ -16,8 +16,8 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.support import log_rest, truncated, with_rest
-from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 UNCOMMON_TOPK = 8192
 
 
+@Loss
 def gold(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -49,7 +50,7 @@ def gold(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ [common_weight · divergence + uncommon_weight · tail] over chunks / normalizer (METHODS §5), and `kd`.
 
     divergence: on the exact pairs of the projection and one rest cell for all other tokens of a side; where only one
@@ -142,7 +143,7 @@ def paired_loss(
     *,
     normalizer: float | None,
     chunk_size: int | None,
-) -> LossOutput:
+) -> PlannedLoss:
     """`gold` on the given pairs."""
     compare = options.comparison(divergence, pairs)
     term = options.merges.term(

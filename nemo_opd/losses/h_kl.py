@@ -11,12 +11,13 @@ from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.gold import PairedOptions, paired_loss
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.planned import Loss, PlannedLoss
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 
+@Loss
 def h_kl(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -41,7 +42,7 @@ def h_kl(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (METHODS §5), and the metric `kd`.
 
     Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.

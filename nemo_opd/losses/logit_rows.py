@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,10 @@ class TensorLogits(TrainableRows):
     def gradients(self) -> Gradients:
         return _TensorGradients(self.leaves[0])
 
+    def cut_off(self) -> TensorLogits:
+        """The same as a new leaf, on which gradients gather before they go back through a model."""
+        return TensorLogits(_new_leaf(self.leaves[0]))
+
 
 class _TensorGradients(Gradients):
     """Rows are zeroed only where nothing is put: on a CPU a pass over all of them is as long as some losses."""
@@ -207,6 +212,14 @@ class HeadLogits(TrainableRows):
     def gradients(self) -> Gradients:
         return _HeadGradients(self.hidden, self.head)
 
+    def cut_off(self) -> HeadLogits:
+        """The same of hidden states as a new leaf, on which gradients gather before they go back through a model."""
+        return HeadLogits(_new_leaf(self.hidden), self.head)
+
+
+def _new_leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(torch.is_grad_enabled())
+
 
 class _HeadGradients(Gradients):
     def __init__(self, hidden: Tensor, head: Head) -> None:
@@ -292,6 +305,53 @@ class _VocabParallelGradients(Gradients):
         if isinstance(self._source.local, HeadLogits) and sums[0] is not None:
             self._source.reduce(sums[0])
         return sums
+
+
+class ContextParallelLogits(TrainableRows):
+    """Logits that every rank of a group has: each computes a share of the units, and has its share of the gradient."""
+
+    def __init__(self, every: TrainableRows, group: dist.ProcessGroup) -> None:
+        """every: of all positions; it may have a share of its own, among ranks with the same place in `group`."""
+        self.every, self.group = every, group
+        self.leaves, self.shape = every.leaves, every.shape
+        self.device, self.dtype = every.device, every.dtype
+        index, processes = every.share
+        self.share = (dist.get_rank(group) * processes + index, dist.get_world_size(group) * processes)
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        return self.every.read(rows, width)
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        tensor = self.every.reduce(tensor, op)
+        dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def gradients(self) -> Gradients:
+        return self.every.gradients()
+
+
+class SideBySideLogits(LogitRows):
+    """Logits whose columns several sources have, one after another: shards of a head or of logits, maybe uneven."""
+
+    def __init__(self, sources: Sequence[LogitRows]) -> None:
+        """Raises ConfigError unless all are of the same positions, in one dtype, and each is read by this process."""
+        shapes = [source.shape for source in sources]
+        kinds = {(source.shape[:2], source.dtype, source.share) for source in sources}
+        if len(kinds) != 1 or sources[0].share != (0, 1):
+            raise ConfigError(
+                f"columns to be read side by side are of logits {shapes} in {sorted({str(s.dtype) for s in sources})}; "
+                "sequences, positions and dtype must be the same, and none may lie on the ranks of a group"
+            )
+        self.sources = list(sources)
+        self.shape = (*shapes[0][:2], sum(shape[2] for shape in shapes))
+        self.device, self.dtype = sources[0].device, sources[0].dtype
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        begins = accumulate((source.shape[2] for source in self.sources), initial=0)
+        widths = (
+            min(max(0, width - begin), source.shape[2]) for begin, source in zip(begins, self.sources, strict=False)
+        )
+        return torch.cat([source.read(rows, own) for source, own in zip(self.sources, widths, strict=True)], 1)
 
 
 class AveragedLogits(LogitRows):

@@ -10,7 +10,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.chunked import Term, unit_cells, unit_parts
+from nemo_opd.losses.term import Term, unit_cells
 
 MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5
@@ -69,8 +69,8 @@ class Merge:
         of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
         of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
-        parts = unit_parts(inputs.student, cells, chunk_size)
-        return inputs.term(student.rows_of, loss_of, parts).times(temperature**2)
+        term = inputs.term(student.rows, loss_of, cells, student.offsets, chunk_size=chunk_size)
+        return term.times(temperature**2)
 
     def _merged(
         self, positions: ChunkPositions, logits: Tensor, ids: Tensor, part: slice, arithmetic: bool = False

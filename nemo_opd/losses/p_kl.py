@@ -10,22 +10,24 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.losses.blocks import own_share, unit_parts
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunked import own_parts, unit_cells, unit_parts
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.sparse_projection import SparseProjection
 from nemo_opd.losses.support import truncated
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.term import unit_cells
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 
+@Loss
 def p_kl(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -49,7 +51,7 @@ def p_kl(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer (METHODS §5), and the metric `kd`.
 
     p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
@@ -148,7 +150,7 @@ def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
     """[W]: over indices [R] into [B·T]; −inf without rows."""
     largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
     parts = unit_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size))
-    for part in own_parts(inputs.teacher, parts):
+    for part in own_share(inputs.teacher, parts, slice(0, 0)):
         columns = torch.cat([inputs.teacher_at(rows[part]), largest.unsqueeze(0)])
         largest = columns.amax(0)
     return inputs.teacher.reduce(largest, dist.ReduceOp.MAX)

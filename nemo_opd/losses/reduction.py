@@ -1,4 +1,4 @@
-"""What the units of a loss are, how many there are, and how their sum becomes a LossOutput (METHODS §7)."""
+"""What the units of a loss are, and how many there are (METHODS §7)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_same_length
-from nemo_opd.losses.chunked import UnitSum
-from nemo_opd.types import LossOutput, Mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +99,3 @@ def _chunk_lengths(chunk_id: Tensor, wanted: Tensor) -> Tensor:
     aligned_before = F.pad((chunk_id >= 0).cumsum(1), (1, 0))
     begin, end = torch.searchsorted(highest, chunks), torch.searchsorted(highest, chunks, right=True)
     return aligned_before.gather(1, end) - aligned_before.gather(1, begin)
-
-
-def reduced(name: str, units: UnitSum, count: int, normalizer: float | None) -> LossOutput:
-    """The weighted total / normalizer as the loss, and the unweighted one and count as the metric `name`.
-
-    normalizer: units of the global batch, by default the `count` of this call; 0 of them make a loss of 0.
-    """
-    divisor = (count if normalizer is None else normalizer) or 1
-    return LossOutput(units.total / divisor, {name: Mean(units.unweighted, count)})

@@ -3,12 +3,12 @@
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, over, shared_columns
-from nemo_opd.losses.chunked import Term, chunked_sum, unit_cells, unit_parts
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.losses.reduction import reduced, weighted_label_rows
+from nemo_opd.losses.planned import Loss, PlannedLoss
+from nemo_opd.losses.reduction import weighted_label_rows
 from nemo_opd.losses.support import Support
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.term import Term, unit_cells
 
 LIVE_COPIES = 12
 """Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""
@@ -16,6 +16,7 @@ LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows alive besides, where the cells are not the columns."""
 
 
+@Loss
 def same_vocab(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -33,27 +34,28 @@ def same_vocab(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ divergence(q, p) over scored tokens / normalizer (METHODS §4), and the metric `kd` in nats per token.
 
     Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
-    counts. A head wider than the vocabulary (by default the narrower head) is cut before any softmax. support, top_k,
-    normalization: see `Support`. Without the rest cell a support other than full is there for parity with other systems
-    only, and the loss is not bounded by the full one. normalizer: scored tokens of the global batch, by default of this
-    call. sequence_weights [B]: of each sequence's tokens in the sum; those of weight 0 are left out. chunk_size:
-    positions computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that
-    do not fit.
+    counts; the student may have further positions. A head wider than the vocabulary (by default the narrower head)
+    is cut before any softmax. support, top_k, normalization: see `Support`. Without the rest cell a support other
+    than full is there for parity with other systems only, and the loss is not bounded by the full one. normalizer:
+    scored tokens of the global batch, by default of this call. sequence_weights [B]: of each sequence's tokens in
+    the sum; those of weight 0 are left out. chunk_size: positions computed at a time, by default what fits a byte
+    budget. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
     student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
-    check_positions(student.shape, mask=mask)
     check_positions(teacher.shape, mask=mask)
+    check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)
     check_sequence_weights(sequence_weights, len(mask))
     check_shares(student, teacher)
     size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
     of = Divergence(divergence, beta, mixed_weight)
     columns = Support(support, top_k, normalization)
     rows, weights = weighted_label_rows(mask, sequence_weights)
+    student_rows = rows // mask.shape[1] * student.shape[1] + rows % mask.shape[1]
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher_logits = teacher.read(rows[part], size).to(logits.dtype)
@@ -61,6 +63,5 @@ def same_vocab(
 
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
     cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)
-    parts = unit_parts(student, cells, chunk_size)
-    term = Term(rows.__getitem__, loss_of, parts, weights, factor=temperature**2)
-    return reduced("kd", chunked_sum(student, [term], width=size), len(rows), normalizer)
+    term = Term(student_rows, loss_of, cells, size, weights=weights, factor=temperature**2, chunk_size=chunk_size)
+    return PlannedLoss.of("kd", student, [term], len(rows), normalizer)

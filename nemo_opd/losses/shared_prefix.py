@@ -12,12 +12,13 @@ from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.planned import Loss, PlannedLoss
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 
+@Loss
 def shared_prefix(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -37,7 +38,7 @@ def shared_prefix(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ divergence(Q, P) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
 
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens

@@ -13,9 +13,9 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns
-from nemo_opd.types import LossOutput
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 NORMALIZATIONS = ("support", "rest")
 
 
+@Loss
 def strict(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -44,7 +45,7 @@ def strict(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (METHODS §5), and the metric `kd` in nats per unit.
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,

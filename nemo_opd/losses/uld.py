@@ -6,14 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunked import chunked_sum
 from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.reduction import reduced
-from nemo_opd.types import LossOutput
+from nemo_opd.losses.planned import Loss, PlannedLoss
 
 
+@Loss
 def uld(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
@@ -29,7 +28,7 @@ def uld(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
-) -> LossOutput:
+) -> PlannedLoss:
     """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (METHODS §5), and the metric `kd` per chunk.
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
@@ -64,8 +63,7 @@ def uld(
     term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks), chunk_size=chunk_size)
     if compat == "trl":  # It scales no term by τ².
         term = term.times(temperature**-2)
-    units = chunked_sum(inputs.student, [term], width=inputs.student_size)
-    return reduced("kd", units, len(inputs.units), normalizer)
+    return PlannedLoss.of("kd", inputs.student, [term], len(inputs.units), normalizer)
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:

@@ -131,24 +131,33 @@ def safetensors_files(folder: Path) -> list[Path]:
 
 
 def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
-    """A causal language model on the CPU in `dtype`.
+    """A causal language model, whole, on the CPU in `dtype`.
 
     Raises ModelError naming `key` where weights are unreadable or, which transformers would draw at random, missing.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(reference), dtype=dtype, output_loading_info=True)
     except Exception as error:  # safetensors, pickle and transformers each raise their own
-        raise ModelError(
-            f"{key}={reference}: the weights could not be loaded ({first_line(error)}); copy them there again, or name "
-            "another model"
-        ) from error
+        raise unreadable(reference, error, key=key) from error
     model: PreTrainedModel = loaded[0]
-    if missing := sorted(loaded[1]["missing_keys"]):
+    check_nothing_missing(reference, sorted(loaded[1]["missing_keys"]), key=key)
+    return model
+
+
+def unreadable(reference: str, error: BaseException, *, key: str) -> ModelError:
+    return ModelError(
+        f"{key}={reference}: the weights could not be loaded ({first_line(error)}); copy them there again, or name "
+        "another model"
+    )
+
+
+def check_nothing_missing(reference: str, missing: list[str], *, key: str) -> None:
+    """Raises ModelError, naming `key`, where there are names of weights that the model has and its folder has not."""
+    if missing:
         raise ModelError(
             f"{key}={reference}: {len(missing)} weights are missing ({', '.join(missing[:3])}); name a folder with all "
             "weights of its config.json"
         )
-    return model
 
 
 def first_line(error: BaseException) -> str:

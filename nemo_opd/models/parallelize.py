@@ -1,18 +1,46 @@
-"""FSDP2, which shards parameters, gradients and optimizer state over the data-parallel ranks; activations."""
+"""One model over the ranks of its group: tensor parallel first, then FSDP2; activations."""
+
+import warnings
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.distributed.mesh import context_axis, fsdp_axis, tensor_axis
+from nemo_opd.models.context_parallel import check_context_parallel, use_ring_attention
+from nemo_opd.models.tensor_parallel import cut_over_ranks
+
+
+def parallelize(
+    model: PreTrainedModel, mesh: DeviceMesh, parallelism: Parallelism, *, compute_dtype: torch.dtype, key: str
+) -> None:
+    """Cut in place over `mesh`, which `build_mesh` made; the model may be on meta.
+
+    Communicates what `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming what is under `key`
+    (`student`, `teachers.0`), for a model that cannot be cut, and ConfigError for a device that has no ring attention.
+    """
+    if context_axis(mesh) is not None:
+        check_context_parallel(parallelism.cp, mesh.device_type, key=f"{key}.parallelism.cp")
+        use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
+    tensor = tensor_axis(mesh)
+    if tensor is not None:
+        shared = parallelism.sequence_parallel
+        cut_over_ranks(model, tensor, sequence_parallel=shared, key=f"{key}.parallelism.tp")
+    shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype)
+
 
 def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> None:
-    """Shard in place over `mesh`, a decoder layer at a time.
+    """Shard parameters, gradients and optimizer state over a one-dimensional `mesh`, a decoder layer at a time.
 
     Communicates an all-gather of one layer's parameters before its forward and before its backward, and a
     reduce-scatter (fp32, mean over ranks) of its gradients.
     """
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    # Only operations in place on what a module returns would do harm, and there are none.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    # A layer's inputs are as the model makes them: some keep their rotary angles in fp32.
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:

@@ -1,21 +1,36 @@
 """The student and its teachers as the driver sees them."""
 
+from collections import deque
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
-from nemo_opd.data.collate import pad_rows, shards
-from nemo_opd.logging.metrics import Timer, merge
+from nemo_opd.cluster.worker_group import Pending, WorkerGroup
+from nemo_opd.handoff.window import Window, windows
+from nemo_opd.training.batch_grid import leads, reduced
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch, Mean, Metric
+from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import OutputHandle, Scored, TeacherWorker
+from nemo_opd.workers.teacher import Scored, TeacherWorker
 
-RankHandles = tuple[OutputHandle, ...]
+RankWindows = tuple[Window, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A global batch that the teachers are reading."""
+
+    batch: Batch
+    slot: int
+    """Which of the teachers' buffers it is written into."""
+    calls: list[Pending]
+    """Per teacher."""
+    about: str
+    """Which batch it is, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,25 +39,25 @@ class Taught:
 
     batch: Batch
     """With what each teacher's word counts for in each sequence."""
-    handles: list[RankHandles]
-    """By rank: to every teacher's output."""
-
-
-def split(batch: Batch, num_ranks: int, micro_batch_size: int) -> list[Batch]:
-    """The batch's rows by rank; empty rows are added so that every rank has the same number of microbatches."""
-    unit = num_ranks * micro_batch_size
-    return shards(pad_rows(batch, -(-len(batch) // unit) * unit), num_ranks)
+    slot: int
+    windows: list[RankWindows]
+    """By rank of the student: on what each teacher makes of its rows."""
+    seconds: tuple[float, ...]
+    """What each teacher took, on its slowest rank."""
+    about: str
 
 
 class Models:
-    """Worker groups of the student and of every active teacher, on the same ranks.
+    """Worker groups of the student and of every active teacher, each in its own layout.
 
-    What teachers compute stays where it is; only handles and metrics come here.
+    What teachers compute stays where it is; only handles and metrics come here. The teachers have a set of buffers for
+    the batch that the student reads and one for each batch that they are ahead.
     """
 
     def __init__(self, cluster: VirtualCluster, plan: Plan) -> None:
         """Returns when all models are loaded. Raises WorkerError or ClusterError."""
-        self._num_ranks = plan.num_ranks
+        self._grid = plan.grid
+        self._deliveries = plan.deliveries
         self._aggregation = plan.config.aggregation
         self._priors = [teacher.weight for teacher in plan.config.active_teachers]
         self._parts = build_parts(
@@ -51,7 +66,7 @@ class Models:
             student_vocab_size=plan.student.vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
-        self._micro_batch_size = plan.config.train.micro_batch_size
+        self._free_slots = deque(range(1 + plan.lookahead))
         with ExitStack() as stack:
             # Closed in reverse: the student drops its mappings before the teachers free their buffers.
             self.teachers = [stack.enter_context(group) for group in teacher_groups(cluster, plan)]
@@ -59,68 +74,86 @@ class Models:
             self.student.gather([group.ready for group in (self.student, *self.teachers)])
             self._stack = stack.pop_all()
 
-    def _split(self, batch: Batch) -> list[Batch]:
-        return split(batch, self._num_ranks, self._micro_batch_size)
+    def ask(self, batch: Batch, about: str) -> Asked:
+        """Start every teacher's forward pass, side by side; returns at once. about: which batch it is, for messages."""
+        slot = self._free_slots.popleft()
+        return Asked(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
-    def teach(self, batch: Batch) -> Taught:
-        """Every teacher's forward pass, side by side, and who has how much of a say in what."""
-        parts = self._split(batch)
-        calls = [
-            group.submit("forward", [(part.teachers[i].tokens,) for part in parts])
-            for i, group in enumerate(self.teachers)
-        ]
-        by_teacher: list[list[Scored]] = self.student.gather(calls)
-        scores = [
-            joined([scored.scores for scored in by_rank if scored.scores is not None], len(batch))
-            for by_rank in by_teacher
-            if by_rank[0].scores is not None
-        ]
-        handles = [tuple(by_rank[rank].handle for by_rank in by_teacher) for rank in range(self._num_ranks)]
-        return Taught(share_out(self._aggregation, batch, scores, priors=self._priors), handles)
+    def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Pending]:
+        """Call every teacher with the tokens of each of its ranks."""
+        calls = []
+        for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
+            own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
+            calls.append(group.submit(method, [(tokens, *more) for tokens in own], about=about))
+        return calls
 
-    def train_step(
-        self, batch: Batch, kd_scale: float, timer: Timer, *, compare_gradients: bool = False
-    ) -> dict[str, Metric]:
-        """Teachers, then the student's optimizer step: the metrics of the global batch."""
-        with timer.span("teacher_s"):
-            taught = self.teach(batch)
-        with timer.span("student_s"):
-            normalizers = self._parts.normalizers(taught.batch)
-            pairs = zip(self._split(taught.batch), taught.handles, strict=True)
-            steps = [(StudentStep(part, own, normalizers, kd_scale, compare_gradients),) for part, own in pairs]
-            metrics = merge(self.student.call("train_step", steps))
-        return metrics | share_metrics(self._parts, taught.batch)
+    def answer(self, asked: Asked) -> Taught:
+        """Wait for the teachers, and settle who has how much of a say in what."""
+        by_teacher: list[list[Scored]] = self.student.gather(asked.calls)
+        batch = share_out(self._aggregation, asked.batch, self._scores(by_teacher, asked.batch), priors=self._priors)
+        by_teacher_and_reader = [
+            windows([scored.handle for scored in by_rank], delivery.sides)
+            for by_rank, delivery in zip(by_teacher, self._deliveries, strict=True)
+        ]
+        seconds = tuple(max(scored.seconds for scored in by_rank) for by_rank in by_teacher)
+        return Taught(batch, asked.slot, self._by_student_rank(by_teacher_and_reader), seconds, asked.about)
+
+    def _by_student_rank(self, by_teacher: Sequence[Sequence[Window]]) -> list[RankWindows]:
+        return [tuple(by_rank[rank] for by_rank in by_teacher) for rank in range(self._grid.student.size)]
+
+    def _scores(self, by_teacher: Sequence[Sequence[Scored]], batch: Batch) -> list[SequenceScores]:
+        """Of each teacher that gives any, for the rows of the batch."""
+        scores = []
+        for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
+            own = [by_rank[rank].scores for rank in leads(layout)]
+            if given := [each for each in own if each is not None]:
+                scores.append(joined(given, len(batch)))
+        return scores
+
+    def train_step(self, taught: Taught, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
+        """The student's optimizer step: the metrics of the global batch."""
+        normalizers = self._parts.normalizers(taught.batch)
+        steps = [
+            (StudentStep(part, own, normalizers, kd_scale, compare_gradients),)
+            for part, own in self._student_parts(taught)
+        ]
+        return self._on_student("train_step", steps, taught)
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        taught = self.teach(batch)
-        pairs = zip(self._split(taught.batch), taught.handles, strict=True)
-        return merge(self.student.call("evaluate", list(pairs))) | share_metrics(self._parts, taught.batch)
+        """The metrics of a global batch, without an update; also while the teachers are ahead."""
+        taught = self.answer(self.ask(batch, "validation"))
+        return self._on_student("evaluate", self._student_parts(taught), taught)
+
+    def _student_parts(self, taught: Taught) -> list[tuple[Batch, RankWindows]]:
+        return list(zip(self._grid.by_rank(taught.batch, self._grid.student), taught.windows, strict=True))
+
+    def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], taught: Taught) -> dict[str, Metric]:
+        """Have the student read what the teachers wrote, whose buffers are free afterwards."""
+        metrics = reduced(self.student.call(method, arguments, about=taught.about), self._grid.student)
+        self._free_slots.append(taught.slot)
+        return metrics | share_metrics(self._parts, taught.batch)
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
-        parts = self._split(batch)
-        calls = [
-            group.submit("bits_per_byte", [(part.teachers[i].tokens,) for part in parts])
-            for i, group in enumerate(self.teachers)
-        ]
         totals = []
-        for by_rank in self.student.gather(calls):
+        by_teacher = self.student.gather(self._on_teachers("bits_per_byte", batch))
+        for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             total = Mean(0.0, 0.0)
-            for part in by_rank:
-                total = total.merge(part)
+            for rank in leads(layout):
+                total = total.merge(by_rank[rank])
             totals.append(total)
         return totals
 
     def save(self, folder: Path) -> None:
-        self._on_student("save", folder)
+        self._write_or_read("save", folder)
 
     def load(self, folder: Path) -> None:
-        self._on_student("load", folder)
+        self._write_or_read("load", folder)
 
     def export(self, folder: Path) -> None:
-        self._on_student("export", folder)
+        self._write_or_read("export", folder)
 
-    def _on_student(self, method: str, folder: Path) -> None:
-        self.student.call(method, [(folder.resolve(),)] * self._num_ranks)
+    def _write_or_read(self, method: str, folder: Path) -> None:
+        self.student.call(method, [(folder.resolve(),)] * self._grid.student.size)
 
     def close(self) -> None:
         self._stack.close()
@@ -147,7 +180,11 @@ def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
                 "transport": plan.transport,
                 "handoff": plan.config.handoff.type,
                 "score": plan.config.aggregation.score,
+                "readers": plan.deliveries[i].readers,
+                "num_slots": 1 + plan.lookahead,
+                "gives_back": not plan.placement.is_separate,
             },
+            plan.placement.teachers[i],
         )
         for i, settings in enumerate(plan.config.active_teachers)
     ]
@@ -167,4 +204,5 @@ def student_group(cluster: VirtualCluster, plan: Plan) -> WorkerGroup:
             "device": plan.device,
             "transport": plan.transport,
         },
+        plan.placement.student,
     )

@@ -5,17 +5,19 @@ from nemo_opd.config.loss import Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
 from nemo_opd.types import Mean, Metrics
+from nemo_opd.workers.phases import PREFIX as PHASE
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
     """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`.
 
-    A teacher whose KD has no unit, as none of these texts is its own, is left out.
+    A teacher whose KD has no unit, as none of these texts is its own, is left out; so are the phases of workers.
     """
     logged = {
         name: metric
         for name, metric in metrics.items()
-        if not name.startswith(PART) and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
+        if not name.startswith((PART, PHASE))
+        and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
     }
     named = {f"{phase}/{name}": value for name, value in values(logged).items()}
     loss = config.loss.ce_weight * named[f"{phase}/ce"]

@@ -4,6 +4,7 @@ from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging import Timer
+from nemo_opd.training.breakdown import step_times
 from nemo_opd.training.cli import busy
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
@@ -38,18 +39,18 @@ def train_step(session: Session) -> dict[str, float]:
     timer = Timer()
     scale = session.kd_scale.value
     with timer.span("step_s"):
-        with timer.span("data_wait_s"):
-            batch = session.loader.next()
-        metrics = session.models.train_step(batch, scale, timer, compare_gradients=session.compares_gradients)
+        taught = session.lookahead.next(timer)
+        metrics = session.models.train_step(taught, scale, compare_gradients=session.compares_gradients)
     peak_memory = metrics.pop("peak_memory_gb").value()
     record = objective_values(session.config, metrics, scale, "train")
     session.kd_scale.update(record["train/ce"], record.get("train/kd", 0.0))
-    seconds = timer.take()
+    teachers = dict(zip(session.config.active_names, taught.seconds, strict=True))
+    times = step_times(timer.take(), metrics, teachers)
     return {
-        "epoch": session.loader.epoch,
+        "epoch": session.lookahead.epoch,
         **record,
         "train/kd_scale": scale,
-        "perf/tokens_per_s": record["train/student_tokens"] / seconds["step_s"],
-        **{f"perf/{phase}": duration for phase, duration in seconds.items()},
+        "perf/tokens_per_s": record["train/student_tokens"] / times["perf/step_s"],
+        **times,
         "perf/peak_memory_gb": peak_memory,
     }

@@ -6,9 +6,13 @@ from pathlib import Path
 from datasets import Dataset
 
 from nemo_opd.checkpoint.manager import Progress
+from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.samples import SampleMaker
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.projection import Audit, ProjectionMatrix
+from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.memory import MemoryEstimate
 
 
@@ -27,13 +31,27 @@ class TeacherPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Delivery:
+    """From the ranks of a teacher to those of the student."""
+
+    sides: Sides
+    readers: tuple[Readers, ...]
+    """By rank of the teacher."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     config: RunConfig
     output_dir: Path
     progress: Progress | None
     """Where the run continues; None where it starts anew."""
     device: str
-    num_ranks: int
+    placement: Placement
+    student_layout: Layout
+    teacher_layouts: tuple[Layout, ...]
+    """One per active teacher."""
+    deliveries: tuple[Delivery, ...]
+    """One per active teacher."""
     transport: str
     student: StudentPlan
     teachers: tuple[TeacherPlan, ...]
@@ -46,6 +64,20 @@ class Plan:
     memory: MemoryEstimate
 
     @property
+    def num_ranks(self) -> int:
+        """Of the student."""
+        return self.student_layout.size
+
+    @property
+    def grid(self) -> BatchGrid:
+        return BatchGrid(self.student_layout, self.teacher_layouts, self.config.train.micro_batch_size)
+
+    @property
     def rows_per_rank(self) -> int:
-        """Sequences of a full batch on one rank."""
-        return self.config.train.global_batch_size // self.num_ranks
+        """Sequences of a full batch on one rank of the student."""
+        return self.config.train.global_batch_size // self.student_layout.dp
+
+    @property
+    def lookahead(self) -> int:
+        """Batches that the teachers are ahead of the student; none where they take turns on the same devices."""
+        return self.config.cluster.prefetch if self.placement.is_separate else 0

@@ -4,20 +4,21 @@ from datasets import Dataset
 
 from nemo_opd.aggregation.routed import RoutedSampleMaker
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data import layout as columns
 from nemo_opd.data.documents import read_documents
-from nemo_opd.data.layout import Layout, RoutedLayout, layout_of
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.handoff.transport import transport_for
+from nemo_opd.training.delivery import plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import (
     progress_to_resume,
     require_batch_divides,
     resolve_device,
     resolve_output_dir,
-    resolve_ranks,
+    resolve_placement,
 )
-from nemo_opd.training.memory import estimate
+from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.sides import build_sample_maker, load_side, plan_teacher
 
@@ -25,13 +26,15 @@ from nemo_opd.training.sides import build_sample_maker, load_side, plan_teacher
 def preflight(config: RunConfig) -> Plan:
     """Check everything and say what will run. Raises an OPDError for what cannot."""
     device = resolve_device(config.cluster)
-    num_ranks = resolve_ranks(config.cluster, device)
-    require_batch_divides(config, num_ranks)
+    placement = resolve_placement(config, device)
+    student_layout, teacher_layouts = resolve_layouts(config, placement)
+    require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     progress = progress_to_resume(config, output_dir)
     student = load_side(config.student, "student")
     teachers = [load_side(settings, f"teachers.{i}") for i, settings in enumerate(config.active_teachers)]
+    deliveries = plan_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     train_documents, validation_documents = load_data(config)
     teacher_plans = tuple(
         plan_teacher(i, settings, student, teacher)
@@ -40,12 +43,28 @@ def preflight(config: RunConfig) -> Plan:
     sample_maker = make_samples(config, build_sample_maker(config, student, teachers))
     require_readable(sample_maker, train_documents, "data.train")
     steps_per_epoch = -(-len(train_documents) // config.train.global_batch_size)
+    machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
+    situation = Situation.of(
+        config,
+        sizes=[side.size for side in (student, *teachers)],
+        vocab_sizes=[side.vocab_size for side in (student, *teachers)],
+        layouts=(student_layout, *teacher_layouts),
+        machine=machine,
+        transport=transport,
+        lookahead=config.cluster.prefetch if placement.is_separate else 0,
+        headless=config.handoff.type == "hidden_states",
+        gives_back=not placement.is_separate,
+    )
+    config, memory = settle_memory(config, situation)
     return Plan(
         config=config,
         output_dir=output_dir,
         progress=progress,
         device=device,
-        num_ranks=num_ranks,
+        placement=placement,
+        student_layout=student_layout,
+        teacher_layouts=teacher_layouts,
+        deliveries=deliveries,
         transport=transport,
         student=StudentPlan(student.vocab_size),
         teachers=teacher_plans,
@@ -54,20 +73,14 @@ def preflight(config: RunConfig) -> Plan:
         sample_maker=sample_maker,
         steps_per_epoch=steps_per_epoch,
         total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
-        memory=estimate(
-            config,
-            student.size,
-            [teacher.size for teacher in teachers],
-            num_ranks=num_ranks,
-            compute_bytes=4 if device == "cpu" else 2,
-        ),
+        memory=memory,
     )
 
 
 def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    layout: Layout = layout_of(config.data)
+    layout: columns.Layout = columns.layout_of(config.data)
     if config.routing is not None:
-        layout = RoutedLayout(layout, config.routing.key, config.active_names)
+        layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
     train = load_documents(config.data.train, layout, key="data.train")
     if not config.data.validation.given:
         return train, None

@@ -14,6 +14,7 @@ from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.training.interrupt import Interrupt
+from nemo_opd.training.lookahead import Lookahead
 from nemo_opd.training.models import Models
 from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
@@ -57,14 +58,16 @@ class Session:
                 self._restore_driver(progress)
             (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             self.loggers.start(run_summary(plan), self.step)
-            num_groups = 1 + len(config.active_teachers)
-            self.loggers.phase(f"starting Ray and {plan.num_ranks * num_groups} workers")
-            cluster = stack.enter_context(
-                VirtualCluster(config.cluster, device=plan.device, num_ranks=plan.num_ranks, num_groups=num_groups)
-            )
+            if not self.is_complete:
+                self.loader.start()
+            self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
+            cluster = stack.enter_context(VirtualCluster(config.cluster, device=plan.device, placement=plan.placement))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:
                 self.models.load(self.checkpoints.path(progress.step))
+            self.lookahead = Lookahead(
+                self.loader, self.models, depth=plan.lookahead, steps=range(self.step + 1, plan.total_steps + 1)
+            )
             self.interrupt = stack.enter_context(Interrupt())
             self._stack = stack.pop_all()
         return self
@@ -128,7 +131,7 @@ class Session:
         """Write a checkpoint of this step."""
         progress = Progress(
             step=self.step,
-            loader=self.loader.state_dict(),
+            loader=self.lookahead.state_dict(),
             kd_ratio=self.kd_scale.ratio,
             bits_per_byte=self.bits_per_byte,
             settings=identity(self.config),

@@ -7,9 +7,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging import RunSummary, TeacherSummary
 from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table
+from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
 
 
@@ -55,18 +57,22 @@ def print_plan(plan: Plan, console: Console) -> None:
             for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
                 console.print(Text(f"warning: {warning}", "yellow"))
     console.print(batch_grid(plan))
-    console.print(memory_table(plan))
+    for shown in memory_report(plan.memory, plan.config):
+        console.print(shown)
 
 
 def batch_grid(plan: Plan) -> Table:
     train = plan.config.train
     table = Table("batch", "", title="Batch grid", title_justify="left")
-    validation = plan.validation_documents
+    validation, names = plan.validation_documents, plan.config.active_names
     rows = {
         "training documents": f"{len(plan.train_documents):,}",
         "validation documents": "none" if validation is None else f"{len(validation):,}",
         "sequences a step": str(train.global_batch_size),
-        "ranks": f"{plan.num_ranks} on {plan.device}",
+        "device": plan.device,
+        "student": shown(plan.student_layout),
+        **{f"teacher {name}": shown(layout) for name, layout in zip(names, plan.teacher_layouts, strict=True)},
+        "placement": placement(plan),
         "sequences a rank": str(plan.rows_per_rank),
         "microbatches a rank": f"{plan.rows_per_rank // train.micro_batch_size} of {train.micro_batch_size}",
         "longest sequence": f"{train.max_length:,} tokens",
@@ -80,11 +86,16 @@ def batch_grid(plan: Plan) -> Table:
     return table
 
 
-def memory_table(plan: Plan) -> Table:
-    table = Table("on each rank", "MiB", title="Memory estimate (without activations)", title_justify="left")
-    table.columns[1].justify = "right"
-    for part, num_bytes in plan.memory.parts.items():
-        table.add_row(part, f"{num_bytes / 2**20:,.0f}")
-    table.add_section()
-    table.add_row("all", f"{plan.memory.total / 2**20:,.0f}")
-    return table
+def shown(layout: Layout) -> str:
+    """Such as `8 ranks: 2 data × 4 tensor parallel`."""
+    kinds = {"data": layout.dp, "context": layout.cp, "tensor": layout.tp}
+    parallel = [f"{degree} {kind}" for kind, degree in kinds.items() if degree > 1]
+    ranks = f"{layout.size} rank" + ("s" if layout.size > 1 else "")
+    return f"{ranks}: {' × '.join(parallel)} parallel" if parallel else ranks
+
+
+def placement(plan: Plan) -> str:
+    if not plan.placement.is_separate:
+        return "colocated"
+    batches = f"{plan.lookahead} batch" + ("" if plan.lookahead == 1 else "es")
+    return f"separate, teachers {batches} ahead"

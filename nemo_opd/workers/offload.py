@@ -9,30 +9,29 @@ from torch.optim import Optimizer
 
 
 @contextmanager
-def resident(model: nn.Module, device: str, *, offload: bool, optimizer: Optimizer | None = None) -> Iterator[None]:
+def resident(
+    model: nn.Module, device: str, *, offload: bool, gives_back: bool, optimizer: Optimizer | None = None
+) -> Iterator[None]:
     """Inside, the model (and the optimizer's state) is on `device`; what is offloaded goes back to the host afterwards.
 
-    Also after an error.
+    gives_back: other processes take turns with this one on the device, and what PyTorch keeps for itself they could not
+    have. All of it also after an error.
     """
-    if not offload:
-        yield
-        return
     try:
-        place(model, optimizer, device)
+        if offload:
+            place(model, optimizer, device)
         yield
     finally:
-        place(model, optimizer, "cpu")
+        if offload:
+            place(model, optimizer, "cpu")
+        if offload or gives_back:
+            release_cached_memory()
 
 
 def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
-    move(model, device)
+    model.to(device)
     if optimizer is not None:
         move_optimizer(optimizer, device)
-
-
-def move(model: nn.Module, device: str) -> None:
-    model.to(device)
-    release_cached_memory()
 
 
 def move_optimizer(optimizer: Optimizer, device: str) -> None:
@@ -41,10 +40,9 @@ def move_optimizer(optimizer: Optimizer, device: str) -> None:
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() > 0:
                 state[name] = value.to(device)
-    release_cached_memory()
 
 
 def release_cached_memory() -> None:
-    """Other processes share the device: what PyTorch keeps for itself they cannot have."""
+    """Give back what PyTorch keeps of the device's memory for its next use."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

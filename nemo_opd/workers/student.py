@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import psutil
 import torch
@@ -17,21 +17,27 @@ from nemo_opd.aggregation import build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.optim import Scheduler
 from nemo_opd.config.run import RunConfig
-from nemo_opd.distributed.process_group import data_parallel_mesh
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.handoff.transport import TRANSPORTS
+from nemo_opd.handoff.window import Window
 from nemo_opd.logging.metrics import merge
 from nemo_opd.losses.accuracy import accuracy
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.models.export import save_pretrained
-from nemo_opd.models.load import load_config, load_model, tokenizer_of
-from nemo_opd.models.parallelize import checkpoint_activations, shard
+from nemo_opd.losses.planned import PlannedLoss, compute_together
+from nemo_opd.models.export import save_adapted, save_pretrained
+from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.load import load_config, tokenizer_of
+from nemo_opd.models.lora import Adapters
+from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Batch, Last, LossOutput, Max, Mean, Metric, Normalizers, Sum
+from nemo_opd.types import Batch, Last, Max, Mean, Metric, Normalizers, Sum
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
-from nemo_opd.workers.offload import move, resident
-from nemo_opd.workers.teacher import OutputHandle
+from nemo_opd.workers.memory import BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, needs_memory
+from nemo_opd.workers.offload import resident
+from nemo_opd.workers.phases import Phases
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +45,7 @@ class StudentStep:
     """This rank's part of a global batch."""
 
     batch: Batch
-    handles: tuple[OutputHandle, ...]
+    windows: tuple[Window, ...]
     """Per teacher: to its output for this batch."""
     normalizers: Normalizers
     kd_scale: float
@@ -87,16 +93,37 @@ class StudentWorker:
         )
         self.vocab_size = vocab_size
         self.device = device
-        self.offload = config.student.offload
-        self.model = load_model(config.student.model, torch.float32, key="student.model")
-        if config.student.activation_checkpointing:
-            checkpoint_activations(self.model)
-        shard(self.model, data_parallel_mesh(device), compute_dtype=compute_dtype(config.student.dtype, device))
-        if not self.offload:
-            move(self.model, device)
+        self.phases = Phases(device)
+        self.offload = config.student.offload is True
+        parallelism = config.student.parallelism
+        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        self.averaged_over = fsdp_axis(mesh).size()
+        compute, lora = compute_dtype(config.student.dtype, device), config.student.lora
+        self.adapters = None if lora is None else Adapters(lora, config.student.model, config.run.seed)
+        with needs_memory(LOADING_STUDENT):
+            self.model = load_sharded(
+                config.student.model,
+                # What is not trained needs no more precision than it is computed in.
+                torch.float32 if self.adapters is None else compute,
+                mesh,
+                key="student.model",
+                parallelism=parallelism,
+                compute_dtype=compute,
+                device="cpu" if self.offload else device,
+                trainable=True,
+                activation_checkpointing=config.student.activation_checkpointing,
+                compile_layers=config.student.compile,
+                adapters=self.adapters,
+            )
+        self.logit_rows: Headless | WithHead
+        """Ids [B, S] → this rank's part of the logits [B, S, V], of which `whole` makes what losses read."""
+        if config.handoff.type == "hidden_states":
+            self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
+        else:
+            self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
         optimizer = config.student.optimizer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
+            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
@@ -104,29 +131,32 @@ class StudentWorker:
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         _, receiver = TRANSPORTS[transport]
-        self.receiver = receiver()
+        self.receiver = receiver(dist.get_rank())
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """One optimizer step; the metrics are this rank's share."""
-        with self._resident():
+        self.phases.begin()
+        with self._with_model(self.optimizer):
             return self._train_step(step)
 
-    def _resident(self) -> AbstractContextManager[None]:
-        return resident(self.model, self.device, offload=self.offload, optimizer=self.optimizer)
+    def _with_model(self, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
+        gives_back = self.config.cluster.placement == "colocated"
+        return resident(self.model, self.device, offload=self.offload, gives_back=gives_back, optimizer=optimizer)
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, ("kd", "ce"))
         learning_rate = self.scheduler.get_last_lr()[0]
-        grad_norm = self._clip_gradient()
-        self.optimizer.step()
-        self.scheduler.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.phases("optimizer"), needs_memory(OPTIMIZER):
+            grad_norm = self._clip_gradient()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(learning_rate)
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
-        return on_host(metrics)
+        return on_host(metrics | self.phases.take())
 
     def _compared_gradients(self, step: StudentStep) -> dict[str, Metric]:
         """The gradient as the sum of that of KD and that of CE, as they enter the update, and how the two compare."""
@@ -143,51 +173,56 @@ class StudentWorker:
         return merge(self._accumulate(micro, step, objectives) for micro in self._micro_batches(step))
 
     def _accumulate(self, micro: MicroBatch, step: StudentStep, objectives: Sequence[Objective]) -> dict[str, Metric]:
-        logits_BSV = self._logits(micro.batch)
-        # What a loss keeps is as large as the logits. Each goes backward to a leaf at once, which frees it before the
-        # next is formed; the model's own backward pass runs once, from the sum.
-        leaf = logits_BSV.detach().requires_grad_()
-        metrics: dict[str, Metric] = {}
-        for output in self._losses(leaf, micro, step, objectives):
+        with self.phases("forward"), needs_memory(FORWARD):
+            made = self.logit_rows(micro.batch.student.ids)
+        with self.phases("loss"), needs_memory(LOSS):
+            # The losses go backward to a leaf: the model's own backward pass runs once, from their sum.
+            leaf = made.cut_off()
+            losses = self._losses(self.logit_rows.whole(leaf), micro, step, objectives)
+            output = compute_together(losses)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (METHODS §7).
-            (output.loss * dist.get_world_size()).backward()
-            metrics |= output.metrics
-        logits_BSV.backward(leaf.grad)
-        return metrics
+            (output.loss * self.averaged_over).backward()
+        with self.phases("backward"), needs_memory(BACKWARD):
+            gradient = leaf.leaves[0].grad
+            assert gradient is not None
+            self.logit_rows.backward(made, gradient)
+        return output.metrics
 
     def _losses(
-        self, logits_BSV: Tensor, micro: MicroBatch, step: StudentStep, objectives: Iterable[Objective]
-    ) -> Iterator[LossOutput]:
-        """What is added up to these objectives, weights and all, one after the other."""
+        self, logits: LogitRows, micro: MicroBatch, step: StudentStep, objectives: Iterable[Objective]
+    ) -> list[PlannedLoss]:
+        """What is added up to these objectives, weights and all."""
         weights, batch = self.config.loss, micro.batch
+        losses = []
         if "ce" in objectives:
-            ce = cross_entropy(
-                logits_BSV,
+            ce = cross_entropy.plan(
+                logits,
                 batch.student.ids,
                 mask=batch.student.loss_mask,
                 normalizer=step.normalizers.ce,
                 vocab_size=self.vocab_size,
             )
-            yield LossOutput(weights.ce_weight * ce.loss, ce.metrics)
+            losses.append(ce.times(weights.ce_weight))
         if "kd" in objectives:
-            for kd in self.parts(logits_BSV, micro.teacher_logits, batch, micro.kd_units, step.normalizers.kd):
-                yield LossOutput(weights.kd_weight * step.kd_scale * kd.loss, kd.metrics)
+            parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.kd_units, step.normalizers.kd)
+            losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
+        return losses
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, handles: tuple[OutputHandle, ...]) -> dict[str, Metric]:
+    def evaluate(self, batch: Batch, windows: tuple[Window, ...]) -> dict[str, Metric]:
         """The same terms as in training, without an update; the student's bits per byte and accuracy."""
         self.model.eval()
-        step = StudentStep(batch, handles, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
+        step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
         parts: list[dict[str, Metric]] = []
-        with resident(self.model, self.device, offload=self.offload):
+        with self._with_model():
             for micro in self._micro_batches(step):
-                logits_BSV = self._logits(micro.batch)
+                logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
                 own, size = micro.batch.student, self.vocab_size
-                parts += [output.metrics for output in self._losses(logits_BSV, micro, step, ("kd", "ce"))]
+                parts.append(compute_together(self._losses(logits, micro, step, ("kd", "ce"))).metrics)
                 parts.append(
                     {
-                        "bits_per_byte": bits_per_byte(logits_BSV, own, vocab_size=size),
-                        "accuracy": accuracy(logits_BSV, own, vocab_size=size),
+                        "bits_per_byte": bits_per_byte(logits, own, vocab_size=size),
+                        "accuracy": accuracy(logits, own, vocab_size=size),
                     }
                 )
         return on_host(merge(parts))
@@ -196,17 +231,13 @@ class StudentWorker:
         size = self.config.train.micro_batch_size
         for start in range(0, len(step.batch), size):
             batch = step.batch.rows(start, start + size)
-            teacher_logits: list[LogitRows] = [
-                handle.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
-                for handle, rows in zip(step.handles, batch.teachers, strict=True)
-            ]
+            with self.phases("handoff"):
+                teacher_logits = [
+                    window.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
+                    for window, rows in zip(step.windows, batch.teachers, strict=True)
+                ]
             # Counted on the host, where it waits for nothing.
             yield MicroBatch(batch.to(self.device), teacher_logits, self.parts.num_units(batch))
-
-    def _logits(self, micro: Batch) -> Tensor:
-        model: Any = self.model
-        logits: Tensor = model(input_ids=micro.student.ids, use_cache=False).logits
-        return logits
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip
@@ -215,23 +246,29 @@ class StudentWorker:
 
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form)."""
-        with self._resident():
+        with self._with_model(self.optimizer):
             save_state(folder / "state", self.model, self.optimizer, self.scheduler)
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
         """Continue from what `save` wrote. Raises CheckpointError."""
-        with self._resident():
+        with self._with_model(self.optimizer):
             load_state(folder / "state", self.model, self.optimizer, self.scheduler)
 
     def export(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face form, in the precision of the model it started from."""
+        """Write model and tokenizer in Hugging Face form, in the precision of the model it started from.
+
+        Of adapters what `student.lora.export` says.
+        """
         settings = self.config.student
         tokenizer = tokenizer_of(settings, key="student")
         stored = load_config(settings.model, key="student.model").dtype
         dtype = stored if isinstance(stored, torch.dtype) else torch.float32
-        with resident(self.model, self.device, offload=self.offload):
-            save_pretrained(self.model, tokenizer, folder, dtype)
+        with self._with_model():
+            if self.adapters is None:
+                save_pretrained(self.model, tokenizer, folder, dtype)
+            else:
+                save_adapted(self.model, self.adapters, tokenizer, folder, dtype)
 
     def close(self) -> None:
         """Drop the mappings of teachers' buffers, so that their owners can free them."""

@@ -1,25 +1,29 @@
 """A frozen teacher on one data-parallel rank."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
 from nemo_opd.aggregation import joined, sequence_scores
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
-from nemo_opd.distributed.process_group import data_parallel_mesh
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.mesh import build_mesh
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
+from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.head import Headless, WithHead
-from nemo_opd.models.load import load_model
-from nemo_opd.models.parallelize import shard
+from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.types import Mean, SequenceScores, TokenRows
-from nemo_opd.workers.offload import move, resident
+from nemo_opd.workers.memory import handoff_buffer, loading_teacher, needs_memory, teacher_forward
+from nemo_opd.workers.offload import place, resident
 
 OutputHandle = HiddenStatesHandle | LogitsHandle
 
@@ -29,9 +33,11 @@ class Scored:
     """What a teacher makes of a rank's rows."""
 
     handle: OutputHandle
-    """To its output, valid until the next call."""
+    """To its output, valid until the slot is written again."""
     scores: SequenceScores | None
     """On the host; None where the aggregation asks for none."""
+    seconds: float
+    """From the call until the output is there for others to read."""
 
 
 class TeacherWorker:
@@ -51,59 +57,97 @@ class TeacherWorker:
         transport: str,
         handoff: Literal["hidden_states", "logits"],
         score: Score | None = None,
+        readers: Sequence[Readers] | None = None,
+        num_slots: int = 1,
+        gives_back: bool = False,
     ) -> None:
         """`vocab_size` is the tokenizer's; what a wider head has beyond it is never handed over.
 
-        handoff: what is. score: what `forward` says about each sequence besides. Raises ModelError for weights that
-        cannot be loaded, or a head that cannot be handed over.
+        handoff: what is. score: what `forward` says about each sequence besides. readers: by rank, who will map its
+        buffers; by default the receiver of number 0. num_slots: batches whose output is kept at once. gives_back:
+        others take turns with it on the device. Raises ModelError for weights that cannot be loaded, or a head that
+        cannot be handed over, and ClusterError where memory runs out, as `forward` does.
         """
         self.score = score
         self.vocab_size = vocab_size
         self.micro_batch_size = micro_batch_size
         self.device = device
-        self.offload = settings.offload
+        self.offload = settings.offload is True
+        self.gives_back = gives_back
         dtype = getattr(torch, settings.dtype)
-        self.model = load_model(settings.model, dtype, key=key).eval().requires_grad_(False)
-        shard(self.model, data_parallel_mesh(device), compute_dtype=dtype)
-        if not self.offload:
-            move(self.model, device)
+        parallelism = settings.parallelism
+        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        teacher = key.removesuffix(".model")
+        self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
+        with needs_memory(loading_teacher(teacher, settings.name)):
+            self.model = load_sharded(
+                settings.model,
+                dtype,
+                mesh,
+                key=key,
+                parallelism=parallelism,
+                compute_dtype=dtype,
+                device="cpu" if self.offload else device,
+                trainable=False,
+            )
         sender, _ = TRANSPORTS[transport]
-        self.logit_rows: Callable[[Tensor], Any]
-        """Ids [B, T] → logits [B, T, ≥ W], of the kind that `writer` takes."""
+        own_readers = Readers() if readers is None else readers[dist.get_rank()]
+        self.logit_rows: Headless | WithHead
+        """Ids [B, T] → logits [B, T, own columns], of the kind that `writer` takes."""
         self.writer: HiddenStatesWriter | LogitsWriter
         if handoff == "hidden_states":
-            headless = Headless(self.model, key=key)
+            headless = Headless(self.model, key=key, mesh=mesh, parallelism=parallelism)
             self.logit_rows = headless
-            self.writer = HiddenStatesWriter(sender, vocab_size, headless.hidden_size, dtype)
+            self.writer = HiddenStatesWriter(
+                sender,
+                vocab_size,
+                headless.hidden_size,
+                dtype,
+                columns=headless.columns,
+                readers=own_readers,
+                num_slots=num_slots,
+            )
         else:
-            self.logit_rows = WithHead(self.model)
-            self.writer = LogitsWriter(sender(), vocab_size, dtype)
+            with_head = WithHead(self.model, mesh=mesh, parallelism=parallelism)
+            self.logit_rows = with_head
+            self.writer = LogitsWriter(
+                sender, vocab_size, dtype, columns=with_head.columns, readers=own_readers, num_slots=num_slots
+            )
 
     @torch.no_grad()
-    def forward(self, tokens: TokenRows) -> Scored:
-        """Score `tokens`."""
+    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+        """Score `tokens`; the output takes the place of what was in the slot."""
+        begin = time.perf_counter()
         scores: list[SequenceScores] = []
-        with resident(self.model, self.device, offload=self.offload):
-            self.writer.begin(len(tokens), tokens.ids.shape[1])
+        with needs_memory(self._forward_task), self._with_model():
+            with needs_memory(self._buffer_task):
+                self.writer.begin(len(tokens), tokens.ids.shape[1], slot)
             for start in range(0, len(tokens), self.micro_batch_size):
                 micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
                 made = self.logit_rows(micro.ids)
                 self.writer.write(start, made)
                 if self.score is not None:
-                    scores.append(sequence_scores(made, micro, score=self.score, vocab_size=self.vocab_size))
-            return Scored(self.writer.handle(), joined(scores) if scores else None)
+                    whole = self.logit_rows.whole(made)
+                    scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
+            # Waits for the device, so that a clock of the host tells the time of the device's work.
+            handle = self.writer.handle()
+        return Scored(handle, joined(scores) if scores else None, time.perf_counter() - begin)
+
+    def _with_model(self) -> AbstractContextManager[None]:
+        return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)
 
     @torch.no_grad()
     def bits_per_byte(self, tokens: TokenRows) -> Mean:
         """The teacher's own quality on these texts."""
         result = Mean(0.0, 0.0)
-        with resident(self.model, self.device, offload=self.offload):
+        with self._with_model():
             for start in range(0, len(tokens), self.micro_batch_size):
                 micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                result = result.merge(bits_per_byte(self.logit_rows(micro.ids), micro, vocab_size=self.vocab_size))
+                logits = self.logit_rows.whole(self.logit_rows(micro.ids))
+                result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
 
     def close(self) -> None:
         """Release the buffers; the student must have dropped its mappings."""
         self.writer.close()
-        move(self.model, "cpu")
+        place(self.model, None, "cpu")

@@ -6,6 +6,7 @@ import torch
 from nemo_opd.aggregation import PART, build_parts, share_metrics
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
+from nemo_opd.losses.planned import compute_together
 from nemo_opd.types import Batch, ChunkRows, Mean, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.tiny import Tiny
@@ -76,13 +77,13 @@ def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str) -
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
     normalizers = parts.normalizers(whole).kd
-    expected = sum(out.loss for out in parts(student, views(teachers, whole, 0), whole, (1, 1), normalizers))
+    expected = compute_together(parts.plan(student, views(teachers, whole, 0), whole, (1, 1), normalizers)).loss
     pooled: dict[str, Mean] = {}
     for b in range(3):
         micro = whole.rows(b, b + 1)
         logits = student[b : b + 1, : micro.student.ids.shape[1]]
-        for out in parts(logits, views(teachers, micro, b), micro, parts.num_units(micro), (1, 1)):
-            for name, metric in out.metrics.items():
+        for part in parts.plan(logits, views(teachers, micro, b), micro, parts.num_units(micro), (1, 1)):
+            for name, metric in part.compute().metrics.items():
                 if name.startswith(PART):
                     pooled[name] = pooled[name].merge(metric) if name in pooled else metric
     assert sum(metric.value() for metric in pooled.values()) == pytest.approx(float(expected.detach()), rel=1e-12)

@@ -13,8 +13,10 @@ import psutil
 import pytest
 
 from nemo_opd.cluster import worker_group
+from nemo_opd.cluster.calls import gather
+from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup, gather
+from nemo_opd.cluster.worker_group import WorkerGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
@@ -23,13 +25,14 @@ from tests.cluster.toy import Toy
 from tests.tiny import Tiny
 
 pytestmark = pytest.mark.slow
+TWO_GROUPS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[VirtualCluster]:
     folders = set(Path("/tmp").glob("opd_*/owner.lock"))
     children = set(psutil.Process().children(recursive=True))
-    with VirtualCluster(Cluster(timeout_s=120), device="cpu", num_ranks=2, num_groups=2) as cluster:
+    with VirtualCluster(Cluster(timeout_s=120), device="cpu", placement=TWO_GROUPS) as cluster:
         yield cluster
         assert cluster._folder is not None
         own = cluster._folder.path
@@ -43,7 +46,7 @@ def cluster() -> Iterator[VirtualCluster]:
 
 @pytest.fixture(scope="module")
 def group(cluster: VirtualCluster) -> Iterator[WorkerGroup]:
-    with WorkerGroup(cluster, "toys", Toy, {}) as group:
+    with WorkerGroup(cluster, "toys", Toy, {}, TWO_GROUPS.student) as group:
         group.gather([group.ready])
         yield group
 
@@ -65,9 +68,10 @@ def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup,
         group.call("fail_while_others_wait", [(rank, 2.0)] * 2)
     assert time.monotonic() - start < 1.5
     error = caught.value
-    assert (error.group, error.rank, error.error) == ("toys", rank, "KeyError: 'no such thing'")
+    assert (error.group, error.rank) == ("toys", rank)
+    assert error.error == "KeyError: 'no such thing' (while in 'fail_while_others_wait')"
     assert "fail_while_others_wait" in error.traceback
-    assert str(error) == f"toys rank {rank} failed: KeyError: 'no such thing'"
+    assert str(error) == f"toys rank {rank} failed: {error.error}"
     group.call("sleep", [(0.0,)] * 2)  # the other rank has ended its wait
 
 
@@ -77,7 +81,7 @@ def test_result_that_cannot_travel_is_a_worker_error(group: WorkerGroup) -> None
 
 
 def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup) -> None:
-    with pytest.raises(ClusterError, match=r"toys rank 0 did not finish 'sleep' within cluster.timeout_s=0.5"):
+    with pytest.raises(ClusterError, match=r"toys ranks 0, 1: still in 'sleep' after cluster.timeout_s=0.5 s"):
         gather([group.submit("sleep", [(1.0,)] * 2)], timeout_s=0.5)
     assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
 
@@ -102,7 +106,7 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
         pytest.raises(
             WorkerError, match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*weights"
         ) as caught,
-        WorkerGroup(cluster, "teacher t", TeacherWorker, arguments) as teacher,
+        WorkerGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
     ):
         teacher.gather([teacher.ready])
     assert "Traceback" in caught.value.traceback
@@ -113,8 +117,10 @@ def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pyte
     """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
     with pytest.raises(ClusterError) as caught:
         group.call("die", [(1,)] * 2)
-    assert str(caught.value).startswith("toys rank 1 died during 'die' (")
+    assert str(caught.value).startswith("toys rank 1 died while in 'die' (its process on ")
     assert not isinstance(caught.value, WorkerError)
+    assert group.cluster.is_broken, "so that nobody is asked to leave"
+    monkeypatch.setattr(group.cluster, "is_broken", False)
     monkeypatch.setattr(worker_group, "LEAVE_S", 2.0)
     before = rank_processes()
     start = time.monotonic()
@@ -123,12 +129,13 @@ def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pyte
     wait_for_end(before)
 
 
-def test_more_than_the_cluster_has_is_a_cluster_error(cluster: VirtualCluster, monkeypatch) -> None:
+def test_more_than_the_cluster_has_is_a_cluster_error(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session has room for 2 ranks of 2 groups; a third does not fit."""
-    monkeypatch.setattr(cluster, "num_ranks", 3)
+    larger = Placement.colocated(num_nodes=1, ranks_per_node=3, num_teachers=1)
+    monkeypatch.setattr(cluster, "placement", larger)
     monkeypatch.setattr(cluster, "timeout_s", 1.0)
     with pytest.raises(ClusterError, match=r"3 ranks of {'CPU': 2} are not free .* lower cluster.num_nodes"):
-        cluster._reserve(Cluster(), 2)
+        cluster._reserve()
 
 
 def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
@@ -137,7 +144,7 @@ def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"cluster.address={address}: no Ray cluster answers there"):
-            VirtualCluster(Cluster(address=address), device="cpu", num_ranks=1, num_groups=1)
+            VirtualCluster(Cluster(address=address), device="cpu", placement=TWO_GROUPS)
 
 
 def rank_processes() -> set[psutil.Process]:

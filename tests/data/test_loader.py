@@ -3,10 +3,12 @@
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -161,7 +163,7 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
 
     def read() -> None:
         with TrainLoader(FakeDocuments(), report_or_refuse, 1, 0, False, 1) as loader:
-            loader._iterator = loader._start()
+            loader.start()
             (pid,) = children()
             os.kill(pid, signal.SIGINT)
             assert loader.next().student.ids[0].tolist() == [1, pid, 1, True, True]
@@ -180,6 +182,65 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
         read()
     assert not children()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+SLOW_S = 0.02
+"""For one sample, so a batch of three takes three times that."""
+
+
+class Slowly:
+    """A sample maker whose class remembers what its copies were given."""
+
+    made: ClassVar[list[str]] = []
+    makers: ClassVar[set[int]] = set()
+
+    def __call__(self, text: str) -> Sample:
+        time.sleep(SLOW_S)
+        self.made.append(text)
+        self.makers.add(id(self))
+        return number_sample(text)
+
+
+@pytest.fixture
+def slowly() -> Slowly:
+    Slowly.made.clear()
+    Slowly.makers.clear()
+    return Slowly()
+
+
+def test_without_workers_too_the_next_batch_is_made_while_the_last_one_is_used(slowly: Slowly) -> None:
+    """Bug: tokenizing and aligning between two steps. Steps take three times as long as a batch, in sleeps."""
+    steps, waited = 6, 0.0
+    with TrainLoader(FakeDocuments(60), slowly, BATCH_SIZE, 5, True, 0) as loader:
+        loader.start()
+        for _ in range(steps):
+            time.sleep(3 * BATCH_SIZE * SLOW_S)
+            start = time.perf_counter()
+            loader.next()
+            waited += time.perf_counter() - start
+    assert waited < 0.25 * steps * BATCH_SIZE * SLOW_S
+    assert id(slowly) not in slowly.makers, "a tokenizer of its own: the caller uses this one meanwhile"
+
+
+def test_closing_waits_for_one_sample_and_not_for_a_batch(slowly: Slowly) -> None:
+    loader = TrainLoader(FakeDocuments(40), slowly, 40, 5, True, 0)
+    loader.start()
+    while not slowly.made:
+        time.sleep(SLOW_S / 10)
+    loader.close()
+    made = len(slowly.made)
+    assert made < 20
+    assert "data" not in {thread.name.split("_")[0] for thread in threading.enumerate()}
+    assert len(slowly.made) == made
+    with loader:
+        assert len(loader.next()) == 40, "reading on begins where it was"
+
+
+def test_an_error_ahead_is_raised_with_its_own_batch() -> None:
+    with TrainLoader(FakeDocuments(), report_or_refuse, 1, 0, False, 0) as loader:
+        assert [int(loader.next().student.ids[0, 0]) for _ in range(3)] == [1, 2, 3]
+        with pytest.raises(DataError, match="document 4 is bad"):
+            loader.next()
 
 
 def test_epoch_is_that_of_the_last_batch() -> None:

@@ -1,4 +1,4 @@
-"""A process that owns a buffer, as a teacher's worker does; it is told what to do through a pipe."""
+"""Processes that own a buffer, as a teacher's worker does, or read one; they are told what to do through a pipe."""
 
 from multiprocessing.connection import Connection
 
@@ -12,13 +12,34 @@ def content(shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def own(transport: str, pipe: Connection) -> None:
+    """("export_to", receivers) starts anew, ("write", shape, seed) gives a handle."""
     sender_type, _ = TRANSPORTS[transport]
-    with sender_type() as sender:
-        while (command := pipe.recv()) != "stop":
-            if command == "close":
+    sender = sender_type()
+    while (command := pipe.recv()) != "stop":
+        match command:
+            case "close":
                 sender.close()
                 pipe.send("closed")
-                continue
-            shape, seed = command
-            sender.tensor(shape, torch.bfloat16).copy_(content(shape, seed))
-            pipe.send(sender.handle())
+            case "memory":
+                torch.cuda.ipc_collect()
+                pipe.send(torch.cuda.memory_allocated())
+            case "export_to", receivers:
+                sender.close()
+                sender = sender_type(receivers)
+                pipe.send("made")
+            case "write", shape, seed:
+                sender.tensor(shape, torch.bfloat16).copy_(content(shape, seed))
+                pipe.send(sender.handle())
+    sender.close()
+
+
+def read(transport: str, pipe: Connection, number: int) -> None:
+    """A handle gives what it leads to."""
+    _, receiver_type = TRANSPORTS[transport]
+    with receiver_type(number) as receiver:
+        while (command := pipe.recv()) != "stop":
+            if command == "close":
+                receiver.close()
+                pipe.send("closed")
+            else:
+                pipe.send(receiver.tensor(command).float().cpu().numpy())

@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,21 @@ import torch
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Receiver
 from nemo_opd.handoff.transport import TRANSPORTS
-from tests.handoff.owner import content, own
+from tests.handoff.owner import content, own, read
 
 
-class Owner:
-    def __init__(self, transport: str) -> None:
+class Other:
+    """Another process, and the pipe to it."""
+
+    def __init__(self, function: Callable[..., None], transport: str, *more: object) -> None:
         context = multiprocessing.get_context("spawn")
         self.pipe, theirs = context.Pipe()
-        self.process: Any = context.Process(target=own, args=(transport, theirs))
+        self.process: Any = context.Process(target=function, args=(transport, theirs, *more))
         self.process.start()
 
-    def write(self, shape: tuple[int, ...], seed: int) -> Handle:
-        self.pipe.send((shape, seed))
-        handle = self.pipe.recv()
-        assert isinstance(handle, Handle)
-        return handle
-
-    def ask(self, command: str) -> None:
+    def ask(self, command: object) -> Any:
         self.pipe.send(command)
-        self.pipe.recv()
+        return self.pipe.recv()
 
     def kill(self) -> None:
         os.kill(self.process.pid, signal.SIGKILL)
@@ -44,6 +40,26 @@ class Owner:
         self.process.join(30)
         assert isinstance(self.pipe, Connection)
         self.pipe.close()
+
+
+class Owner(Other):
+    def __init__(self, transport: str) -> None:
+        super().__init__(own, transport)
+
+    def write(self, shape: tuple[int, ...], seed: int) -> Handle:
+        handle = self.ask(("write", shape, seed))
+        assert isinstance(handle, Handle)
+        return handle
+
+
+class Reader(Other):
+    """A receiver in a process of its own, as the ranks of a student are."""
+
+    def __init__(self, transport: str, number: int) -> None:
+        super().__init__(read, transport, number)
+
+    def sees(self, handle: Handle, expected: torch.Tensor) -> bool:
+        return bool((self.ask(handle) == expected.float().numpy()).all())
 
 
 @pytest.fixture(scope="module", params=["shared_memory", pytest.param("cuda_ipc", marks=pytest.mark.gpu)])
@@ -60,14 +76,21 @@ def process(transport: str) -> Iterator[Owner]:
 
 @pytest.fixture
 def owner(process: Owner) -> Owner:
-    """One process for all tests, with a new buffer for each."""
-    process.ask("close")
+    """One process for all tests, with a new sender for each."""
+    process.ask(("export_to", (0,)))
     return process
 
 
 @pytest.fixture
 def mortal_owner(transport: str) -> Iterator[Owner]:
     started = Owner(transport)
+    yield started
+    started.stop()
+
+
+@pytest.fixture
+def mortal_reader(transport: str) -> Iterator[Reader]:
+    started = Reader(transport, number=3)
     yield started
     started.stop()
 
@@ -130,14 +153,60 @@ def test_the_handle_of_a_dead_sender_is_refused(mortal_owner: Owner, receiver: R
         receiver.tensor(handle)
 
 
+def test_several_receivers_read_one_buffer_and_one_of_them_may_die(
+    owner: Owner, receiver: Receiver, mortal_reader: Reader
+) -> None:
+    """Catches one reference for all, which the first receiver that lets go gives back for the others too."""
+    owner.ask(("export_to", (0, 3)))
+    for shape, seed in (((2, 3), 1), ((2, 3), 2), ((64, 1024), 3)):
+        handle = owner.write(shape, seed)
+        assert torch.equal(receiver.tensor(handle.for_receiver(0)).cpu(), content(shape, seed))
+        assert mortal_reader.sees(handle.for_receiver(3), content(shape, seed))
+
+    mortal_reader.kill()
+
+    # Into the buffer that the dead one had mapped, and into a new one.
+    for shape, seed in (((64, 1024), 4), ((128, 1024), 5)):
+        handle = owner.write(shape, seed)
+        assert torch.equal(receiver.tensor(handle.for_receiver(0)).cpu(), content(shape, seed))
+    assert owner.ask("close") == "closed"
+
+
+def test_a_receiver_that_the_sender_was_not_told_of_is_refused(owner: Owner, transport: str) -> None:
+    owner.ask(("export_to", (1, 2)))
+    handle = owner.write((2, 3), seed=1)
+    _, kind = TRANSPORTS[transport]
+    with kind(5) as stranger, pytest.raises(HandoffError, match=r"ranks \[1, 2\], not to 5"):
+        stranger.tensor(handle)
+    with pytest.raises(HandoffError, match="not to 0"):
+        handle.for_receiver(0)
+    assert [number for number, _ in handle.for_receiver(2).tokens] == [2]
+
+
+def test_a_constant_on_the_own_device_is_the_mapping(owner: Owner, receiver: Receiver) -> None:
+    handle = owner.write((4, 8), seed=1)
+    assert receiver.constant(handle).data_ptr() == receiver.tensor(handle).data_ptr()
+    assert receiver.copied_bytes == 0
+
+
+def test_nobody_may_read_a_buffer(owner: Owner, receiver: Receiver) -> None:
+    """A rank whose data all come from other ranks still writes its own."""
+    owner.ask(("export_to", ()))
+    handle = owner.write((4, 8), seed=1)
+    with pytest.raises(HandoffError, match=r"ranks \[\], not to 0"):
+        receiver.tensor(handle)
+
+
 def test_a_killed_sender_leaves_nothing_behind(transport: str, mortal_owner: Owner, receiver: Receiver) -> None:
     """Catches named segments, which outlive a process that had no chance to unlink them."""
     before = set(Path("/dev/shm").iterdir())
     tensor = receiver.tensor(mortal_owner.write((3, 3), seed=1))
     mortal_owner.kill()
-    assert set(Path("/dev/shm").iterdir()) <= before
     if transport == "shared_memory":
         assert torch.equal(tensor, content((3, 3), 1))
+    del tensor
+    receiver.close()
+    assert set(Path("/dev/shm").iterdir()) <= before
 
 
 def test_shared_memory_that_cannot_be_had_is_one_clear_error() -> None:
@@ -151,3 +220,46 @@ def test_a_handle_before_a_tensor_is_refused() -> None:
     sender_type, _ = TRANSPORTS["shared_memory"]
     with sender_type() as sender, pytest.raises(HandoffError, match="no buffer"):
         sender.handle()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transport", ["cuda_ipc"], indirect=True)
+def test_memory_is_given_back_when_the_last_receiver_has_let_go(owner: Owner, mortal_reader: Reader) -> None:
+    """Catches a reference that nobody gives back (memory held for good) and one given back twice (freed too early)."""
+    before = owner.ask("memory")
+    owner.ask(("export_to", (0, 3)))
+    handle = owner.write((1024, 1024), seed=1)
+    _, kind = TRANSPORTS["cuda_ipc"]
+    with kind() as receiver:
+        receiver.tensor(handle)
+        assert mortal_reader.sees(handle.for_receiver(3), content((1024, 1024), 1))
+        mortal_reader.ask("close")
+        owner.ask("close")
+        assert owner.ask("memory") >= before + handle.num_bytes
+        assert torch.equal(receiver.tensor(handle).cpu(), content((1024, 1024), 1))
+    assert owner.ask("memory") <= before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [False, True], ids=["all devices visible", "own device visible"])
+def test_a_buffer_on_another_device_is_read_from_there(hidden: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each process seeing its own GPU only (as Ray's actors do) and with all of them visible."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1" if hidden else "1,0")
+    remote = Owner("cuda_ipc")
+    monkeypatch.undo()
+    _, kind = TRANSPORTS["cuda_ipc"]
+    try:
+        with kind() as receiver:
+            handle = remote.write((64, 128), seed=1)
+            mapped = receiver.tensor(handle)
+            assert mapped.device == torch.device("cuda", torch.cuda.current_device())
+            assert torch.equal(mapped.index_select(0, torch.arange(3, device="cuda")).cpu(), content((64, 128), 1)[:3])
+            copied = receiver.constant(handle)
+            assert copied.data_ptr() != mapped.data_ptr()
+            assert receiver.constant(handle).data_ptr() == copied.data_ptr()
+            assert receiver.copied_bytes == handle.num_bytes
+            assert torch.equal((copied @ copied.t()).cpu(), (mapped @ mapped.t()).cpu())
+    finally:
+        remote.stop()

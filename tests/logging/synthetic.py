@@ -36,6 +36,10 @@ def record(step: int) -> dict[str, float]:
         "perf/step_s": 2.0,
         "perf/teacher_s": 0.75,
         "perf/data_wait_s": 0.25,
+        "perf/student_forward_s": 0.25,
+        "perf/loss_s": 0.125,
+        "perf/student_backward_s": 0.5,
+        "perf/other_s": 0.125,
     }
 
 

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,22 @@ def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> 
     assert all("  left " in line for line in lines if "  grad " in line)
     assert validated == ["0", "10", "20"]
     assert sum(line.startswith("step") for line in shown(Console(file=io.StringIO()), interval_s=0).splitlines()) == 23
+
+
+def test_where_the_time_goes_is_said_once_and_again_when_it_moved() -> None:
+    """Bug: a second line for every step, or one that still speaks of the first steps at the end."""
+    console = Console(file=io.StringIO(), width=80)
+    logger = ConsoleLogger(ConsoleSettings(interval_s=0), console)
+    logger.start(summary(Path("/outputs/demo")), 0)
+    for step in range(1, 21):
+        slower = {"perf/teacher_s": 6.0, "perf/step_s": 7.25} if step > 5 else {}
+        logger.log(step, record(step) | slower)
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("  time")]
+    # Largest first; 0.75 of 2 s is on the edge between two whole percents.
+    assert re.fullmatch(r"  time  teachers 3[78]%  backward 25%  data 12%  forward 12%  loss 6%  other 6%", lines[0])
+    assert 2 < len(lines) < 8
+    shown = float(re.search(r"teachers (\d+)%", lines[-1]).group(1))
+    assert shown == pytest.approx(100 * 6 / 7.25, abs=6)
 
 
 def test_a_terminal_gets_a_live_bar_that_reaches_the_end() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
-from nemo_opd.logging.plots import smooth, step_parts
+from nemo_opd.logging.plots import parts_by_step, smooth
+from nemo_opd.logging.step_time import shares, step_parts
 from tests.logging.synthetic import CLOSING, record, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -58,7 +59,7 @@ def test_the_page_holds_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     assert not re.search(r"https?://|@import|url\(|<script", text)
     images = [base64.b64decode(url.split(",")[1]) for url in parsed.loads if url.startswith("data:image/png")]
     files = {file.name: file.read_bytes() for file in (tmp_path / "report").glob("*.png")}
-    assert set(files) == {"loss.png", "validation.png", "teachers.png", "optimizer.png", "speed.png"}
+    assert set(files) == {"loss.png", "validation.png", "teachers.png", "optimizer.png", "speed.png", "step_time.png"}
     assert all(content.startswith(PNG) for content in (*images, *files.values()))
     assert set(files.values()) <= set(images)
     assert len(images) == 2 * len(files)  # a light and a dark one each
@@ -110,7 +111,21 @@ def test_smoothing_is_the_mean_of_a_symmetric_window_without_nan() -> None:
 
 def test_parts_of_a_step_add_up_to_its_time() -> None:
     records = [{"step": 1, **record(1)}, {"step": 2, "train/loss": 1.0}, {"step": 3, "perf/step_s": 1.0}]
-    steps, names, parts = step_parts(records)
+    steps, parts = parts_by_step(records)
     assert steps == [1, 3]
-    assert names == ["teachers", "data", "other"]
-    assert [sum(part) for part in zip(*parts, strict=True)] == [2.0, 1.0]
+    assert list(parts) == ["data", "teachers", "forward", "loss", "backward", "other"]
+    assert [sum(part) for part in zip(*parts.values(), strict=True)] == [2.0, 1.0]
+
+
+def test_what_a_student_waits_for_its_teachers_is_their_part_of_the_step() -> None:
+    """Bug: teachers that work beside the student, drawn on top of it."""
+    beside = record(1) | {"perf/teacher_wait_s": 0.125, "perf/step_s": 1.5}
+    assert step_parts(beside)["teachers"] == 0.125
+    assert sum(step_parts(beside).values()) == 1.5
+    assert step_parts(record(1))["teachers"] == 0.75
+
+
+def test_shares_are_of_what_was_measured() -> None:
+    assert shares({"a": 3.0, "b": 1.0}) == {"a": 0.75, "b": 0.25}
+    assert shares({"a": 0.0}) == shares({}) == {}
+    assert step_parts({"train/loss": 1.0}) == {}

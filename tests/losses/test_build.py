@@ -45,7 +45,7 @@ def test_same_vocab_term():
     """Every setting of the term reaches the loss."""
     student, teacher, tokens = logits(7, 9, 0), logits(7, 8, 1), rows(7)
     loss = build(SameVocabTerm(**SETTINGS, **SUPPORT), student_vocab_size=6)
-    out = loss(student, teacher, tokens, TeacherRows(tokens, None), 4)
+    out = loss.plan(student, teacher, tokens, TeacherRows(tokens, None), 4).compute()
     settings = {"student_vocab_size": 6, **SETTINGS, **SUPPORT}
     direct = same_vocab(student, teacher, mask=tokens.loss_mask, normalizer=4, **settings)
     assert torch.equal(out.loss, direct.loss)
@@ -55,7 +55,7 @@ def test_p_kl_term():
     matrix = oracle.Matrix.random(9, 11, 3, seed=0)
     student, teacher = logits(7, 10, 0), logits(6, 11, 1)
     loss = build(PKLTerm(**SETTINGS, coverage_coef=0.4), matrix)
-    out = loss(student, teacher, rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS)), 4)
+    out = loss.plan(student, teacher, rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS)), 4).compute()
     direct = p_kl(
         student,
         teacher,
@@ -95,7 +95,7 @@ def test_units_are_counted_as_the_loss_counts_them(term):
     batch = student, TeacherRows(student if term is SameVocabTerm else teacher, ChunkRows(*chunks))
     loss = build(term(), oracle_prefix.identity(9))
     width = 7 if term is SameVocabTerm else 6
-    out = loss(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None)
+    out = loss.plan(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None).compute()
     expected = {SameVocabTerm: 5, StrictTerm: 1}.get(term, 4)
     assert loss.num_units(*batch) == out.metrics["kd"].count == expected
 

@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from nemo_opd.errors import ConfigError
-from nemo_opd.losses.chunked import Term, chunked_sum, own_parts, unit_cells, unit_parts
-from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.losses.chunked import chunked_sum
+from nemo_opd.losses.logit_rows import Head, HeadLogits, TensorLogits
+from nemo_opd.losses.term import Term, unit_cells
 
 
 def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -11,9 +11,8 @@ def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
 
 
 def sums(source, rows, chunk_size=2, width=3, weights=None, loss_of=cubes):
-    student = TensorLogits(source)
-    parts = unit_parts(student, unit_cells(len(rows), width), chunk_size)
-    return chunked_sum(student, [Term(rows.__getitem__, loss_of, parts, weights)], width=width)
+    term = Term(rows, loss_of, unit_cells(len(rows), width), width, weights=weights, chunk_size=chunk_size)
+    return chunked_sum(TensorLogits(source), [term], [1.0])
 
 
 def total(source, rows):
@@ -37,24 +36,70 @@ def test_weights_are_of_units_and_leave_the_other_sum_as_it_is():
     found = sums(source, rows, weights=weights)
     each = (source.detach()[0, rows] ** 3).sum(-1)
     torch.testing.assert_close(found.total.detach(), (weights * each).sum())
-    torch.testing.assert_close(found.unweighted, each.sum())
+    torch.testing.assert_close(found.of_terms[0], torch.stack([found.total.detach(), each.sum()]))
     (gradient,) = torch.autograd.grad(found.total, source)
     torch.testing.assert_close(gradient[0, rows], 3 * weights.unsqueeze(1) * source.detach()[0, rows] ** 2)
 
 
-def test_terms_add_up_where_they_share_rows():
-    source = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
-    rows = (torch.tensor([2, 0, 3]), torch.tensor([3, 2]))
-    terms = [
-        Term(rows[0].__getitem__, cubes, [slice(0, 2), slice(2, 3)]),
-        Term(rows[1].__getitem__, cubes, [slice(0, 2)]),
+def squares_of_pairs(logits: torch.Tensor, part: slice) -> torch.Tensor:
+    """A loss of units of two rows each, which only the product of both makes."""
+    return (logits[0::2] * logits[1::2]).square().sum(-1)
+
+
+def terms_of_different_units(chunk_size: int | None) -> list[Term]:
+    """Rows alone, some of them needed by pairs that lie across each other's and the blocks' boundaries."""
+    single, pairs = torch.tensor([0, 2, 3, 5, 7]), torch.tensor([1, 2, 3, 4, 6, 7])
+    weights = torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64)
+    return [
+        Term(single, cubes, unit_cells(5, 3), 3, chunk_size=chunk_size),
+        Term(pairs, squares_of_pairs, unit_cells(3, 4), 4, [0, 2, 4, 6], weights, factor=3.0, chunk_size=chunk_size),
     ]
-    found = chunked_sum(TensorLogits(source), [terms[0], terms[1].times(0.5)], width=3)
-    each = source.detach()[0] ** 3
-    torch.testing.assert_close(found.total.detach(), (1.5 * each[2] + each[0] + 1.5 * each[3]).sum())
-    (gradient,) = torch.autograd.grad(found.total, source)
-    factors = torch.tensor([1.0, 0.0, 1.5, 1.5], dtype=torch.float64).unsqueeze(1)
-    torch.testing.assert_close(gradient[0], 3 * factors * source.detach()[0] ** 2)
+
+
+def expected_sums(logits: torch.Tensor) -> torch.Tensor:
+    """Of `terms_of_different_units`: [2, 2]."""
+    singles = (logits[[0, 2, 3, 5, 7], :3] ** 3).sum()
+    pairs = 3 * torch.stack([(logits[a, :4] * logits[b, :4]).square().sum() for a, b in ((1, 2), (3, 4), (6, 7))])
+    weighted = pairs[0] + 0.5 * pairs[1] - 2 * pairs[2]
+    return torch.stack([torch.stack([singles, singles]), torch.stack([weighted, pairs.sum()])])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
+def test_terms_taken_together_are_the_sum_of_each(chunk_size):
+    source = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
+    found = chunked_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+    sums = expected_sums(source.flatten(0, 1))
+    total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
+    torch.testing.assert_close(found.of_terms, sums.detach())
+    torch.testing.assert_close(found.total, total)
+    torch.testing.assert_close(*(torch.autograd.grad(value, source)[0] for value in (found.total, total)))
+    with torch.no_grad():
+        without = chunked_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+    assert torch.equal(without.of_terms, found.of_terms)
+
+
+class CountedHead(HeadLogits):
+    """Says how many rows it has made logits of."""
+
+    num_read = 0
+
+    def read(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        self.num_read += len(rows)
+        return super().read(rows, width)
+
+
+@pytest.mark.parametrize("chunk_size", [2, None])
+def test_terms_taken_together_share_the_products_with_the_head(chunk_size):
+    hidden = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    source = CountedHead(hidden, Head(weight))
+    found = chunked_sum(source, terms_of_different_units(chunk_size), [0.5, -1.5])
+    sums = expected_sums((hidden @ weight.t()).flatten(0, 1))
+    total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
+    gradients = [torch.autograd.grad(value, [hidden, weight]) for value in (found.total, total)]
+    torch.testing.assert_close(*gradients)
+    # Each of the 8 rows once, and of those of a pair the second once more where a block ends between them.
+    assert source.num_read == 8 if chunk_size is None else source.num_read <= 10
 
 
 def test_a_source_that_is_not_contiguous_gets_its_gradient():
@@ -117,42 +162,3 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
     loss.backward()
     assert loss.dtype == torch.float32
     assert source.grad.dtype == torch.bfloat16
-
-
-SOURCE = TensorLogits(torch.zeros(1, 1, 1))
-
-
-def test_parts_cover_the_units_once():
-    assert unit_parts(SOURCE, unit_cells(5, 1), 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert unit_parts(SOURCE, unit_cells(0, 1)) == []
-    assert len(unit_parts(SOURCE, unit_cells(3, 10**12))) == 3
-    with pytest.raises(ConfigError, match="chunk_size=-1"):
-        unit_parts(SOURCE, unit_cells(5, 1), -1)
-
-
-def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
-    """A chunk of many tokens would take many times the memory of its neighbours."""
-    monkeypatch.setattr("nemo_opd.losses.chunked.CPU_CHUNK_BYTES", 40)
-    lengths = [0, 1, 9, 10, 11, 31, 32]
-    assert unit_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
-        slice(0, 1),
-        slice(1, 2),
-        slice(2, 4),
-        slice(4, 5),
-        slice(5, 6),
-    ]
-
-
-def test_every_process_of_a_share_has_as_many_parts():
-    """A process with a part less would leave the others waiting in a collective read."""
-
-    class Shared(TensorLogits):
-        def __init__(self, index: int) -> None:
-            super().__init__(torch.zeros(1, 1, 1))
-            self.share = (index, 2)
-
-    parts = unit_parts(Shared(0), unit_cells(5, 1))
-    assert parts == [slice(0, 3), slice(3, 5)]
-    odd = [slice(0, 2), slice(2, 4), slice(4, 5)]
-    assert list(own_parts(Shared(0), odd)) == [slice(0, 2), slice(4, 5)]
-    assert list(own_parts(Shared(1), odd)) == [slice(2, 4), slice(5, 5)]

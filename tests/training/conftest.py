@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import Tiny
-from tests.training.launch import Run, start
+from tests.training.launch import SCRIPT, Run, start
 
 STEPS = 30
 SAVE_EVERY = 10
 VALIDATE_EVERY = 15
+STUDENT_TIMES = [f"perf/{name}_s" for name in ("handoff", "student_forward", "loss", "student_backward", "optimizer")]
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +36,11 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def resumed(reference: Run, output_dir: Path, *overrides: str) -> Run:
-    """A run by the reference's config.yaml alone, without what is not needed twice."""
+FAULTY = Path(__file__).with_name("faulty_workers.py")
+
+
+def resumed(reference: Run, output_dir: Path, *overrides: str, fault: str | None = None) -> Run:
+    """A run by the reference's config.yaml alone, without what is not needed twice; maybe with workers of `FAULTY`."""
     return start(
         output_dir,
         [
@@ -47,4 +51,6 @@ def resumed(reference: Run, output_dir: Path, *overrides: str) -> Run:
             "logging.wandb.enabled=false",
             *overrides,
         ],
+        script=FAULTY if fault else SCRIPT,
+        arguments=[fault] if fault else [],
     )

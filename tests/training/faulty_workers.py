@@ -1,4 +1,7 @@
-"""The example with workers that break in the third step: `teacher_raises` or `student_hangs`, as the first argument."""
+"""The example with other workers, as the first argument says.
+
+`teacher_raises`, `student_hangs`: in the third step. `all_slow`: a step takes either half SLOW_S more.
+"""
 
 import os
 import sys
@@ -18,11 +21,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 class RaisingTeacher(TeacherWorker):
     calls = 0
 
-    def forward(self, tokens: TokenRows) -> Scored:
+    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
         self.calls += 1
         if self.calls == 3:
             raise RuntimeError("the teacher has left the room")
-        return super().forward(tokens)
+        return super().forward(tokens, slot)
 
 
 class HangingStudent(StudentWorker):
@@ -38,9 +41,28 @@ class HangingStudent(StudentWorker):
         return super().train_step(step)
 
 
+SLOW_S = 0.5
+"""In sleep, so that a busy machine changes little."""
+
+
+class SlowTeacher(TeacherWorker):
+    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+        time.sleep(SLOW_S)
+        return super().forward(tokens, slot)
+
+
+class SlowStudent(StudentWorker):
+    def train_step(self, step: StudentStep) -> dict[str, Metric]:
+        time.sleep(SLOW_S)
+        return super().train_step(step)
+
+
+OTHERS = {
+    "teacher_raises": (RaisingTeacher, StudentWorker),
+    "student_hangs": (TeacherWorker, HangingStudent),
+    "all_slow": (SlowTeacher, SlowStudent),
+}
+
 if __name__ == "__main__":
-    if sys.argv.pop(1) == "teacher_raises":
-        models.TeacherWorker = RaisingTeacher
-    else:
-        models.StudentWorker = HangingStudent
+    models.TeacherWorker, models.StudentWorker = OTHERS[sys.argv.pop(1)]
     main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

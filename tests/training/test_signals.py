@@ -10,9 +10,9 @@ import pytest
 
 from nemo_opd.training.interrupt import Interrupt
 from tests.tiny import Tiny
+from tests.training.conftest import FAULTY
 from tests.training.launch import START_S, Run, start, wait_until
 
-FAULTY = Path(__file__).with_name("faulty_workers.py")
 WITHOUT_VALIDATION = ("data.validation.arrow_files=[]", "data.validation.max_samples=null")
 
 
@@ -48,12 +48,18 @@ def test_sigterm_saves_and_without_kd_weight_no_teacher_runs(tiny: Tiny, tmp_pat
 
 
 @pytest.mark.slow
-def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
-    run = faulty("teacher_raises", tiny, tmp_path, "teachers=demo_single", "data.num_workers=1")
+@pytest.mark.parametrize("placement", ["colocated", "separate"])
+def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path, placement: str) -> None:
+    """A separate one fails while the student is in the step before, which is still done."""
+    more = ("teachers=demo_single", f"data.num_workers={int(placement == 'colocated')}")
+    run = faulty("teacher_raises", tiny, tmp_path, *more, f"cluster.placement={placement}")
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 1
-    assert run.last_line == "error: teacher cross rank 0 failed: RuntimeError: the teacher has left the room"
+    assert run.last_line == (
+        "error: teacher cross rank 0 failed: RuntimeError: the teacher has left the room (while reading a batch (step "
+        "3))"
+    )
     assert "Traceback (most recent call last)" in run.output
     assert "in forward" in run.output
     assert [record["step"] for record in run.metrics] == [1, 2], "what was done before is kept"
@@ -66,7 +72,7 @@ def test_killed_worker_ends_the_run_with_its_name(tiny: Tiny, tmp_path: Path) ->
     run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0")
     psutil.Process(hanging(run)).kill()
     assert run.end() == 1
-    assert run.last_line.startswith("error: student rank 0 died during 'train_step' (")
+    assert run.last_line.startswith("error: student rank 0 died while training on a batch (step 3) (")
     assert "Traceback" not in run.output
     assert run.leftovers() == []
 

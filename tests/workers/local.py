@@ -16,13 +16,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from nemo_opd.aggregation import joined, share_metrics, share_out
 from nemo_opd.data.loader import TrainLoader
-from nemo_opd.logging.metrics import merge, values
-from nemo_opd.training.models import split
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.window import OutputHandle, Window, windows
+from nemo_opd.logging.metrics import values
+from nemo_opd.training.batch_grid import leads, reduced
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch, Metric
+from nemo_opd.workers.phases import PREFIX
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import OutputHandle, Scored, TeacherWorker
+from nemo_opd.workers.teacher import Scored, TeacherWorker
 from tests.composition import compose
 
 Given = TypeVar("Given")
@@ -46,6 +49,7 @@ class LocalModels:
     """This rank's workers, driven as nemo_opd.training.models.Models drives all ranks'."""
 
     def __init__(self, plan: Plan) -> None:
+        plan = on_ranks(plan, dist.get_world_size())
         config = plan.config
         self.aggregation = config.aggregation
         self.priors = [teacher.weight for teacher in config.active_teachers]
@@ -60,9 +64,11 @@ class LocalModels:
                 transport="shared_memory",
                 handoff=config.handoff.type,
                 score=config.aggregation.score,
+                readers=plan.deliveries[i].readers,
             )
             for i, settings in enumerate(config.active_teachers)
         ]
+        self.grid, self.deliveries = plan.grid, plan.deliveries
         self.student = StudentWorker(
             config,
             projections=[teacher.projection for teacher in plan.teachers],
@@ -73,30 +79,49 @@ class LocalModels:
             transport="shared_memory",
         )
 
-    def own(self, batch: Batch) -> Batch:
-        return split(batch, dist.get_world_size(), self.micro_batch_size)[dist.get_rank()]
+    def own(self, batch: Batch, layout: Layout | None = None) -> Batch:
+        """This rank's rows, by default as of the student."""
+        layout = self.grid.student if layout is None else layout
+        return self.grid.by_rank(batch, layout)[dist.get_rank()]
 
     def train_step(self, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False) -> dict[str, float]:
-        taught, handles = self.teach(batch)
+        taught, windows = self.teach(batch)
         normalizers = self.student.parts.normalizers(taught)
-        step = StudentStep(self.own(taught), handles, normalizers, kd_scale, compare_gradients)
-        return values(reduced(self.student.train_step(step)) | share_metrics(self.student.parts, taught))
+        step = StudentStep(self.own(taught), windows, normalizers, kd_scale, compare_gradients)
+        return values(self.reduced(self.student.train_step(step)) | share_metrics(self.student.parts, taught))
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
-        taught, handles = self.teach(batch)
-        own = reduced(self.student.evaluate(self.own(taught), handles))
+        taught, windows = self.teach(batch)
+        own = self.reduced(self.student.evaluate(self.own(taught), windows))
         return values(own | share_metrics(self.student.parts, taught))
 
-    def teach(self, batch: Batch) -> tuple[Batch, tuple[OutputHandle, ...]]:
-        scored = self.scored(self.own(batch))
-        scores = [joined(gathered(each.scores), len(batch)) for each in scored if each.scores is not None]
-        return share_out(self.aggregation, batch, scores, priors=self.priors), tuple(each.handle for each in scored)
+    def reduced(self, own: dict[str, Metric]) -> dict[str, Metric]:
+        """Metrics of all ranks as one, on every rank; times are no result of training."""
+        every = reduced(gathered(own), self.grid.student)
+        return {name: metric for name, metric in every.items() if not name.startswith(PREFIX)}
 
-    def score(self, part: Batch) -> tuple[OutputHandle, ...]:
-        return tuple(each.handle for each in self.scored(part))
+    def teach(self, batch: Batch) -> tuple[Batch, tuple[Window, ...]]:
+        by_teacher = [gathered(each) for each in self.scored(batch)]
+        scores = [
+            joined([by_rank[rank].scores for rank in leads(layout)], len(batch))
+            for by_rank, layout in zip(by_teacher, self.grid.teachers, strict=True)
+            if by_rank[0].scores is not None
+        ]
+        own_windows = tuple(
+            windows([each.handle for each in by_rank], delivery.sides)[dist.get_rank()]
+            for by_rank, delivery in zip(by_teacher, self.deliveries, strict=True)
+        )
+        return share_out(self.aggregation, batch, scores, priors=self.priors), own_windows
 
-    def scored(self, part: Batch) -> list[Scored]:
-        return [teacher.forward(rows.tokens) for teacher, rows in zip(self.teachers, part.teachers, strict=True)]
+    def score(self, batch: Batch) -> tuple[OutputHandle, ...]:
+        return tuple(each.handle for each in self.scored(batch))
+
+    def scored(self, batch: Batch) -> list[Scored]:
+        """By this rank of each teacher."""
+        return [
+            teacher.forward(self.own(batch, layout).teachers[i].tokens)
+            for i, (teacher, layout) in enumerate(zip(self.teachers, self.grid.teachers, strict=True))
+        ]
 
     def weights(self) -> dict[str, Tensor]:
         state = get_model_state_dict(self.student.model, options=StateDictOptions(full_state_dict=True))
@@ -106,11 +131,6 @@ class LocalModels:
         self.student.close()
         for teacher in self.teachers:
             teacher.close()
-
-
-def reduced(own: dict[str, Metric]) -> dict[str, Metric]:
-    """Metrics of all ranks as one, on every rank."""
-    return merge(gathered(own))
 
 
 def gathered(own: Given) -> list[Given]:
@@ -157,6 +177,14 @@ def train(job: Training) -> Trained:
 
 def plan_of(overrides: Sequence[str]) -> Plan:
     return preflight(compose(*overrides))
+
+
+def on_ranks(plan: Plan, num_ranks: int) -> Plan:
+    """The same run on another number of ranks."""
+    if plan.grid.student.size == num_ranks:
+        return plan
+    cluster = plan.config.cluster.model_copy(update={"cpu_ranks": num_ranks})
+    return preflight(plan.config.model_copy(update={"cluster": cluster}))
 
 
 def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path) -> list[Made]:

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.workers.student import StudentWorker
+from nemo_opd.losses.logit_rows import HeadLogits
+from nemo_opd.models.head import Headless
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
@@ -15,18 +16,18 @@ def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options:
     """Two steps, and the bytes that the model's forward passes kept for backward."""
     plan = plan_of(tiny.overrides("train.max_steps=2", *options))
     kept = 0
-    forward = StudentWorker._logits
+    forward = Headless.__call__
 
     def counted(tensor: Tensor) -> Tensor:
         nonlocal kept
         kept += tensor.numel() * tensor.element_size()
         return tensor
 
-    def watched(worker: StudentWorker, micro: object) -> Tensor:
+    def watched(headless: Headless, ids: Tensor) -> HeadLogits:
         with torch.autograd.graph.saved_tensors_hooks(counted, lambda tensor: tensor):
-            return forward(worker, micro)  # type: ignore[arg-type]
+            return forward(headless, ids)
 
-    monkeypatch.setattr(StudentWorker, "_logits", watched)
+    monkeypatch.setattr(Headless, "__call__", watched)
     (result,) = in_world(1, train, [Training(plan, first_batches(plan, 2))], folder)
     monkeypatch.undo()
     return result, kept

@@ -38,7 +38,7 @@ def score(job: Scoring) -> Scored:
     handles, logits, dtypes = [], [], []
     with SharedMemoryReceiver() as receiver:
         for batch in job.batches:
-            handles.append(models.score(models.own(batch)))
+            handles.append(models.score(batch))
             made = [
                 handle.rows(receiver, slice(None), rows.tokens.ids.shape[1])
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
@@ -121,6 +121,6 @@ def test_the_head_is_handed_over_once(scoring) -> None:
     _, _, scored = scoring
     for teacher in (0, 1):
         of_batches = [handles[teacher] for handles in scored.handles]
-        heads = {handle.weight for handle in of_batches if isinstance(handle, HiddenStatesHandle)}
+        heads = {handle.head.weight for handle in of_batches if isinstance(handle, HiddenStatesHandle)}
         assert len(heads) <= 1
         assert all(handle.allocation == 1 for handle in heads)

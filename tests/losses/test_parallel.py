@@ -1,4 +1,4 @@
-"""Two ranks with half the vocabulary each give the loss and the gradient of one rank with all of it."""
+"""Two ranks with half the vocabulary, or half the units, each give the loss and the gradient of one rank alone."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits
-from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.losses.logit_rows import ContextParallelLogits, TensorLogits
 
 from .cases import LOSSES, Batch, Case, random_logits
 
 RANKS = 2
-KINDS = ("logits", "logits of both sides", "padded logits", "heads")
+KINDS = ("logits", "logits of both sides", "padded logits", "heads", "context")
 
 
 def cut(width: int, rank: int) -> slice:
@@ -36,6 +36,8 @@ def found_with(kind: str, case: Case, batch: Batch, rank: int) -> tuple[Tensor, 
     sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
     if kind == "heads":
         return _with_heads(case, batch, rank, sizes)
+    if kind == "context":
+        return _with_a_share_of_the_units(case, batch, sizes)
     if kind == "padded logits":
         batch = batch.widened(17, 4)
     student, teacher = shard(batch.student, rank), batch.teacher
@@ -65,6 +67,23 @@ def _with_heads(
     return loss.detach(), list(found), [wanted[0], wanted[1][cut(len(weight), rank)]]
 
 
+def _with_a_share_of_the_units(
+    case: Case, batch: Batch, sizes: dict[str, int]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The gradients are each rank's share, and add up."""
+    group = dist.group.WORLD
+    assert group is not None
+    hidden = random_logits(*batch.student.shape[:2], 4, 7, 1.0).requires_grad_()
+    weight = random_logits(1, batch.student.shape[2], 4, 8, 1.0)[0].requires_grad_()
+    source = HeadLogits(hidden, Head(weight))
+    loss = case.run(batch.with_logits(ContextParallelLogits(source, group)), **sizes).loss
+    whole = case.run(batch.with_logits(source), **sizes).loss
+    found = torch.autograd.grad(loss, [hidden, weight])
+    for share in found:
+        dist.all_reduce(share)
+    return loss.detach(), list(found), list(torch.autograd.grad(whole, [hidden, weight]))
+
+
 def largest_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) if wanted.numel() else 0.0
 
@@ -79,7 +98,7 @@ def rank_main(rank: int, folder: str) -> None:
             batch = case.batch()
             loss, found, wanted = found_with(kind, case, batch, rank)
             whole, _ = case.value_and_gradient(batch)
-            error = 0.0 if kind == "heads" else largest_error(loss, whole)
+            error = 0.0 if kind in ("heads", "context") else largest_error(loss, whole)
             errors[f"{case}/{kind}"] = max(error, *map(largest_error, found, wanted))
             nothing, _, _ = found_with(kind, case, batch.without_chunks(), rank)
             errors[f"{case}/{kind}/no units"] = float(nothing)

@@ -1,0 +1,19 @@
+"""What a rank is doing, in the words of a user: methods of workers are ours, the phases of a run are theirs."""
+
+ACTIVITIES = {
+    "start": "loading its model",
+    "load": "reading the checkpoint",
+    "forward": "reading a batch",
+    "bits_per_byte": "reading the validation texts",
+    "train_step": "training on a batch",
+    "evaluate": "validating",
+    "save": "writing a checkpoint",
+    "export": "writing the trained model",
+    "close": "releasing its memory",
+}
+
+
+def activity(method: str, about: str = "") -> str:
+    """`about`: which one, such as `step 12`."""
+    doing = ACTIVITIES.get(method, f"in {method!r}")
+    return f"{doing} ({about})" if about else doing

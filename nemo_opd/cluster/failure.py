@@ -1,0 +1,37 @@
+"""What went wrong in a worker, as a value that travels to the driver."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from nemo_opd.errors import OPDError
+
+PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+"""In a collective's error on CPU, which is a plain RuntimeError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as a value: raised in the driver, with the rank, while other ranks still wait for this one."""
+
+    error: str
+    traceback: str
+    is_of_a_peer: bool = False
+    """A collective that broke: the cause is most likely another rank, which has died or failed."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """To be called where the exception is handled."""
+        return cls(f"{type(error).__name__}: {error}", traceback.format_exc(), is_of_a_peer(error))
+
+
+def is_of_a_peer(error: Exception) -> bool:
+    """Our own errors say what they are about."""
+    if isinstance(error, OPDError):
+        return False
+    if isinstance(error, dist.DistError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in PEER)

@@ -1,0 +1,76 @@
+"""Which device each rank of each group is on: settled before any process starts, and carried out by VirtualCluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_opd.distributed.layout import Place
+
+Places = tuple[Place, ...]
+"""Of a group, by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The places of the student and of every active teacher.
+
+    Ranks go node by node, and each group has the same number of ranks on every node. So a group's data-parallel parts
+    lie on the nodes in one order for all groups: where tp · cp divides a group's ranks on a node, the rows that a rank
+    of the student reads were computed on its own node.
+    """
+
+    student: Places
+    teachers: tuple[Places, ...]
+
+    @classmethod
+    def colocated(cls, *, num_nodes: int, ranks_per_node: int, num_teachers: int) -> Placement:
+        """All groups on all devices: rank r of each is on the same one."""
+        every = places(num_nodes, range(ranks_per_node))
+        return cls(every, (every,) * num_teachers)
+
+    @classmethod
+    def separate(cls, *, num_nodes: int, student_per_node: int, teachers_per_node: Sequence[int]) -> Placement:
+        """No device has two groups. On a node the student's come first, then each teacher's."""
+        groups, first = [], 0
+        for count in (student_per_node, *teachers_per_node):
+            groups.append(places(num_nodes, range(first, first + count)))
+            first += count
+        student, *teachers = groups
+        return cls(student, tuple(teachers))
+
+    @property
+    def groups(self) -> tuple[Places, ...]:
+        return (self.student, *self.teachers)
+
+    @property
+    def devices(self) -> Places:
+        """All that are used, node by node."""
+        return tuple(sorted({place for group in self.groups for place in group}))
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 + max(place.node for place in self.devices)
+
+    @property
+    def devices_per_node(self) -> int:
+        return len(self.devices) // self.num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        return sum(map(len, self.groups))
+
+    @property
+    def groups_per_device(self) -> int:
+        """Processes on the device that has most of them."""
+        return max(Counter(place for group in self.groups for place in group).values())
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether teachers have devices of their own, and so can work while the student does."""
+        return bool(self.teachers) and self.groups_per_device == 1
+
+
+def places(num_nodes: int, devices: range) -> Places:
+    return tuple(Place(node, device) for node in range(num_nodes) for device in devices)

@@ -1,0 +1,94 @@
+"""Ray's own processes, without which it answers nothing, and ends this process after a minute without a word."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+import psutil
+import ray
+
+from nemo_opd.errors import ClusterError
+
+NAMES = ("gcs_server", "raylet")
+CONTINUE = "run.resume=auto continues from the last checkpoint"
+CONNECT_S = 5.0
+
+
+class Services:
+    """Those that a run depends on, to be asked whether they are still there."""
+
+    def __init__(self, processes: Sequence[psutil.Process] = (), address: str | None = None) -> None:
+        """processes: on this machine, and ours. address: `host:port` where somebody else's cluster is controlled."""
+        self._processes = {process: process.name() for process in processes}
+        self._address = address
+
+    @classmethod
+    def started_here(cls) -> Services:
+        """To be called behind `ray.init` for a local cluster."""
+        return cls([process for process in psutil.Process().children() if process.name() in NAMES])
+
+    @classmethod
+    def elsewhere(cls) -> Services:
+        """To be called behind `ray.init` for a running cluster."""
+        return cls(address=ray.get_runtime_context().gcs_address)
+
+    @property
+    def are_alive(self) -> bool:
+        return not self._ended()
+
+    def require_alive(self) -> None:
+        """Raises ClusterError, so that nobody waits for an answer that cannot come."""
+        if ended := self._ended():
+            raise ClusterError(
+                f"{' and '.join(ended)} ended, and the workers with it. If that was a signal to all of the run's "
+                "processes, send it to the first one alone, which then saves a checkpoint; else memory may have run "
+                f"out, or /dev/shm ({shared_memory_left()}). {CONTINUE}"
+            )
+
+    def family(self) -> list[psutil.Process]:
+        """Those on this machine, and all processes that they have started."""
+        found = []
+        for process in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                found += [process, *process.children(recursive=True)]
+        return found
+
+    def _ended(self) -> list[str]:
+        ended = [f"Ray's own {name}" for process, name in self._processes.items() if has_ended(process)]
+        if self._address is not None and not answers(self._address):
+            ended.append(f"the Ray cluster's head at {self._address}")
+        return ended
+
+
+def has_ended(process: psutil.Process) -> bool:
+    """Also where its parent has not yet asked for its status."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def end(processes: Iterable[psutil.Process]) -> None:
+    """By force, those that are still there."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def answers(address: str) -> bool:
+    """Whether something listens at `host:port`."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def shared_memory_left() -> str:
+    try:
+        return f"{psutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
+    except OSError:
+        return "which cannot be read"

@@ -1,0 +1,30 @@
+"""Low-rank adapters that the student learns in place of its weights."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+
+ALL_LINEAR: Literal["all-linear"] = "all-linear"
+
+ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class Lora(Settings):
+    """y = W x + alpha / rank · B A x: W stays as it is, and A and B learn (Hu et al. 2021)."""
+
+    rank: int = Field(16, ge=1)
+    """Rows of A and columns of B."""
+    alpha: int = Field(32, ge=1)
+    """An adapter's output counts alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that are zeroed, at random, in training."""
+    target_modules: Literal["all-linear"] | ModuleNames = ALL_LINEAR
+    """Linear layers that get an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: every one
+    but the head.
+    """
+    export: Literal["merged", "adapter"] = "merged"
+    """What checkpoints' `student` and `final` are. merged: a whole model that needs nothing else. adapter: a folder
+    for `peft`, which needs the base model.
+    """

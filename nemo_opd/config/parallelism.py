@@ -1,0 +1,25 @@
+"""How one model is cut over the ranks that hold it together."""
+
+from pydantic import Field, model_validator
+
+from nemo_opd.config.base import Settings
+
+
+class Parallelism(Settings):
+    """Data parallel is what is left: ranks / (cp · tp)."""
+
+    tp: int = Field(1, ge=1)
+    """Tensor parallel: ranks that share every layer's matrices and the vocabulary."""
+    cp: int = Field(1, ge=1)
+    """Context parallel: ranks that share the positions of every sequence. Needs GPUs where above 1."""
+    sequence_parallel: bool = False
+    """With tp: between attention and feed-forward blocks each rank holds a part of the positions, not all of them."""
+
+    @model_validator(mode="after")
+    def sequence_parallel_needs_tp(self) -> "Parallelism":
+        if self.sequence_parallel and self.tp == 1:
+            raise ValueError(
+                "sequence_parallel=true with tp=1: positions are shared by the ranks of a tensor-parallel group, and "
+                "there is only one; set tp to 2 or more, or sequence_parallel=false"
+            )
+        return self

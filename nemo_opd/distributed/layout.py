@@ -1,0 +1,57 @@
+"""How the ranks of a student or of a teacher are arranged, and where each of them is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nemo_opd.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Data parallel × context parallel × tensor parallel.
+
+    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are neighbours, and share a node first.
+    """
+
+    dp: int
+    cp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.dp, self.cp, self.tp) < 1:
+            raise ConfigError(f"parallelism dp={self.dp}, cp={self.cp}, tp={self.tp}: each must be 1 or more")
+
+    @staticmethod
+    def of(num_ranks: int, cp: int, tp: int) -> Layout:
+        """Data parallel is what is left of the ranks, which cp · tp divides."""
+        return Layout(num_ranks // (cp * tp), cp, tp)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.dp * self.cp * self.tp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """(d, c, t) of a rank. Raises IndexError for a rank that the layout does not have."""
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank {rank} of a layout with {self.size} ranks")
+        rest, t = divmod(rank, self.tp)
+        d, c = divmod(rest, self.cp)
+        return d, c, t
+
+    def rank(self, d: int, c: int = 0, t: int = 0) -> int:
+        """The rank at these coordinates. Raises IndexError for coordinates that the layout does not have."""
+        if not (0 <= d < self.dp and 0 <= c < self.cp and 0 <= t < self.tp):
+            raise IndexError(f"coordinates {(d, c, t)} of a layout with dp={self.dp}, cp={self.cp}, tp={self.tp}")
+        return (d * self.cp + c) * self.tp + t
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Place:
+    """One device of a run; on CPU, room for a process of every group that is there."""
+
+    node: int
+    """0 … nodes − 1, in the order of ranks."""
+    device: int
+    """On its node."""

@@ -1,0 +1,78 @@
+"""A loss that is not computed yet, so that several can share the student's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import update_wrapper
+from typing import Generic, ParamSpec
+
+from torch import Tensor
+
+from nemo_opd.losses.chunked import chunked_sum
+from nemo_opd.losses.logit_rows import TrainableRows
+from nemo_opd.losses.term import Term
+from nemo_opd.types import LossOutput, Mean, Metric
+
+Parameters = ParamSpec("Parameters")
+Metrics = dict[str, Metric]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoss:
+    """coefficient · Σ terms over units, and what it says about them."""
+
+    source: TrainableRows
+    """The student's logits."""
+    terms: Sequence[Term]
+    coefficient: float
+    metrics_of: Callable[[Tensor, Tensor], Metrics]
+    """From the sum of the terms, with the weights of units and without."""
+
+    @staticmethod
+    def of(
+        name: str, source: TrainableRows, terms: Sequence[Term], num_units: int, normalizer: float | None
+    ) -> PlannedLoss:
+        """Σ terms / normalizer, and the unweighted mean over units as the metric `name` (METHODS §7).
+
+        normalizer: units of the global batch, by default those of this call; 0 of them make a loss of 0.
+        """
+        divisor = (num_units if normalizer is None else normalizer) or 1
+        return PlannedLoss(source, terms, 1 / divisor, lambda weighted, unweighted: {name: Mean(unweighted, num_units)})
+
+    def times(self, factor: float) -> PlannedLoss:
+        """The same with another weight; the metrics stay as they are."""
+        return replace(self, coefficient=self.coefficient * factor)
+
+    def compute(self) -> LossOutput:
+        return compute_together([self])
+
+
+def compute_together(losses: Sequence[PlannedLoss]) -> LossOutput:
+    """The sum of losses of one student, and the metrics of all.
+
+    Their rows are made once, and one gradient is saved for all of them; from hidden states, the products with the head
+    are formed once.
+    """
+    terms = [term for loss in losses for term in loss.terms]
+    coefficients = [loss.coefficient for loss in losses for _ in loss.terms]
+    found = chunked_sum(losses[0].source, terms, coefficients)
+    metrics: Metrics = {}
+    for loss, sums in zip(losses, found.of_terms.split([len(loss.terms) for loss in losses]), strict=True):
+        metrics |= loss.metrics_of(*sums.sum(0))
+    return LossOutput(found.total, metrics)
+
+
+class Loss(Generic[Parameters]):
+    """A function from tensors to a loss; `plan` takes the same arguments and leaves it to be computed later."""
+
+    def __init__(self, plan: Callable[Parameters, PlannedLoss]) -> None:
+        self.plan = plan
+        update_wrapper(self, plan)
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> LossOutput:
+        return self.plan(*args, **kwargs).compute()
+
+    def __reduce__(self) -> str:
+        """By its name, as functions are."""
+        return self.plan.__qualname__

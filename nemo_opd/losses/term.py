@@ -1,0 +1,81 @@
+"""A sum of losses over units, to be taken a block of rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+ChunkLoss = Callable[[Tensor, slice], Tensor]
+"""(logits [R, X] in the compute dtype, which units they are of) → the loss of each unit, [u].
+
+A unit may have several rows. There may be no unit at all.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """Σ factor · weight · loss over units."""
+
+    rows: Tensor
+    """int64 [R]: those of [B·S] that the units need, none of them twice; ascending where terms are taken together."""
+    loss_of: ChunkLoss
+    """Whatever else it reads (teacher logits, targets) it closes over and slices itself; that gets no gradient."""
+    cells: Sequence[int]
+    """[U + 1]: fp32 numbers that the units before each take at the peak of a block; see `unit_cells`."""
+    width: int
+    """Leading columns that it reads."""
+    begins: Sequence[int] | None = None
+    """[U + 1]: where units begin among the rows, on the host, since they are cut there; None: each has one row."""
+    weights: Tensor | None = None
+    """[U]; None: all 1."""
+    factor: float = 1.0
+    chunk_size: int | None = None
+    """Units taken at a time; None: as many as fit a byte budget."""
+
+    @property
+    def num_units(self) -> int:
+        return len(self.cells) - 1
+
+    def times(self, factor: float) -> Term:
+        return replace(self, factor=self.factor * factor)
+
+    def span(self, units: slice) -> slice:
+        """Where their rows are."""
+        return units if self.begins is None else slice(self.begins[units.start], self.begins[units.stop])
+
+    def sums(self, logits: Tensor, part: slice) -> Tensor:
+        """Weighted and unweighted: [2]."""
+        losses = self.loss_of(logits, part)
+        unweighted = losses.sum()
+        total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
+        return torch.stack([total, unweighted]) * self.factor
+
+    def sums_and_gradient(self, logits: Tensor, part: slice, coefficient: float) -> tuple[Tensor, Tensor]:
+        """Sums [2], and the gradient of coefficient · the first with respect to logits [R, X].
+
+        A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a block.
+        """
+        with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+            leaf = logits.detach().requires_grad_()
+            sums = self.sums(leaf, part)
+            (gradient,) = torch.autograd.grad(sums[0] * coefficient, leaf)
+        return sums.detach(), gradient
+
+
+def unit_cells(num_units: int, cells_per_unit: int, *positions: tuple[Sequence[int], int]) -> Sequence[int]:
+    """The `cells` of units that take `cells_per_unit` each and, for positions they have several of, more.
+
+    positions: where units begin among them [U + 1], and the cells that one takes.
+    """
+    each = range(0, (num_units + 1) * cells_per_unit, cells_per_unit)
+    if not positions:
+        return each
+    return [cells + sum(begin[i] * size for begin, size in positions) for i, cells in enumerate(each)]
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

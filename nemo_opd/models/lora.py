@@ -1,0 +1,151 @@
+"""Low-rank adapters on a model's linear layers (Hu et al. 2021), through `peft`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from nemo_opd.config.lora import ALL_LINEAR, Lora
+from nemo_opd.errors import ModelError
+from nemo_opd.models.load import resolve
+
+NAME = "default"
+"""Of the adapter, in the names of its parameters."""
+PEFT_PREFIX = "base_model.model."
+"""Before the name of each parameter in an adapter's file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """What is learned in place of the weights of `base`."""
+
+    settings: Lora
+    base: str
+    """`student.model`."""
+    seed: int
+    """Of the values they start from."""
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Put adapters beside the target layers of a whole model, which may be on meta, and freeze everything else.
+
+        They are fp32 whatever the model is. A target's own weights are found under `base_name` from then on. Raises
+        ModelError for a quantised model and for targets that it has not.
+        """
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise ModelError(
+                f"student.lora is set and student.model={self.base} is quantised: adapters are trained beside plain "
+                "weights, and merged into them; name the unquantised model"
+            )
+        config = LoraConfig(
+            r=self.settings.rank,
+            lora_alpha=self.settings.alpha,
+            lora_dropout=self.settings.dropout,
+            target_modules=self._targets(linear_layers(model)),
+            base_model_name_or_path=resolve(self.base),
+            task_type="CAUSAL_LM",
+        )
+        with next(model.parameters()).device:
+            inject_adapter_in_model(config, model, adapter_name=NAME)
+
+    def _targets(self, names: Sequence[str]) -> list[str]:
+        """Ends of the names of those of the layers `names` that get an adapter."""
+        wanted, there = self.settings.target_modules, sorted({name.rpartition(".")[2] for name in names})
+        if wanted == ALL_LINEAR:
+            return there
+        for target in wanted:
+            if not any(f".{name}".endswith(f".{target}") for name in names):
+                raise ModelError(
+                    f"student.lora.target_modules={list(wanted)}: {self.base} has no linear layer {target} that can "
+                    f"take an adapter; choose of {', '.join(there)}, or all-linear"
+                )
+        return list(wanted)
+
+    def initial_values(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole value, on the CPU, of each adapter's parameters: A as a linear layer starts, B zero.
+
+        The same however the model is cut. Only what is not zero yet takes random numbers.
+        """
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, parameter in adapter_parameters(model):
+            value = torch.zeros(parameter.shape)
+            if ".lora_A." in name:
+                nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+            yield name, value
+
+    def save(self, state: Mapping[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
+        """Write a folder for `peft`. state: the whole adapters by their names in `model`, which has them attached."""
+        tensors = get_peft_model_state_dict(model, dict(state), NAME)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(
+            {f"{PEFT_PREFIX}{name}": tensor.contiguous() for name, tensor in tensors.items()},
+            folder / "adapter_model.safetensors",
+            {"format": "pt"},
+        )
+        own: Any = model
+        config: LoraConfig = copy(own.peft_config[NAME])
+        config.inference_mode = True
+        config.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def merge(self, state: Mapping[str, Tensor], model: PreTrainedModel) -> None:
+        """Into the weights of a whole `model` as it was before anything was attached. state: as for `save`."""
+        self.attach(model)
+        for name, parameter in adapter_parameters(model):
+            parameter.copy_(state[name])
+        for name, layer in list(lora_layers(model)):
+            layer.merge(adapter_names=[NAME])
+            model.set_submodule(name, layer.get_base_layer())
+        del model.peft_config
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Names of those that can take an adapter: all but the head, which losses read as a plain matrix."""
+    head = model.get_output_embeddings()
+    return [
+        name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
+    ]
+
+
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+
+
+def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """By name, in the model's order."""
+    for owner, layer in lora_layers(model):
+        for name, parameter in layer.named_parameters():
+            if name.startswith("lora_"):
+                yield f"{owner}.{name}", parameter
+
+
+def base_name(model: nn.Module, name: str) -> str:
+    """What the model with adapters calls the parameter or buffer that was `name` before they were attached."""
+    owner, _, own = name.rpartition(".")
+    return f"{owner}.base_layer.{own}" if isinstance(model.get_submodule(owner), LoraLayer) else name
+
+
+def keep_adapters_only(model: nn.Module) -> None:
+    """Let the model's state be its adapters alone: the rest is the base model's, and is loaded with that."""
+    own = {name for name, _ in adapter_parameters(model)}
+
+    def drop_others(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:
+        for name in [name for name in state if name.removeprefix(prefix) not in own]:
+            del state[name]
+
+    def others_are_there(_: nn.Module, incompatible: Any) -> None:
+        incompatible.missing_keys[:] = [name for name in incompatible.missing_keys if name in own]
+
+    model.register_state_dict_post_hook(drop_others)
+    model.register_load_state_dict_post_hook(others_are_there)

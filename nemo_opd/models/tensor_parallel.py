@@ -1,0 +1,79 @@
+"""Tensor parallelism by torch's styles, chosen from transformers' plans, so that it composes with FSDP2."""
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from transformers import PreTrainedModel
+
+from nemo_opd.errors import ModelError
+from nemo_opd.models.tensor_plan import Style, TensorPlan, inside, tensor_plan
+from nemo_opd.models.tensor_styles import (
+    SEQUENCE,
+    Block,
+    VocabularyEmbedding,
+    VocabularyHead,
+    Whole,
+    share_positions,
+)
+
+
+def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, key: str) -> None:
+    """Cut every matrix in place over the one-dimensional `mesh`; all parameters become DTensors on it.
+
+    The model may be on meta; where it is not, every rank must have the same values. Embedding and head are cut along
+    the vocabulary, and stay one parameter where they are tied; the model's logits are each rank's own columns.
+    Communicates, for each block of a layer, an all-reduce of hidden states [B, S, D] forward and one backward; with
+    `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size.
+    Raises ModelError naming `key`, which is that of tp.
+    """
+    plan = tensor_plan(model, mesh.size(), sequence_parallel=sequence_parallel, key=key)
+    _cut_vocabulary(model, mesh, f"{key}={mesh.size()}")
+    residual: Placement = SEQUENCE if sequence_parallel else Replicate()
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        if (style := _style(name, module, plan, residual)) is not None:
+            parallelize_module(module, mesh, style, src_data_rank=None)
+    for block in plan.blocks:
+        parallelize_module(modules[block], mesh, Block(residual), src_data_rank=None)
+    if sequence_parallel:
+        share_positions(modules[plan.layers[0]], modules[plan.layers[-1]], mesh)
+
+
+def _cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, value: str) -> None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+        raise ModelError(
+            f"{value}: embedding and head of {type(model).__name__} are {type(embedding).__name__} and "
+            f"{type(head).__name__}, not a plain embedding and linear layer; set it to 1"
+        )
+    is_tied = head.weight is embedding.weight
+    parallelize_module(embedding, mesh, VocabularyEmbedding(), src_data_rank=None)
+    if is_tied:
+        weight: Any = embedding.weight
+        head.register_parameter("weight", weight)
+    parallelize_module(head, mesh, VocabularyHead(), src_data_rank=None)
+
+
+def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Placement) -> ParallelStyle | None:
+    """Of a module that has parameters of its own which are not cut yet; None for others."""
+    own = list(module.parameters(recurse=False))
+    if not own or isinstance(own[0], DTensor):
+        return None
+    match plan.styles.get(name):
+        case Style.COLUMNS:
+            return ColwiseParallel()
+        case Style.COLUMNS_GATHERED:
+            return ColwiseParallel(output_layouts=Replicate())
+        case Style.ROWS:
+            return RowwiseParallel(output_layouts=residual)
+        case Style.ROWS_SPLIT:
+            return RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
+        case Style.OF_HEADS:
+            return Whole(Partial())
+    in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)
+    in_block = any(inside(name, block) for block in plan.blocks)
+    # Between blocks a rank may see some of the positions only.
+    return Whole(Partial() if residual == SEQUENCE and in_layer and not in_block else Replicate())

@@ -1,0 +1,167 @@
+"""What torch's tensor-parallel styles do not have: parameters without a style, and the vocabulary's two ends."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+SEQUENCE = Shard(1)
+"""Of hidden states [B, S, D]."""
+
+
+class Whole(ParallelStyle):
+    """Parameters that every rank has whole. A module's own code computes with plain tensors.
+
+    gradient: what each rank's gradient is: the same everywhere, or a part of the sum.
+    """
+
+    def __init__(self, gradient: Placement) -> None:
+        self.gradient = gradient
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, _ in list(module.named_parameters(recurse=False)):
+            distribute(module, name, device_mesh, Replicate())
+        forward = module.forward
+
+        @wraps(forward)
+        def with_local(*args: Any, **kwargs: Any) -> Any:
+            with local_parameters(module, self.gradient):
+                return forward(*args, **kwargs)
+
+        module.forward = with_local
+        return module
+
+
+class VocabularyEmbedding(ParallelStyle):
+    """An embedding whose rows are cut over the ranks, unevenly where need be; its output is whole everywhere.
+
+    Communicates one all-reduce of [B, S, D] forward. torch's own style does not move the padding index to the shard
+    that has it, and cannot run what subclasses do to the output.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        embedding: Any = module
+        begin, end = own_part(embedding.num_embeddings, device_mesh)
+        distribute(module, "weight", device_mesh, Shard(0))
+        padding = embedding.padding_idx
+        embedding.padding_idx = padding - begin if padding is not None and begin <= padding < end else None
+        forward: Callable[[Tensor], Tensor] = module.forward
+
+        def of_shard(ids: Tensor) -> Tensor:
+            is_own = (ids >= begin) & (ids < end)
+            with local_parameters(module, Shard(0)):
+                rows = forward(torch.where(is_own, ids - begin, 0))
+            rows = torch.where(is_own.unsqueeze(-1), rows, 0)
+            return moved(rows, device_mesh, Partial(), Replicate())
+
+        module.forward = of_shard
+        return module
+
+
+class VocabularyHead(ParallelStyle):
+    """A head whose rows are cut over the ranks: from whole hidden states to each rank's own columns of logits.
+
+    Communicates one all-reduce of [B, S, D] backward.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        linear: Any = module
+        for name, _ in list(module.named_parameters(recurse=False)):
+            distribute(module, name, device_mesh, Shard(0))
+
+        def of_shard(hidden: Tensor) -> Tensor:
+            entered = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
+            with local_parameters(module, Shard(0)):
+                return F.linear(entered.to_local(grad_placements=[Partial()]), linear.weight, linear.bias)
+
+        module.forward = of_shard
+        return module
+
+
+class Block(ParallelStyle):
+    """A part of a layer: what enters is made whole, once for all of its linear layers.
+
+    Its gradients are summed once as well: an all-reduce, or a reduce-scatter where positions are shared.
+    """
+
+    def __init__(self, residual: Placement) -> None:
+        self.residual = residual
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.register_forward_pre_hook(partial(self._enter, device_mesh), with_kwargs=True)
+        return module
+
+    def _enter(
+        self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def entered(hidden: Tensor) -> DTensor:
+            local = DTensor.from_local(hidden, mesh, [self.residual], run_check=False)
+            return local.redistribute(placements=[Replicate()])
+
+        if args:
+            return (entered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": entered(kwargs["hidden_states"])}
+
+
+def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh) -> None:
+    """Each rank takes its part of the positions where the first layer begins; all are whole again after the last.
+
+    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size.
+    """
+
+    def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return moved(args[0], mesh, Replicate(), SEQUENCE), *args[1:]
+
+    def gather(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if isinstance(output, tuple):
+            return moved(output[0], mesh, SEQUENCE, Replicate()), *output[1:]
+        return moved(output, mesh, SEQUENCE, Replicate())
+
+    first.register_forward_pre_hook(take)
+    last.register_forward_hook(gather)
+
+
+def moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    distributed = DTensor.from_local(local, mesh, [source], run_check=False)
+    return distributed.redistribute(placements=[target]).to_local()
+
+
+def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by this rank's part of it; every rank has it whole, or on meta, so nothing is sent."""
+    parameter = module._parameters[name]
+    assert parameter is not None
+    if not isinstance(parameter, DTensor):
+        part = distribute_tensor(parameter.detach(), mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+@contextmanager
+def local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
+    """Inside, the module's own parameters are plain tensors: this rank's parts, which gradients flow through."""
+    held = dict(module._parameters)
+    for name, parameter in held.items():
+        if isinstance(parameter, DTensor):
+            local: Any = parameter.to_local(grad_placements=[gradient])
+            module._parameters[name] = local
+    try:
+        yield
+    finally:
+        module._parameters.update(held)
+
+
+def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
+    """[begin, end) of a dimension that is cut over a one-dimensional mesh, as torch cuts it."""
+    return part_of(size, mesh.size(), mesh.get_local_rank())
+
+
+def part_of(size: int, num_parts: int, part: int) -> tuple[int, int]:
+    """[begin, end) of a dimension cut into parts as torch.chunk does it; late ones may be smaller, or empty."""
+    length = -(-size // num_parts)
+    return min(part * length, size), min((part + 1) * length, size)

@@ -1,0 +1,58 @@
+"""How the ranks of each model are arranged, and who of the student reads from whom of a teacher."""
+
+from collections.abc import Sequence
+
+import torch
+
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.reach import Payload, check_reach, planned_readers
+from nemo_opd.training.layout import resolve_layout
+from nemo_opd.training.plan import Delivery
+from nemo_opd.training.sides import Side, longest
+
+
+def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tuple[Layout, ...]]:
+    """Of the student and of every active teacher. Raises ConfigError where tp · cp does not divide a model's ranks."""
+    models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
+    student, *teachers = (
+        # As on one node: whether windows stay on theirs is asked below, where it is known who reads what.
+        resolve_layout(key, len(places), 1, tp=model.parallelism.tp, cp=model.parallelism.cp)
+        for (key, model), places in zip(models.items(), placement.groups, strict=True)
+    )
+    return student, tuple(teachers)
+
+
+def plan_deliveries(
+    config: RunConfig,
+    transport: str,
+    placement: Placement,
+    layouts: tuple[Layout, Sequence[Layout]],
+    teachers: Sequence[Side],
+) -> tuple[Delivery, ...]:
+    """Of each active teacher; layouts: the student's and the teachers'.
+
+    Raises ConfigError where a rank of the student would read on a node that the transport cannot reach.
+    """
+    student, of_teachers = layouts
+    deliveries = []
+    for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        sides = Sides(student, of_teachers[i], placement.student, placement.teachers[i])
+        payload = payload_of(config, settings, teacher)
+        check_reach(transport, settings.name, sides, payload)
+        deliveries.append(Delivery(sides, planned_readers(sides, payload)))
+    return tuple(deliveries)
+
+
+def payload_of(config: RunConfig, settings: Teacher, teacher: Side) -> Payload:
+    length = config.train.max_length
+    return Payload(
+        num_rows=config.train.global_batch_size,
+        length=longest(config, settings) if isinstance(settings, CrossTokenizerTeacher) else length,
+        vocab_size=teacher.vocab_size,
+        hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
+        itemsize=getattr(torch, settings.dtype).itemsize,
+    )

@@ -1,0 +1,22 @@
+"""What a rank will hold in memory, from the models' configurations alone; and what is offloaded because of it."""
+
+from nemo_opd.training.memory.estimate import Advice, Memory, MemoryEstimate, Part, Phase
+from nemo_opd.training.memory.offload import settle_memory
+from nemo_opd.training.memory.process import ModelSetup
+from nemo_opd.training.memory.situation import Machine, Situation, estimate
+from nemo_opd.training.memory.size import ModelSize, model_size
+
+__all__ = [
+    "Advice",
+    "Machine",
+    "Memory",
+    "MemoryEstimate",
+    "ModelSetup",
+    "ModelSize",
+    "Part",
+    "Phase",
+    "Situation",
+    "estimate",
+    "model_size",
+    "settle_memory",
+]

@@ -1,0 +1,59 @@
+"""The estimate for people: part by phase, what there is, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.table import Table
+from rich.text import Text
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.training.memory.advice import gib
+from nemo_opd.training.memory.estimate import USABLE, Memory, MemoryEstimate, Phase
+
+
+def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
+    """A table for each memory that anything is held in, a line on how it fits, and advice where it does not.
+
+    Also what is offloaded; `config` is the one that the estimate has settled.
+    """
+    for memory in estimate.memories:
+        if memory.peak:
+            yield memory_table(memory)
+            yield verdict(memory)
+    names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
+    if config.student.offload is True:
+        names.append("student")
+    yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
+    for one in estimate.advice:
+        yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")
+
+
+def memory_table(memory: Memory) -> Table:
+    """In MiB; the phase of the peak is in bold."""
+    title = f"Memory estimate, {memory.name} (MiB)"
+    table = Table("part", *(phase.value for phase in Phase), title=title, title_justify="left")
+    for column, phase in zip(table.columns[1:], Phase, strict=True):
+        column.justify = "right"
+        column.style = "bold" if phase is memory.peak_phase else ""
+    for part in memory.parts:
+        if any(part.num_bytes.values()):
+            table.add_row(str(part), *(mib(part.at(phase)) for phase in Phase))
+    table.add_section()
+    table.add_row("all", *(mib(memory.total(phase)) for phase in Phase))
+    return table
+
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
+
+
+def verdict(memory: Memory) -> Text:
+    peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
+    if memory.capacity is None:
+        return Text(f"{peak}; how much there is is not known here")
+    there = f"{peak}, of {gib(memory.capacity)}"
+    if not memory.shortage:
+        return Text(there)
+    over = f"{gib(memory.shortage)} more than the {USABLE:.0%} of it that can be planned with"
+    return Text(f"warning: {there}: {over}", "yellow")

@@ -1,0 +1,146 @@
+"""All that the estimate depends on, and the estimate itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.training.memory.estimate import Memory, MemoryEstimate, Part
+from nemo_opd.training.memory.process import ModelSetup, Process, with_cache
+from nemo_opd.training.memory.size import ModelSize
+from nemo_opd.training.memory.student import StudentJob, student_process
+from nemo_opd.training.memory.teacher import TeacherJob, teacher_process, window_bytes
+from nemo_opd.workers.student import compute_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank of each group finds."""
+
+    device: str
+    device_bytes: int | None
+    """Of one GPU; None: not known, or there is none."""
+    host_bytes: int | None
+    """Main memory of a node; None: not known."""
+    ranks_per_node: int
+    """Devices in use, or on CPU ranks of the student."""
+
+    @staticmethod
+    def of_this_node(device: str, ranks_per_node: int, *, is_remote: bool) -> Machine:
+        """is_remote: the run is on other machines; their GPUs are taken to be like those here, if there are any."""
+        sees_gpu = device == "cuda" and torch.cuda.is_available()
+        # Asking for what is free would open a context, which the driver's process has no other use for.
+        device_bytes = torch.cuda.get_device_properties(0).total_memory if sees_gpu else None
+        return Machine(device, device_bytes, None if is_remote else psutil.virtual_memory().total, ranks_per_node)
+
+    @property
+    def host_share(self) -> int | None:
+        return None if self.host_bytes is None else self.host_bytes // self.ranks_per_node
+
+
+@dataclass(frozen=True, slots=True)
+class Situation:
+    """What a run is, beside its settings."""
+
+    student: ModelSetup
+    teachers: tuple[ModelSetup, ...]
+    """One per active teacher."""
+    machine: Machine
+    transport: str
+    lookahead: int = 0
+    """Batches that teachers on devices of their own are ahead."""
+    headless: bool = False
+    """The student's losses read hidden states and head, and its logits are never there."""
+    gives_back: bool = False
+    """A worker that has done its part of a step returns to the device what it does not hold any more."""
+
+    @staticmethod
+    def of(
+        config: RunConfig,
+        *,
+        sizes: Sequence[ModelSize],
+        vocab_sizes: Sequence[int],
+        layouts: Sequence[Layout],
+        machine: Machine,
+        transport: str,
+        lookahead: int,
+        headless: bool,
+        gives_back: bool,
+    ) -> Situation:
+        """sizes, vocab_sizes (of the tokenizers), layouts: of the student first, and of every active teacher."""
+        student, *teachers = (
+            ModelSetup(size, vocab_size, layout, settings.parallelism.sequence_parallel)
+            for settings, size, vocab_size, layout in zip(
+                (config.student, *config.active_teachers), sizes, vocab_sizes, layouts, strict=True
+            )
+        )
+        return Situation(student, tuple(teachers), machine, transport, lookahead, headless, gives_back)
+
+
+def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
+    """Bytes on one rank by part and phase, with the settings as they are; `offload: auto` counts as no.
+
+    Whole numbers of what PyTorch allocates for tensors, from the models' shapes; METHODS §8 says what losses keep.
+    """
+    student = student_process(student_job(config, situation))
+    teachers = [teacher_process(job) for job in teacher_jobs(config, situation)]
+    machine = situation.machine
+    if machine.device == "cpu":
+        parts = [part for process in (student, *teachers) for part in (*process.device, *process.host)]
+        return MemoryEstimate((Memory("main memory for each rank", tuple(parts), machine.host_share),))
+    return MemoryEstimate((*on_devices(config, student, teachers, situation), on_host([student, *teachers], machine)))
+
+
+def on_devices(
+    config: RunConfig, student: Process, teachers: Sequence[Process], situation: Situation
+) -> tuple[Memory, ...]:
+    """One GPU for a rank of each group, or one of each group's."""
+    machine = situation.machine
+    if config.cluster.placement == "colocated":
+        parts = [
+            part
+            for process in (student, *teachers)
+            for part in with_cache(process, gives_back=process.is_offloaded or situation.gives_back)
+        ]
+        return (Memory("each GPU", tuple(parts), machine.device_bytes),)
+    names = ["each GPU of the student"] + [f"each GPU of {teacher.name}" for teacher in config.active_teachers]
+    processes = zip(names, (student, *teachers), strict=True)
+    return tuple(
+        Memory(name, with_cache(process, gives_back=True), machine.device_bytes) for name, process in processes
+    )
+
+
+def on_host(processes: Sequence[Process], machine: Machine) -> Memory:
+    parts: tuple[Part, ...] = tuple(part for process in processes for part in process.host)
+    return Memory("main memory for each GPU", parts, machine.host_share)
+
+
+def student_job(config: RunConfig, situation: Situation) -> StudentJob:
+    device, student = situation.machine.device, situation.student
+    apart = config.cluster.placement == "separate"
+    window = sum(
+        window_bytes(job, student.layout.dp)
+        for job in teacher_jobs(config, situation)
+        if apart or job.setup.layout.cp > 1 or student.layout.dp % job.setup.layout.dp
+    )
+    return StudentJob(
+        config=config,
+        setup=student,
+        device=device,
+        compute_bytes=compute_dtype(config.student.dtype, device).itemsize,
+        headless=situation.headless,
+        widest_vocabulary=max(setup.vocab_size for setup in (student, *situation.teachers)),
+        window=window,
+    )
+
+
+def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
+    return [
+        TeacherJob(config, settings, setup, situation.machine.device, situation.transport, 1 + situation.lookahead)
+        for settings, setup in zip(config.active_teachers, situation.teachers, strict=True)
+    ]

@@ -1,0 +1,134 @@
+"""What a teacher's process holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
+from nemo_opd.training.memory.activations import Work, forward_temporaries
+from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
+from nemo_opd.training.memory.process import ModelSetup, Process, largest
+from nemo_opd.training.memory.size import shard_numel
+
+AFTER_LOADING = (Phase.TEACHERS, *STUDENT_PHASES)
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherJob:
+    """What a teacher has to do on one rank."""
+
+    config: RunConfig
+    settings: Teacher
+    setup: ModelSetup
+    device: str
+    transport: str
+    buffers: int
+    """Batches whose output it holds: the one being learned from and, where it works ahead, the next."""
+
+    @property
+    def item_bytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.settings.dtype)
+        return dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Positions of a sequence."""
+        own = self.settings.max_length if isinstance(self.settings, CrossTokenizerTeacher) else None
+        return own or self.config.train.max_length
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a batch."""
+        return -(-self.config.train.global_batch_size // self.setup.layout.dp)
+
+    @property
+    def work(self) -> Work:
+        layout, rows = self.setup.layout, min(self.rows, self.config.train.micro_batch_size)
+        return Work(rows, self.width, layout.cp, layout.tp, self.setup.sequence_parallel, self.item_bytes)
+
+    @property
+    def columns(self) -> int:
+        """Of its tokenizer's ids, those of this rank."""
+        return -(-self.setup.vocab_size // self.setup.layout.tp)
+
+
+def teacher_process(job: TeacherJob) -> Process:
+    name, offload = job.settings.name, job.settings.offload is True
+    shard = job.item_bytes * shard_numel(job.setup.size.shapes, job.setup.layout)
+    here = (Phase.TEACHERS,) if offload else AFTER_LOADING
+    handed = handed_over(job)
+    on_device = job.device == "cpu" or job.transport == "cuda_ipc"
+    parts = (
+        Part(name, "parameters", during(shard, Phase.LOADING, *here)),
+        *forward_parts(job, offload),
+        *(handed if on_device else ()),
+    )
+    read = Part(
+        name,
+        "largest tensor, read from the file",
+        during(job.item_bytes * largest(job.setup.size.shapes), Phase.LOADING),
+    )
+    away = (Part(name, "parameters", during(shard, *STUDENT_PHASES)),) if offload else ()
+    return Process(parts, (read, *away, *(() if on_device else handed)), (Phase.TEACHERS,), is_offloaded=offload)
+
+
+def forward_parts(job: TeacherJob, offload: bool) -> list[Part]:
+    """Of the two high points of a forward pass the higher: in a layer, or where logits are made.
+
+    FSDP2 leaves embedding and head gathered after it, until the model moves.
+    """
+    setup, name, t = job.setup, job.settings.name, job.item_bytes
+    rest = t * setup.rest
+    in_layer = {
+        "gathered parameters": rest + t * setup.gathered_layers,
+        "activations": forward_temporaries(setup.size, job.work),
+    }
+    at_head = {"gathered parameters": rest, "activations": logits_bytes(job)}
+    highest = max(in_layer, at_head, key=lambda parts: sum(parts.values()))
+    left = {"gathered parameters": 0 if offload else rest, "activations": 0}
+    return [
+        Part(name, part, during(left[part], *STUDENT_PHASES) | {Phase.TEACHERS: num_bytes})
+        for part, num_bytes in highest.items()
+    ]
+
+
+def logits_bytes(job: TeacherJob) -> int:
+    """Hidden states, and logits of a microbatch where they are handed over; a cap makes two more of them.
+
+    Where the aggregation asks for scores they are formed from logits, a chunk at a time.
+    """
+    size, t = job.setup.size, job.item_bytes
+    num_bytes = job.work.tokens * size.hidden_size * t
+    if job.config.handoff.type == "logits":
+        columns = -(-size.vocab_size // job.setup.layout.tp)
+        num_bytes += job.work.tokens * columns * t * (3 if size.has_soft_cap else 1)
+    if job.config.aggregation.score is not None:
+        num_bytes += CHUNK_BYTES if job.device == "cuda" else CPU_CHUNK_BYTES
+    return num_bytes
+
+
+def handed_over(job: TeacherJob) -> tuple[Part, ...]:
+    """Buffers that stay from the first batch on: of this rank's rows, positions and columns."""
+    name, t, size = job.settings.name, job.item_bytes, job.setup.size
+    positions = job.buffers * job.rows * -(-job.width // job.setup.layout.cp)
+    if job.config.handoff.type == "logits":
+        return (Part(name, "logits handed over", during(positions * job.columns * t, *AFTER_LOADING)),)
+    return (
+        Part(name, "hidden states handed over", during(positions * size.hidden_size * t, *AFTER_LOADING)),
+        Part(name, "head handed over", during(job.columns * size.hidden_size * t, *AFTER_LOADING)),
+    )
+
+
+def window_bytes(job: TeacherJob, student_dp: int) -> int:
+    """Hidden states that a student rank puts together from several teacher ranks, or from another device.
+
+    Logits are read where they are.
+    """
+    if job.config.handoff.type == "logits":
+        return 0
+    rows = -(-job.config.train.global_batch_size // student_dp)
+    return rows * job.width * job.setup.size.hidden_size * job.item_bytes

@@ -1,0 +1,40 @@
+"""What Ray says about a dead actor, in a user's words."""
+
+import pytest
+import ray
+
+from nemo_opd.cluster.death import obituary
+
+DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tpid: 7\n\tip: 10.0.0.2\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (
+            "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
+            "Worker unexpectedly exits with a connection error code 2.",
+            "(its process on 10.0.0.2 was killed or crashed); host memory may have run out: lower train.micro_batch_si",
+        ),
+        (
+            "The actor died because its node has died. Node Id: 1f2e\n\tthe actor's node was terminated",
+            "(its Ray node on 10.0.0.2 is gone); start the node again, or lower cluster.num_nodes; ",
+        ),
+        (
+            "Task was killed due to the node running low on memory.\nMemory on the node was 22.90GB / 24.00GB",
+            "(Ray ended its process on 10.0.0.2, as the memory of the node was nearly full); host memory may have run",
+        ),
+    ],
+    ids=["killed", "node", "memory"],
+)
+def test_what_is_known(said: str, told: str) -> None:
+    message = obituary(ray.exceptions.RayActorError(error_msg=DETAILS + said))
+
+    assert message.startswith(told)
+    assert message.endswith("run.resume=auto continues from the last checkpoint")
+
+
+def test_anything_else_is_told_as_it_is() -> None:
+    message = obituary(ray.exceptions.RaySystemError("System error: no idea. At all"))
+
+    assert message == "(System error: System error: no idea); run.resume=auto continues from the last checkpoint"

@@ -1,0 +1,35 @@
+"""Errors of a worker as they travel: which of them are another rank's doing."""
+
+import pytest
+import torch.distributed as dist
+
+from nemo_opd.cluster.failure import Failure
+from nemo_opd.errors import HandoffError
+
+
+def caught(error: Exception) -> Failure:
+    try:
+        raise error
+    except Exception as raised:
+        return Failure.of(raised)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
+        dist.DistBackendError("NCCL communicator was aborted"),
+        dist.DistStoreError("wait timeout after 1000ms"),
+    ],
+)
+def test_a_broken_collective_is_of_a_peer(error: Exception) -> None:
+    assert caught(error).is_of_a_peer
+
+
+@pytest.mark.parametrize("error", [KeyError("no such thing"), RuntimeError("shapes"), HandoffError("reset by peer")])
+def test_other_errors_are_a_ranks_own(error: Exception) -> None:
+    failure = caught(error)
+
+    assert not failure.is_of_a_peer
+    assert failure.error == f"{type(error).__name__}: {error}"
+    assert "in caught" in failure.traceback

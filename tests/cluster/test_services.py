@@ -1,0 +1,36 @@
+"""Ray's own processes are missed as soon as they are gone, on this machine and elsewhere."""
+
+import os
+import socket
+import subprocess
+
+import psutil
+import pytest
+
+from nemo_opd.cluster.services import Services
+from nemo_opd.errors import ClusterError
+
+
+def test_a_process_that_ended_is_missed() -> None:
+    """Also while its parent has not asked for its status: Ray's processes are the driver's own children."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        services = Services([psutil.Process(process.pid)])
+        services.require_alive()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        with pytest.raises(ClusterError, match=r"^Ray's own sleep ended, .*run.resume=auto continues from the last ch"):
+            services.require_alive()
+    assert not services.are_alive
+
+
+def test_a_head_that_does_not_answer_is_missed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        services = Services(address=address)
+        services.require_alive()
+    with pytest.raises(ClusterError, match=f"^the Ray cluster's head at {address} ended"):
+        services.require_alive()
+
+
+def test_without_anything_to_ask_all_is_well() -> None:
+    assert Services().are_alive

@@ -1,0 +1,28 @@
+"""Ranks and coordinates are one another's inverse, in the order that torch's meshes have."""
+
+from itertools import product
+
+import pytest
+
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError
+
+
+@pytest.mark.parametrize("layout", [Layout(1), Layout(3), Layout(2, 3, 4), Layout(1, 2, 1), Layout(dp=2, tp=2)])
+def test_ranks_count_through_dp_then_cp_then_tp(layout: Layout) -> None:
+    """Catches an order with tp outside, which would spread the most talkative groups over nodes."""
+    every = list(product(range(layout.dp), range(layout.cp), range(layout.tp)))
+
+    assert [layout.coordinates(rank) for rank in range(layout.size)] == every
+    assert [layout.rank(*coordinates) for coordinates in every] == list(range(layout.size))
+
+
+def test_what_a_layout_does_not_have_is_refused() -> None:
+    layout = Layout(2, 1, 2)
+
+    with pytest.raises(ConfigError, match="tp=0"):
+        Layout(1, 1, 0)
+    with pytest.raises(IndexError, match="rank 4"):
+        layout.coordinates(4)
+    with pytest.raises(IndexError, match="dp=2"):
+        layout.rank(0, 1, 0)

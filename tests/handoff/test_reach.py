@@ -1,0 +1,106 @@
+"""Windows that would cross nodes are refused before anything loads, with a layout that would work."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError
+from nemo_opd.handoff.plan import Readers, Sides, colocated, filled
+from nemo_opd.handoff.reach import Payload, check_reach, planned_readers
+
+PAYLOAD = Payload(num_rows=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)
+NODE = 8
+
+
+def advised(message: str, side: str = "parallelism") -> tuple[int, int]:
+    """(tp, cp) of a message."""
+    tp, cp = (int(number) for number in re.findall(rf"(?<![\w.]){side}\.(?:tp|cp)=(\d+)", message))
+    return tp, cp
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
+@pytest.mark.parametrize(
+    ("student", "teacher"),
+    [
+        (Layout(16), Layout(16)),
+        (Layout(16), Layout(2, 1, 8)),
+        (Layout(4, 1, 4), Layout(8, 2, 1)),
+        (Layout(16), Layout(1, 4, 4)),  # positions and head are on both nodes
+    ],
+    ids=str,
+)
+def test_groups_that_fit_a_node_pass(transport: str, student: Layout, teacher: Layout) -> None:
+    check_reach(transport, "big", colocated(student, teacher, NODE), PAYLOAD)
+
+
+@pytest.mark.parametrize(
+    ("teacher", "cut_positions"), [(Layout(1, 1, 16), False), (Layout(1, 4, 4), True)], ids=["tp", "cp"]
+)
+def test_a_window_over_two_nodes_is_refused_with_a_layout_that_passes(teacher: Layout, cut_positions: bool) -> None:
+    sides = colocated(Layout(16), teacher, NODE)
+    payload = replace(PAYLOAD, cut_positions=cut_positions)
+
+    with pytest.raises(ConfigError, match=r"cuda_ipc.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1") as refused:
+        check_reach("cuda_ipc", "big", sides, payload)
+
+    tp, cp = advised(str(refused.value))
+    assert tp * cp == NODE
+    check_reach("cuda_ipc", "big", replace(sides, teacher=Layout(16 // (tp * cp), cp, tp)), payload)
+
+
+def test_the_bytes_are_those_of_rows_and_head() -> None:
+    """Student rank 0 has 64/16 rows; of a teacher with tp=16 it reads a sixteenth of the head from each rank."""
+    with pytest.raises(ConfigError) as refused:
+        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), PAYLOAD)
+
+    head = 151_936 / 16 * 2560 * 2 / 2**30
+    assert f"student rank 0 on node 0 reads {head:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)
+    # Hidden states are the same over tp, so they come from the own device.
+    assert "and 125 more" in str(refused.value)  # 16 · 8 crossings, of which three are shown
+
+
+def test_where_only_the_student_can_change_it_says_so() -> None:
+    """A student over two nodes reads all rows on both, and each sees only half of the teacher's."""
+    sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
+
+    with pytest.raises(ConfigError) as refused:
+        check_reach("cuda_ipc", "big", sides, PAYLOAD)
+
+    tp, cp = advised(str(refused.value), side=r"student\.parallelism")
+    both = Layout(16 // (tp * cp), cp, tp)
+    check_reach("cuda_ipc", "big", replace(sides, student=both, teacher=both), PAYLOAD)
+
+
+def test_where_no_layout_works_it_is_a_matter_of_places() -> None:
+    sides = Sides(Layout(8), Layout(8), filled(8, NODE), filled(8, NODE, first=8))
+
+    with pytest.raises(ConfigError, match=r"no other layout.*cluster\.placement=colocated"):
+        check_reach("cuda_ipc", "big", sides, PAYLOAD)
+
+
+def test_a_transport_between_nodes_may_cross_them() -> None:
+    check_reach("nccl", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), PAYLOAD)
+
+
+def test_logits_are_read_from_every_shard() -> None:
+    """Without a head there is no head to read, and columns of another node are refused all the same."""
+    logits = replace(PAYLOAD, hidden_size=None)
+
+    check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(2, 1, 8), NODE), logits)
+    with pytest.raises(ConfigError, match="node 1"):
+        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), logits)
+
+
+def test_readers_are_known_before_the_first_batch() -> None:
+    """Catches exports that nobody takes, which hold a GPU's memory after its owner has let go."""
+    sides = colocated(Layout(4), Layout(2, 1, 2), ranks_per_node=4)
+
+    readers = planned_readers(sides, PAYLOAD)
+
+    # Rows: teacher parts 0 and 1 are those of student ranks 0, 1 and 2, 3, and each tp rank serves its own device.
+    assert [each.output for each in readers] == [(0,), (1,), (2,), (3,)]
+    # The first shard is on ranks 0 and 2, the second on 1 and 3; who has neither on its device takes the lower rank.
+    assert [each.head for each in readers] == [(0, 1, 3), (0, 1, 2), (2,), (3,)]
+    assert planned_readers(sides, replace(PAYLOAD, hidden_size=None))[0] == Readers((0, 1), ())

@@ -1,0 +1,335 @@
+"""What student ranks read through their windows is what the teacher's ranks together have written."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError, HandoffError
+from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.plan import Readers, Sides, filled
+from nemo_opd.handoff.reach import Payload, planned_readers
+from nemo_opd.handoff.shards import chunk_sizes, head_tail, vocabulary_columns
+from nemo_opd.handoff.window import OutputHandle, Window, windows
+from nemo_opd.losses.logit_rows import Head, HeadLogits, LogitRows, SideBySideLogits, TensorLogits
+from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender
+
+NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 14, 3
+KINDS = ("hidden_states", "logits")
+Kind = Literal["hidden_states", "logits"]
+LAYOUTS = [
+    (Layout(2), Layout(2)),
+    (Layout(2), Layout(3)),
+    (Layout(3), Layout(2)),
+    (Layout(4), Layout(1, 1, 4)),
+    (Layout(4), Layout(1, 2, 2)),
+    (Layout(1, 1, 4), Layout(2, 1, 2)),
+    (Layout(2, 2, 1), Layout(1, 4, 1)),
+    (Layout(3), Layout(1, 1, 6)),
+]
+
+
+@dataclass(frozen=True)
+class Output:
+    """A teacher's whole output, of which its ranks have parts."""
+
+    hidden: Tensor
+    head: Head
+
+    @property
+    def logits(self) -> Tensor:
+        """In plain PyTorch."""
+        linear = F.linear(self.hidden, self.head.weight, self.head.bias) * self.head.scale
+        assert self.head.soft_cap is not None
+        return self.head.soft_cap * torch.tanh(linear / self.head.soft_cap)
+
+
+def output(seed: int = 0, num_rows: int = NUM_ROWS) -> Output:
+    random = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    head = Head(tensor(PADDED_VOCAB, HIDDEN), tensor(PADDED_VOCAB), scale=0.7, soft_cap=4.0)
+    return Output(tensor(num_rows, LENGTH, HIDDEN), head)
+
+
+@dataclass
+class Ranks:
+    """The writers of a teacher's ranks."""
+
+    kind: Kind
+    sides: Sides
+    writers: list[HiddenStatesWriter | LogitsWriter]
+    is_cut: bool
+    """Whether a context-parallel rank hands over its own positions only."""
+
+    @classmethod
+    def start(cls, kind: Kind, sides: Sides, *, num_slots: int = 1, is_cut: bool = True) -> "Ranks":
+        hidden_size = HIDDEN if kind == "hidden_states" else None
+        payload = Payload(NUM_ROWS, LENGTH, VOCAB, hidden_size, 8, PADDED_VOCAB, is_cut)
+        shards = vocabulary_columns(chunk_sizes(PADDED_VOCAB, sides.teacher.tp), PADDED_VOCAB)
+        writers: list[HiddenStatesWriter | LogitsWriter] = []
+        for rank, readers in enumerate(planned_readers(sides, payload)):
+            columns = shards[sides.teacher.coordinates(rank)[2]]
+            writers.append(cls._writer(kind, columns, readers, num_slots))
+        return cls(kind, sides, writers, is_cut)
+
+    @staticmethod
+    def _writer(kind: Kind, columns: range, readers: Readers, num_slots: int) -> HiddenStatesWriter | LogitsWriter:
+        more = {"columns": columns, "readers": readers, "num_slots": num_slots}
+        if kind == "logits":
+            return LogitsWriter(CountingSender, VOCAB, torch.float64, **more)
+        return HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, **more)
+
+    def write(self, whole: Output, micro_batch_size: int = 2, slot: int = 0) -> list[OutputHandle]:
+        """What each rank has of it, as a forward pass over microbatches gives it."""
+        teacher = self.sides.teacher
+        own_rows = len(whole.hidden) // teacher.dp
+        shards = vocabulary_columns(chunk_sizes(PADDED_VOCAB, teacher.tp), PADDED_VOCAB)
+        for rank, writer in enumerate(self.writers):
+            d, c, t = teacher.coordinates(rank)
+            positions = head_tail(LENGTH, teacher.cp)[c] if self.is_cut else (range(LENGTH),)
+            writer.begin(own_rows, sum(map(len, positions)), slot)
+            for start in range(0, own_rows, micro_batch_size):
+                rows = slice(d * own_rows + start, d * own_rows + min(start + micro_batch_size, own_rows))
+                made = self._made(whole, rows, positions, shards[t])
+                writer.write(start, made, positions if self.is_cut and teacher.cp > 1 else None)
+        return [writer.handle() for writer in self.writers]
+
+    def _made(self, whole: Output, rows: slice, positions: tuple[range, ...], columns: range):
+        where = [position for each in positions for position in each]
+        cut = slice(columns.start, columns.stop)
+        if self.kind == "logits":
+            return TensorLogits(whole.logits[rows][:, where][..., cut])
+        head = whole.head
+        return HeadLogits(
+            whole.hidden[rows][:, where], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap)
+        )
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
+
+
+@pytest.fixture(autouse=True)
+def _no_exports_of_other_tests() -> None:
+    EXPORTED.clear()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as entered:
+        yield entered
+
+
+def receivers(stack: ExitStack, number: int) -> list[CountingReceiver]:
+    return [stack.enter_context(CountingReceiver(rank)) for rank in range(number)]
+
+
+def all_of(rows: LogitRows, width: int = VOCAB) -> Tensor:
+    batch, positions, _ = rows.shape
+    return rows.read(torch.arange(batch * positions), width).view(batch, positions, width)
+
+
+def read(window: Window, receiver: Receiver, texts: slice = slice(None), width: int = LENGTH) -> Tensor:
+    return all_of(window.rows(receiver, texts, width))
+
+
+def own_rows(sides: Sides, student_rank: int, num_rows: int = NUM_ROWS) -> slice:
+    size = num_rows // sides.student.dp
+    d, _, _ = sides.student.coordinates(student_rank)
+    return slice(d * size, (d + 1) * size)
+
+
+def two_for_one() -> Sides:
+    """A teacher of two data-parallel ranks, and a student that is beside the first."""
+    return Sides(Layout(1), Layout(2), filled(1, 8), filled(2, 8))
+
+
+def sides_of(student: Layout, teacher: Layout) -> Sides:
+    return Sides(student, teacher, filled(student.size, 8), filled(teacher.size, 8))
+
+
+@pytest.mark.parametrize("is_cut", [True, False], ids=["own positions", "all positions"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
+def test_every_rank_reads_its_rows_of_the_whole(
+    kind: Kind, student: Layout, teacher: Layout, is_cut: bool, stack: ExitStack
+) -> None:
+    """Over two batches, the second of more rows: buffers are mapped again, and every export is taken just once."""
+    sides = sides_of(student, teacher)
+    ranks = stack.enter_context(closing(Ranks.start(kind, sides, is_cut=is_cut)))
+    reading = receivers(stack, student.size)
+    for seed, num_rows in ((0, NUM_ROWS), (1, 2 * NUM_ROWS)):
+        whole = output(seed, num_rows)
+        if kind == "hidden_states":
+            whole = Output(whole.hidden, output().head)  # handed over once
+        for rank, window in enumerate(windows(ranks.write(whole), sides)):
+            expected = whole.logits[own_rows(sides, rank, num_rows)][..., :VOCAB]
+            torch.testing.assert_close(read(window, reading[rank]), expected, rtol=1e-13, atol=1e-13)
+        assert not EXPORTED
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_microbatches_and_short_widths_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> None:
+    sides = sides_of(Layout(3), Layout(1, 2, 1))
+    ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
+    whole = output()
+    for rank, (window, receiver) in enumerate(
+        zip(windows(ranks.write(whole), sides), receivers(stack, 3), strict=True)
+    ):
+        expected = whole.logits[own_rows(sides, rank)][..., :VOCAB]
+        for texts, width in ((slice(0, 2), 5), (slice(3, 7), LENGTH), (slice(1, 2), 1)):
+            torch.testing.assert_close(
+                read(window, receiver, texts, width), expected[texts, :width], rtol=1e-13, atol=0
+            )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", [Layout(2), Layout(1)], ids=str)
+def test_equal_layouts_copy_nothing(kind: Kind, layout: Layout, stack: ExitStack) -> None:
+    sides = sides_of(layout, layout)
+    ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
+    reading = receivers(stack, layout.size)
+    for window, receiver in zip(windows(ranks.write(output()), sides), reading, strict=True):
+        rows = window.rows(receiver, slice(1, 3), 4)
+        assert receiver.copied_bytes == 0
+        if kind == "hidden_states":
+            assert isinstance(rows, HeadLogits)
+            handle = window.hidden.parts[0].handle
+            assert rows.hidden.data_ptr() == receiver.tensor(handle)[1:].data_ptr()
+
+
+def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(stack: ExitStack) -> None:
+    """Catches copying all rows of a window whenever it has more than one buffer."""
+    sides = two_for_one()
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    (window,), (receiver,) = windows(ranks.write(output()), sides), receivers(stack, 1)
+    half = NUM_ROWS // 2
+
+    window.rows(receiver, slice(0, half), LENGTH)
+    window.rows(receiver, slice(half, NUM_ROWS), LENGTH)
+    assert receiver.copied_bytes == 0
+    window.rows(receiver, slice(half - 1, half + 1), LENGTH)
+    assert receiver.copied_bytes == 2 * LENGTH * HIDDEN * 8
+
+
+def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
+    """Teacher tp=2: the head's shards stay in their owners' buffers, and hidden states come from the own device."""
+    sides = sides_of(Layout(2), Layout(1, 1, 2))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    for window, receiver in zip(windows(ranks.write(output()), sides), receivers(stack, 2), strict=True):
+        rows = window.rows(receiver, slice(None), LENGTH)
+        assert isinstance(rows, SideBySideLogits)
+        assert [source.shape[2] for source in rows.sources] == [7, VOCAB - 7]
+        assert receiver.copied_bytes == 0
+
+
+def test_a_head_on_another_device_is_copied_once(stack: ExitStack) -> None:
+    """Catches reading all of a weight over the link for every chunk, and a copy for every microbatch."""
+    sides = sides_of(Layout(1), Layout(1))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    (receiver,), whole = receivers(stack, 1), output()
+    receiver.is_near = False
+    (window,) = windows(ranks.write(whole), sides)
+    for _ in range(2):
+        torch.testing.assert_close(read(window, receiver), whole.logits[..., :VOCAB], rtol=1e-13, atol=1e-13)
+    (again,) = windows(ranks.write(whole), sides)
+    again.rows(receiver, slice(None), LENGTH)
+
+    assert receiver.copied_bytes == VOCAB * (HIDDEN + 1) * 8
+
+
+def test_slots_hold_several_batches(stack: ExitStack) -> None:
+    """A teacher that is a batch ahead must not write over what the student reads."""
+    sides = sides_of(Layout(2), Layout(1, 1, 2))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
+    first, head = output(0), output(0).head
+    second = Output(output(1).hidden, head)
+    handles = ranks.write(first, slot=0)
+    ranks.write(second, slot=1)
+    window = windows(handles, sides)[1]
+
+    got = read(window, *receivers(stack, 2)[1:])
+
+    torch.testing.assert_close(got, first.logits[own_rows(sides, 1)][..., :VOCAB], rtol=1e-13, atol=1e-13)
+
+
+def test_positions_that_nobody_has_are_zero(stack: ExitStack) -> None:
+    """Parts of a batch are cut to their own longest sequence; what lies behind must not be what memory held before."""
+    sides = two_for_one()
+    writers = [HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64) for _ in range(2)]
+    whole, handles = output(), []
+    for rank, (writer, width) in enumerate(zip(writers, (LENGTH, 3), strict=True)):
+        rows = slice(rank * 6, rank * 6 + 6)
+        writer.begin(6, width)
+        writer.write(0, HeadLogits(whole.hidden[rows, :width], whole.head))
+        handles.append(writer.handle())
+    (window,), (receiver,) = windows(handles, sides), receivers(stack, 1)
+
+    hidden = window.hidden.read(receiver, slice(4, 8), LENGTH)
+
+    expected = whole.hidden[4:8].clone()
+    expected[2:, 3:] = 0
+    assert torch.equal(hidden, expected)
+
+
+def test_a_rank_that_nobody_reads_hands_no_head_over(stack: ExitStack) -> None:
+    """A copy of the head on each of many data-parallel ranks is memory for nothing."""
+    sides = two_for_one()
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    handles = ranks.write(output())
+
+    assert handles[0].head is not None
+    assert handles[1].head is None
+    with pytest.raises(HandoffError, match="without readers of its head"):
+        handles[1].rows(*receivers(stack, 1), slice(None), LENGTH)
+
+
+def test_a_buffer_that_was_not_exported_to_a_rank_is_refused() -> None:
+    sides = sides_of(Layout(2), Layout(1, 1, 2))
+    ranks = Ranks.start("hidden_states", sides)
+    ranks.writers[0] = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(7))
+    with closing(ranks), pytest.raises(HandoffError, match=r"exported to student ranks \[0\], not to 1"):
+        windows(ranks.write(output()), sides)
+
+
+def test_a_handle_alone_is_a_window_of_one_buffer(stack: ExitStack) -> None:
+    writer = stack.enter_context(closing(LogitsWriter(CountingSender, VOCAB, torch.float64)))
+    whole = output()
+    writer.begin(2, 4)
+    writer.write(0, TensorLogits(whole.logits[:2, :4]))
+
+    rows = writer.handle().rows(*receivers(stack, 1), slice(1, 2), 3)
+
+    assert torch.equal(all_of(rows), whole.logits[1:2, :3, :VOCAB])
+
+
+def test_side_by_side_is_what_one_tensor_would_be() -> None:
+    """At every width, also one that ends in the first shard, and with shards that are empty."""
+    logits = output().logits
+    shards = [TensorLogits(shard.contiguous()) for shard in logits.split([3, 0, 6, 5], 2)]
+    rows = torch.tensor([4, 0, 17])
+    together = SideBySideLogits(shards)
+
+    assert together.shape == logits.shape
+    for width in range(PADDED_VOCAB + 1):
+        assert torch.equal(together.read(rows, width), TensorLogits(logits).read(rows, width))
+
+
+def test_what_does_not_fit_side_by_side_is_refused() -> None:
+    logits = output().logits
+
+    with pytest.raises(ConfigError, match="side by side"):
+        SideBySideLogits([TensorLogits(logits), TensorLogits(logits[:2])])
+    with pytest.raises(ConfigError, match="dtype"):
+        SideBySideLogits([TensorLogits(logits), TensorLogits(logits.float())])

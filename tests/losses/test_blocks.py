@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.blocks import blocks, own_share, unit_parts
+from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.losses.term import Term, unit_cells
+
+SOURCE = TensorLogits(torch.zeros(1, 1, 1))
+
+
+def test_parts_cover_the_units_once():
+    assert unit_parts(SOURCE, unit_cells(5, 1), 2) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert unit_parts(SOURCE, unit_cells(0, 1)) == []
+    assert len(unit_parts(SOURCE, unit_cells(3, 10**12))) == 3
+    with pytest.raises(ConfigError, match="chunk_size=-1"):
+        unit_parts(SOURCE, unit_cells(5, 1), -1)
+
+
+def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
+    """A chunk of many tokens would take many times the memory of its neighbours."""
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 40)
+    lengths = [0, 1, 9, 10, 11, 31, 32]
+    assert unit_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
+        slice(0, 1),
+        slice(1, 2),
+        slice(2, 4),
+        slice(4, 5),
+        slice(5, 6),
+    ]
+
+
+def test_every_process_of_a_share_has_as_many_parts():
+    """A process with a part less would leave the others waiting in a collective read."""
+
+    class Shared(TensorLogits):
+        def __init__(self, index: int) -> None:
+            super().__init__(torch.zeros(1, 1, 1))
+            self.share = (index, 2)
+
+    parts = unit_parts(Shared(0), unit_cells(5, 1))
+    assert parts == [slice(0, 3), slice(3, 5)]
+    odd = [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert list(own_share(Shared(0), odd, slice(5, 5))) == [slice(0, 2), slice(4, 5)]
+    assert list(own_share(Shared(1), odd, slice(5, 5))) == [slice(2, 4), slice(5, 5)]
+
+
+def nothing(logits: torch.Tensor, part: slice) -> torch.Tensor:
+    raise AssertionError("not computed here")
+
+
+def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows():
+    """Over random terms whose units are runs of rows, so that they lie across each other."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        terms = []
+        for _ in range(3):
+            lengths = torch.randint(1, 4, (6,), generator=generator)
+            rows = torch.randperm(30, generator=generator)[: lengths.sum()].sort().values
+            begins = [0, *lengths.cumsum(0).tolist()]
+            size = int(torch.randint(1, 5, (1,), generator=generator))
+            terms.append(Term(rows, nothing, unit_cells(6, 1), 1, begins, chunk_size=size))
+        seen: list[list[int]] = [[], [], []]
+        read: set[int] = set()
+        for block in blocks(SOURCE, terms):
+            assert len(block.rows.unique()) == len(block.rows)
+            assert block.overlaps == bool(read & set(block.rows.tolist()))
+            read |= set(block.rows.tolist())
+            for i, (part, index) in enumerate(block.parts):
+                own = block.rows if index is None else block.rows[index]
+                assert torch.equal(own, terms[i].rows[terms[i].span(part)])
+                assert part.stop - part.start <= terms[i].chunk_size
+                seen[i] += range(part.start, part.stop)
+        assert seen == [list(range(6))] * 3

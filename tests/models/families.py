@@ -1,0 +1,78 @@
+"""Tiny configurations of the families of models that transformers has, and folders with random weights of them."""
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+VOCABULARY = 41
+"""No number of ranks divides it."""
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.5],
+    "long_factor": [2.0, 3.0],
+    "original_max_position_embeddings": 32,
+}
+FAMILIES: dict[str, PretrainedConfig] = {
+    "llama, tied": LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE),
+    "qwen2, biases": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3, norms of heads": Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=False),
+    "gemma2, soft-cap": Gemma2Config(**SIZES, head_dim=8, final_logit_softcapping=5.0),
+    "gemma3, two rotary embeddings": Gemma3TextConfig(
+        **SIZES, head_dim=8, layer_types=["sliding_attention", "full_attention"], sliding_window=4
+    ),
+    "phi, biases": PhiConfig(**{**SIZES, "num_key_value_heads": 4}, qk_layernorm=True),
+    "phi3, fused": Phi3Config(**SIZES, rope_parameters=LONG_ROPE, tie_word_embeddings=False),
+    "olmo2, norms of all heads": Olmo2Config(**SIZES, tie_word_embeddings=False),
+}
+
+
+def model_of(family: str, seed: int = 0) -> PreTrainedModel:
+    """With random weights everywhere: biases that start at 0 and norms that start at 1 would hide a missing one."""
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    return model
+
+
+def save(family: str, folder: Path) -> Path:
+    """In several files."""
+    path = folder / family.split(",")[0]
+    model_of(family).save_pretrained(path, max_shard_size="8KB")
+    assert len(list(path.glob("*.safetensors"))) > 1
+    return path

@@ -1,0 +1,216 @@
+"""Weights read piece by piece are those that transformers loads, and no rank holds more than it has to."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.errors import ModelError
+from nemo_opd.models import sharded_load
+from nemo_opd.models.load import load_model
+from nemo_opd.models.parallelize import parallelize
+from nemo_opd.models.sharded_load import load_sharded
+from tests.models.families import FAMILIES, SIZES, save
+from tests.models.world import alone, as_rank
+
+IDS = torch.arange(12).view(2, 6)
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float32, parallelism: Parallelism | None = None) -> PreTrainedModel:
+    parallelism = parallelism or Parallelism()
+    layout = Layout(dist.get_world_size() // parallelism.tp, 1, parallelism.tp)
+    return load_sharded(
+        str(folder),
+        dtype,
+        build_mesh(layout, "cpu"),
+        key="student.model",
+        parallelism=parallelism,
+        compute_dtype=dtype,
+        device="cpu",
+        trainable=True,
+    )
+
+
+def no_whole_load(*_: Any, **__: Any) -> None:
+    raise AssertionError("the weights were loaded whole")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_is_what_transformers_loads(
+    one_rank: None, family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, rotary frequencies and other buffers that no file has included."""
+    monkeypatch.setattr(sharded_load, "load_model", no_whole_load)
+    folder = save(family, tmp_path)
+    found, wanted = loaded(folder, dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parameters = dict(found.named_parameters())
+    assert parameters.keys() == dict(wanted.named_parameters()).keys()
+    for name, parameter in wanted.named_parameters():
+        own: Any = parameters[name]
+        assert own.dtype == dtype
+        assert torch.equal(own.full_tensor(), parameter), name
+    buffers = dict(found.named_buffers())
+    assert buffers.keys() == dict(wanted.named_buffers()).keys()
+    for name, buffer in wanted.named_buffers():
+        assert buffers[name].dtype == buffer.dtype
+        assert torch.equal(buffers[name], buffer), name
+    with torch.no_grad():
+        assert torch.equal(found(input_ids=IDS).logits, wanted(input_ids=IDS).logits)
+    assert found.generation_config == wanted.generation_config
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "qwen2, biases", "phi3, fused"])
+def test_every_rank_reads_the_part_that_torch_would_give_it(family: str, tmp_path: Path) -> None:
+    """Two by two ranks and a vocabulary that neither divides; torch cuts the whole model, we read parts of files."""
+    folder = save(family, tmp_path)
+    for rank in range(4):
+        with as_rank(rank, 4):
+            found = loaded(folder, parallelism=Parallelism(tp=2))
+            whole = load_model(str(folder), torch.float32, key="student.model")
+            mesh = build_mesh(Layout(2, 1, 2), "cpu")
+            parallelize(whole, mesh, Parallelism(tp=2), compute_dtype=torch.float32, key="student")
+            for (name, own), wanted in zip(found.named_parameters(), whole.parameters(), strict=True):
+                assert isinstance(own, DTensor)
+                assert isinstance(wanted, DTensor)
+                assert own.placements == wanted.placements
+                assert torch.equal(own.to_local(), wanted.to_local()), name
+
+
+def change(folder: Path, name: str, tensor: Tensor | None) -> None:
+    """Put a tensor in the place of another, or take it away."""
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            del tensors[name]
+            save_file(tensors | ({} if tensor is None else {name: tensor}), file, {"format": "pt"})
+
+
+def test_missing_weights_and_weights_of_another_shape(one_rank: None, tmp_path: Path) -> None:
+    folder = save("qwen3, norms of heads", tmp_path)
+    change(folder, "model.layers.1.self_attn.q_norm.weight", torch.ones(9))
+    with pytest.raises(ModelError, match=rf"^student.model={folder}: the weights could not be loaded \(.*\[9\]"):
+        loaded(folder)
+    change(folder, "model.layers.1.self_attn.q_norm.weight", None)
+    with pytest.raises(ModelError, match=r"1 weights are missing \(model\.layers\.1\.self_attn\.q_norm\.weight\)"):
+        loaded(folder)
+
+
+def test_a_base_model_is_read_by_its_own_names(one_rank: None, tmp_path: Path) -> None:
+    """transformers adds the prefix; the tied head is in no file."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    model.model.save_pretrained(tmp_path)
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    found: Any = loaded(tmp_path).get_output_embeddings()
+    assert torch.equal(found.weight.full_tensor(), model.lm_head.weight)
+
+
+def test_weights_that_are_read_whole(one_rank: None, tmp_path: Path) -> None:
+    """Tied weights that are two in the file stay two, as transformers has it; and an old format."""
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True))
+    (tmp_path / "two").mkdir()
+    model.save_pretrained(tmp_path / "two")
+    tensors = load_file(tmp_path / "two/model.safetensors")
+    head = torch.randn(model.lm_head.weight.shape)
+    save_file({**tensors, "lm_head.weight": head}, tmp_path / "two/model.safetensors", {"format": "pt"})
+    found: Any = loaded(tmp_path / "two").get_output_embeddings()
+    assert torch.equal(found.weight.full_tensor(), head)
+    (tmp_path / "old").mkdir()
+    model.config.save_pretrained(tmp_path / "old")
+    torch.save(model.state_dict(), tmp_path / "old/pytorch_model.bin")
+    found = loaded(tmp_path / "old").get_output_embeddings()
+    assert torch.equal(found.weight.full_tensor(), model.lm_head.weight)
+
+
+MIB = 2**20
+LARGE = LlamaConfig(
+    vocab_size=10_000,
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+"""137 MiB, of which the largest tensor has 20."""
+
+
+def anonymous_memory() -> int:
+    """Bytes that are the process's own, which pages of mapped files are not."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+class Peak:
+    """Of memory, looked at about a thousand times a second."""
+
+    def __enter__(self) -> "Peak":
+        self.bytes = self.before = anonymous_memory()
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._is_over.wait(0.001):
+            self.bytes = max(self.bytes, anonymous_memory())
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.bytes = max(self.bytes, anonymous_memory()) - self.before
+
+
+@dataclass(frozen=True)
+class Memory:
+    """In bytes, for each way of cutting: most that was held while loading, and the shard that was kept."""
+
+    peak: list[int]
+    shard: list[int]
+
+
+def save_large(folder: Path) -> Path:
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LARGE)
+    model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="50MB")
+    return folder
+
+
+def memory_on_rank(folder: Path) -> Memory:
+    memory = Memory([], [])
+    for parallelism in (Parallelism(tp=2), Parallelism()):
+        with Peak() as peak:
+            model = loaded(folder, parallelism=parallelism)
+        own: Any = list(model.parameters())
+        memory.peak.append(peak.bytes)
+        memory.shard.append(sum(each.to_local().nbytes for each in own))
+        del model, own
+    return memory
+
+
+def test_a_rank_holds_its_shard_and_one_tensor(two_ranks: list[Any]) -> None:
+    with torch.device("meta"):
+        sizes = [parameter.nbytes for parameter in LlamaForCausalLM(LARGE).parameters()]
+    slack = 12 * MIB  # What Python and torch keep for modules, tables of operators and pools.
+    for rank in two_ranks:
+        for peak, shard in zip(rank.memory.peak, rank.memory.shard, strict=True):
+            assert shard <= sum(sizes) / 2 + MIB
+            assert shard / 2 < peak <= shard + max(sizes) + slack < sum(sizes), (peak / MIB, shard / MIB)

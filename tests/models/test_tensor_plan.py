@@ -1,0 +1,78 @@
+"""A model that cannot be cut is refused with the number that is why, and the tp that would do."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.errors import ModelError
+from nemo_opd.models.tensor_plan import Style, tensor_plan
+from tests.models.families import FAMILIES, SIZES
+
+KEY = "student.parallelism.tp"
+
+
+def on_meta(config: PretrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_of_a_layer_is_cut(family: str) -> None:
+    model = on_meta(FAMILIES[family])
+    plan = tensor_plan(model, 2, sequence_parallel=True, key=KEY)
+    linears = {
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers." in name
+    }
+    assert linears <= plan.styles.keys()
+    assert plan.layers == ("model.layers.0", "model.layers.1")
+    assert len(plan.blocks) == 4
+
+
+def test_norms_of_heads_are_found_where_the_plan_does_not_name_them() -> None:
+    """Their gradients would be those of one rank's heads."""
+    plan = tensor_plan(on_meta(FAMILIES["phi, biases"]), 2, sequence_parallel=False, key=KEY)
+    assert plan.styles["model.layers.1.self_attn.q_layernorm"] is Style.OF_HEADS
+    whole = tensor_plan(on_meta(FAMILIES["olmo2, norms of all heads"]), 2, sequence_parallel=False, key=KEY)
+    assert "model.layers.1.self_attn.q_norm" not in whole.styles
+
+
+@pytest.mark.parametrize(
+    ("change", "tp", "message"),
+    [
+        ({}, 4, r"=4: num_key_value_heads=2 of LlamaForCausalLM cannot be cut into 4 .*; what would do: 1, 2$"),
+        (
+            {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6},
+            4,
+            r"num_attention_heads=6 .* 1, 2, 3, 6$",
+        ),
+        ({"intermediate_size": 25}, 2, r"mlp\.gate_proj\.out_features=25 .*: 1$"),
+    ],
+)
+def test_sizes_that_cannot_be_cut(change: dict[str, int], tp: int, message: str) -> None:
+    model = on_meta(LlamaConfig(**{**SIZES, **change}))
+    with pytest.raises(ModelError, match=rf"^student\.parallelism\.tp.*{message}"):
+        tensor_plan(model, tp, sequence_parallel=False, key=KEY)
+
+
+def test_models_that_transformers_cuts_otherwise_or_not_at_all() -> None:
+    with pytest.raises(ModelError, match="no tensor-parallel plan for GPT2LMHeadModel; set it to 1"):
+        tensor_plan(on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2)), 2, sequence_parallel=False, key=KEY)
+    with pytest.raises(ModelError, match=r"mlp\.experts.*in the way '.*', which is not supported"):
+        tensor_plan(on_meta(MixtralConfig(**SIZES)), 2, sequence_parallel=False, key=KEY)
+    quantised = on_meta(LlamaConfig(**SIZES))
+    quantised.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ModelError, match="quantised weights cannot be cut"):
+        tensor_plan(quantised, 2, sequence_parallel=False, key=KEY)
+
+
+def test_positions_can_only_be_shared_by_several_ranks() -> None:
+    with pytest.raises(ValueError, match="sequence_parallel=true with tp=1"):
+        Parallelism(sequence_parallel=True)

@@ -1,0 +1,68 @@
+"""A worker that breaks as it is told. Its process has little to import, and so starts soon."""
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from nemo_opd.handoff.transport import TRANSPORTS
+
+HANG_S = 3.0
+
+
+class Faulty:
+    """Has the methods of a teacher and of the student; each is told on which rank what happens."""
+
+    def __init__(self, dying_rank: int | None = None) -> None:
+        self.rank = dist.get_rank()
+        if self.rank == dying_rank:
+            die()
+
+    def forward(self, fault: str, rank: int) -> None:
+        if self.rank == rank:
+            getattr(self, fault)()
+
+    def train_step(self, fault: str, rank: int) -> None:
+        """Ends with a collective."""
+        self.forward(fault, rank)
+        dist.all_reduce(torch.zeros(1))
+
+    save = train_step
+
+    def takes_too_much(self) -> None:
+        torch.empty(1 << 60)
+
+    def finds_shared_memory_full(self) -> None:
+        sender, _ = TRANSPORTS["shared_memory"]
+        with no_room_for_files():
+            sender().tensor((1 << 20,), torch.float32)
+
+    def hangs(self) -> None:
+        time.sleep(HANG_S)
+
+    def dies(self) -> None:
+        die()
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def die() -> None:
+    """As the kernel does it where memory runs out."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def no_room_for_files() -> Iterator[None]:
+    """The kernel refuses memory that is a file, as where shared memory is full."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,0 +1,67 @@
+"""Rows are cut so that every group covers the batch once, and metrics so that every row counts once."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.training.batch_grid import BatchGrid, leads, reduced
+from nemo_opd.types import Batch, Last, Max, Mean, Metrics, Sum, TeacherRows, TokenRows
+
+LAYOUTS = [Layout(1), Layout(2), Layout(3, tp=2), Layout(2, cp=2), Layout(1, cp=2, tp=2), Layout(4, cp=3, tp=2)]
+
+
+def batch_of(num_rows: int) -> Batch:
+    """Row b has the id b + 1 and length b + 1."""
+    lengths = torch.arange(1, num_rows + 1)
+    mask = torch.arange(num_rows)[None] < lengths[:, None]
+    tokens = TokenRows(lengths[:, None].expand(-1, num_rows).contiguous(), lengths, mask, mask.int())
+    return Batch(tokens, (TeacherRows(tokens, None),))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("other", LAYOUTS)
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
+@pytest.mark.parametrize("num_rows", [1, 7, 12])
+def test_every_group_reads_the_same_rows_in_order(
+    layout: Layout, other: Layout, micro_batch_size: int, num_rows: int
+) -> None:
+    """Bugs: rows cut by rank under tp, groups that pad differently, a rank with a microbatch less than others."""
+    grid = BatchGrid(layout, (other,), micro_batch_size)
+    batch = batch_of(num_rows)
+    total = len(grid.padded(batch))
+    for group in (layout, other):
+        parts = grid.by_rank(batch, group)
+        assert len(parts) == group.size
+        assert {len(part) for part in parts} == {total // group.dp}
+        by_index = [set() for _ in range(group.dp)]
+        for rank, part in enumerate(parts):
+            by_index[rank // (group.cp * group.tp)].add(tuple(part.student.lengths.tolist()))
+        assert all(len(rows) == 1 for rows in by_index), "ranks that differ in cp or tp alone have the same rows"
+        in_order = [length for rows in by_index for part in rows for length in part]
+        assert in_order == [*range(1, num_rows + 1), *[0] * (total - num_rows)]
+    assert total - num_rows < math.lcm(layout.dp * micro_batch_size, other.dp)
+    assert total // layout.dp % micro_batch_size == 0
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_row_counts_once_and_a_maximum_is_of_all_ranks(layout: Layout) -> None:
+    """Bug: sums that grow by tp · cp, as each rank of a data-parallel index knows them whole."""
+    by_rank: list[Metrics] = []
+    for rank in range(layout.size):
+        d = rank // (layout.cp * layout.tp)
+        by_rank.append({"ce": Mean(10.0 * d, 2), "tokens": Sum(d + 1), "memory": Max(rank), "lr": Last(0.5)})
+    metrics = reduced(by_rank, layout)
+    assert metrics["ce"] == Mean(10.0 * sum(range(layout.dp)), 2 * layout.dp)
+    assert metrics["tokens"] == Sum(sum(range(1, layout.dp + 1)))
+    assert metrics["memory"] == Max(layout.size - 1)
+    assert metrics["lr"] == Last(0.5)
+
+
+def test_a_maximum_that_a_lead_does_not_report_is_kept() -> None:
+    assert reduced([{}, {"phase/loss": Max(2.0)}], Layout(1, tp=2)) == {"phase/loss": Max(2.0)}
+
+
+def test_leads_are_the_first_of_each_data_parallel_index() -> None:
+    assert leads(Layout(3, cp=2, tp=2)) == [0, 4, 8]

@@ -1,0 +1,102 @@
+"""Layouts of student and teachers, and who reads from whom: settled or refused before a process starts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.config import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError
+from nemo_opd.training import layout as module
+from nemo_opd.training.delivery import resolve_layouts
+from nemo_opd.training.preflight import preflight
+from tests.composition import compose
+from tests.tiny import Tiny
+
+Configure = Callable[..., RunConfig]
+CLUSTER = ("cluster.device=cuda", "cluster.address=auto", "cluster.num_nodes=2", "cluster.gpus_per_node=4")
+
+
+@pytest.fixture
+def configure(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Configure:
+    monkeypatch.setattr(module, "num_cores", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    return lambda *overrides: compose(*tiny.overrides("train.global_batch_size=16", *overrides))
+
+
+def test_data_parallel_is_what_is_left(configure: Configure) -> None:
+    config = configure(
+        "student.parallelism.tp=2", "teachers.0.parallelism.tp=4", "teachers.1.parallelism.cp=2", "cluster.cpu_ranks=8"
+    )
+    placement = Placement.colocated(num_nodes=1, ranks_per_node=8, num_teachers=2)
+    assert resolve_layouts(config, placement) == (Layout(4, tp=2), (Layout(2, tp=4), Layout(4, cp=2)))
+
+
+def test_separate_teachers_have_ranks_of_their_own(configure: Configure) -> None:
+    plan = preflight(
+        configure("cluster.placement=separate", "cluster.cpu_ranks=2", "cluster.teacher_ranks=[4,1]",
+                  "teachers.0.parallelism.tp=2")
+    )  # fmt: skip
+    assert plan.student_layout == Layout(2)
+    assert plan.teacher_layouts == (Layout(2, tp=2), Layout(1))
+    assert [len(delivery.readers) for delivery in plan.deliveries] == [4, 1]
+    assert plan.lookahead == 1
+    assert plan.grid.unit == 4, "two ranks of microbatches of two"
+
+
+def test_taking_turns_means_that_nothing_is_ahead(configure: Configure) -> None:
+    assert preflight(configure()).lookahead == 0
+    assert preflight(configure("cluster.placement=separate", "loss.kd_weight=0")).lookahead == 0
+    assert preflight(configure("cluster.placement=separate", "cluster.prefetch=3")).lookahead == 3
+
+
+def test_each_rank_of_a_teacher_knows_who_reads_it(configure: Configure) -> None:
+    """The student's rank 0 has the rows of both ranks of the first teacher; the second teacher's one rank has all."""
+    plan = preflight(configure("cluster.placement=separate", "cluster.teacher_ranks=[2,1]"))
+    assert [[readers.output for readers in delivery.readers] for delivery in plan.deliveries] == [[(0,), (0,)], [(0,)]]
+    both = preflight(configure("cluster.placement=separate", "cluster.cpu_ranks=2", "cluster.teacher_ranks=1"))
+    assert [delivery.readers[0].output for delivery in both.deliveries] == [(0, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["cluster.cpu_ranks=4", "student.parallelism.tp=3"],
+            r"^student\.parallelism: tp=3 × cp=1 = 3 ranks .* does not divide the 4 that it has; write student\.par",
+        ),
+        (
+            ["cluster.cpu_ranks=4", "teachers.1.parallelism.tp=8"],
+            r"^teachers\.1\.parallelism: tp=8 .* write teachers\.1\.parallelism\.tp=4",
+        ),
+        (
+            ["cluster.placement=separate", "cluster.teacher_ranks=[3,1]"],
+            r"^train\.global_batch_size=16 is no multiple of the teachers' data-parallel ranks, 3 and 1; write train",
+        ),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_what_would(
+    configure: Configure, overrides: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        preflight(configure(*overrides))
+
+
+def test_a_window_that_would_cross_nodes_is_refused(configure: Configure) -> None:
+    """Two nodes of four GPUs: a student over all eight reads rows that a data-parallel teacher has on both nodes."""
+    with pytest.raises(ConfigError) as caught:
+        preflight(configure(*CLUSTER, "student.parallelism.tp=8"))
+    message = str(caught.value)
+    assert message.startswith("handoff.transport=cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the student")
+    assert "reads 0.00 GiB of teacher rank 4 on node 1" in message
+
+
+def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure) -> None:
+    plan = preflight(configure(*CLUSTER, "student.parallelism.tp=4", "teachers.0.parallelism.tp=2"))
+    assert plan.student_layout == Layout(2, tp=4)
+    for delivery in plan.deliveries:
+        for rank, readers in enumerate(delivery.readers):
+            nodes = {delivery.sides.student_places[reader].node for reader in (*readers.output, *readers.head)}
+            assert nodes <= {delivery.sides.teacher_places[rank].node}

@@ -1,0 +1,171 @@
+"""Which group has which devices, and how its ranks are arranged: settled or refused before a process starts."""
+
+import re
+
+import pytest
+import torch
+
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.config import RunConfig
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.distributed.layout import Layout, Place
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.layout import nearest, require_batch_divides, resolve_layout, resolve_placement
+from tests.composition import compose
+
+
+@pytest.fixture(scope="module")
+def demo() -> RunConfig:
+    """With two teachers."""
+    return compose()
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+
+
+def placed(config: RunConfig, device: str = "cuda", **cluster: object) -> Placement:
+    settings = Cluster.model_validate({"address": "auto", **cluster})
+    return resolve_placement(config.model_copy(update={"cluster": settings}), device)
+
+
+def by_node(placement: Placement) -> list[list[list[int]]]:
+    """Per group and node the device of each rank in turn; fails where ranks do not go node by node."""
+    grouped = []
+    for group in placement.groups:
+        nodes = [place.node for place in group]
+        assert nodes == sorted(nodes)
+        grouped.append([[place.device for place in group if place.node == node] for node in range(placement.num_nodes)])
+    return grouped
+
+
+# Placement
+
+
+def test_colocated_groups_have_the_same_place_at_each_rank(demo: RunConfig, gpus: None) -> None:
+    placement = placed(demo, num_nodes=2)
+
+    assert placement.student == tuple(Place(node, device) for node in (0, 1) for device in range(8))
+    assert placement.teachers == (placement.student,) * 2
+    assert (placement.num_processes, placement.groups_per_device, placement.devices_per_node) == (48, 3, 8)
+    assert not placement.is_separate
+
+
+@pytest.mark.parametrize(
+    ("ranks", "student", "teachers"),
+    [
+        (None, [0, 1, 2, 3], ([4, 5], [6, 7])),
+        (2, [0, 1, 2, 3, 4, 5], ([6], [7])),
+        ((6, 4), [0, 1, 2], ([3, 4, 5], [6, 7])),
+    ],
+    ids=["equal shares", "one number", "one each"],
+)
+def test_separate_groups_share_out_every_node(
+    demo: RunConfig, gpus: None, ranks: object, student: list[int], teachers: tuple[list[int], ...]
+) -> None:
+    """The student has what is left; on each node the same, so that it finds what it reads on its own."""
+    placement = placed(demo, num_nodes=2, placement="separate", teacher_ranks=ranks)
+
+    assert by_node(placement) == [[devices] * 2 for devices in (student, *teachers)]
+    assert placement.is_separate
+    assert placement.devices_per_node == 8
+
+
+@pytest.mark.parametrize(("ranks", "per_teacher"), [(None, 2), (1, 1), (4, 4)])
+def test_separate_teachers_on_cpu_are_beside_the_student(demo: RunConfig, ranks: int | None, per_teacher: int) -> None:
+    placement = placed(demo, "cpu", cpu_ranks=2, placement="separate", teacher_ranks=ranks)
+
+    assert [len(group) for group in placement.groups] == [2, per_teacher, per_teacher]
+    assert placement.groups_per_device == 1
+
+
+def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
+    placement = placed(compose("loss.kd_weight=0"), placement="separate")
+
+    assert len(placement.student) == 8
+    assert placement.teachers == ()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "says"),
+    [
+        ({"num_nodes": 2, "teacher_ranks": 3}, "cluster.teacher_ranks=3: 2 nodes .* write cluster.teacher_ranks=4$"),
+        (
+            {"teacher_ranks": (1, 2, 3)},
+            r"cluster.teacher_ranks=\[1, 2, 3\]: 3 numbers for 2 teachers; write one for ea",
+        ),
+        ({"teacher_ranks": 4}, "take 4 \\+ 4 of the 8 GPUs of a node, which leaves none .* lower it to 2 for each"),
+        ({"gpus_per_node": 2}, "needs a GPU for the student and for each of 2 teachers, and has 2; .*=colocated$"),
+        ({"gpus_per_node": 1}, "needs a GPU for the student and for each of 2 teachers, and has 1; .*=colocated$"),
+    ],
+    ids=["nodes differ", "length", "none left", "no share", "one GPU"],
+)
+def test_devices_that_do_not_suffice(demo: RunConfig, gpus: None, cluster: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        placed(demo, placement="separate", **cluster)
+
+
+def test_cpu_ranks_that_nodes_cannot_share(demo: RunConfig) -> None:
+    with pytest.raises(ConfigError, match=r"cluster.cpu_ranks=3: 2 nodes .* write cluster.cpu_ranks=4$"):
+        placed(demo, "cpu", num_nodes=2, cpu_ranks=3)
+
+
+def test_teacher_ranks_are_of_separate_teachers() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.teacher_ranks=2: .* write cluster.placement=separate, or leave"):
+        compose("++cluster.teacher_ranks=2")
+    assert compose("++cluster.teacher_ranks=[2,1]", "++cluster.placement=separate").cluster.teacher_ranks == (2, 1)
+
+
+# Layout
+
+
+def test_data_parallel_is_what_is_left() -> None:
+    assert resolve_layout("student", 16, tp=4, cp=2) == Layout(dp=2, cp=2, tp=4)
+    assert resolve_layout("student", 3, tp=1, cp=1) == Layout(3)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_nodes", "tp", "cp"),
+    [(8, 1, 3, 1), (8, 1, 4, 4), (12, 2, 4, 1), (16, 2, 16, 1), (6, 1, 5, 4), (7, 1, 2, 2)],
+)
+def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, num_nodes: int, tp: int, cp: int) -> None:
+    """Bugs: a proposal that is refused in turn, or one that is larger than what was asked for."""
+    with pytest.raises(ConfigError, match=r"^teachers\.1\.parallelism: tp=") as caught:
+        resolve_layout("teachers.1", num_ranks, num_nodes, tp=tp, cp=cp)
+    proposed = {name: int(number) for name, number in re.findall(r"parallelism\.(tp|cp)=(\d+)", str(caught.value))}
+
+    assert proposed["tp"] <= tp
+    assert proposed["cp"] <= cp
+    assert resolve_layout("teachers.1", num_ranks, num_nodes, **proposed).size == num_ranks
+
+
+def test_proposed_degrees_are_the_largest() -> None:
+    assert nearest(8, tp=6, cp=4) == {"tp": 4, "cp": 2}
+    assert nearest(12, tp=8, cp=1) == {"tp": 6, "cp": 1}
+
+
+# Batch
+
+
+@pytest.mark.parametrize(("size", "student", "teachers"), [(12, 2, (4,)), (12, 1, (8, 3)), (30, 4, ())])
+def test_rows_must_be_cut_evenly_for_everyone(
+    demo: RunConfig, size: int, student: int, teachers: tuple[int, ...]
+) -> None:
+    """With microbatches of 3: each group's part has equally many rows, and the student's is whole microbatches."""
+
+    def with_size(size: int) -> RunConfig:
+        train = demo.train.model_copy(update={"global_batch_size": size, "micro_batch_size": 3})
+        return demo.model_copy(update={"train": train})
+
+    def divides(size: int) -> bool:
+        return size % (3 * student) == 0 and all(size % ranks == 0 for ranks in teachers)
+
+    if divides(size):
+        require_batch_divides(with_size(size), student, teachers)
+        return
+    with pytest.raises(ConfigError, match=f"^train.global_batch_size={size} is no multiple of ") as caught:
+        require_batch_divides(with_size(size), student, teachers)
+    proposed = int(str(caught.value).partition("write train.global_batch_size=")[2].partition(",")[0])
+    assert divides(proposed)
+    require_batch_divides(with_size(proposed), student, teachers)

@@ -1,0 +1,141 @@
+"""Batches come in order and taught, whatever is under way ahead of them; time is the longer half's and not the sum."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from nemo_opd.data.loader import TrainLoader
+from nemo_opd.errors import DataError, WorkerError
+from nemo_opd.logging import Timer
+from nemo_opd.training.lookahead import Lookahead
+
+PER_EPOCH = 4
+
+
+class Numbers:
+    """A loader whose batch n is n, from 1 on."""
+
+    def __init__(self, bad: int | None = None) -> None:
+        self.returned = 0
+        self.bad = bad
+
+    @property
+    def epoch(self) -> int:
+        return max(0, self.returned - 1) // PER_EPOCH
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_batches": self.returned}
+
+    def next(self) -> int:
+        if self.returned + 1 == self.bad:
+            raise DataError(f"document {self.bad} is bad")
+        self.returned += 1
+        return self.returned
+
+
+@dataclass
+class FakeTeachers:
+    """A group that reads one batch after the other, each in `seconds`, in a process of its own that is a thread."""
+
+    seconds: float = 0.0
+    bad: int | None = None
+    asked: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    process: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+
+    def ask(self, batch: int, about: str) -> Future[int]:
+        assert about == f"step {batch}"
+        self.asked.append(batch)
+        return self.process.submit(self._read, batch)
+
+    def _read(self, batch: int) -> int:
+        time.sleep(self.seconds)
+        if batch == self.bad:
+            raise WorkerError("teacher", 0, "it has left the room", "")
+        return batch
+
+    def answer(self, asked: Future[int]) -> int:
+        self.answered.append(asked.result())
+        return self.answered[-1]
+
+
+def lookahead(teachers: FakeTeachers, depth: int, last: int = 10, *, loader: Numbers | None = None) -> Lookahead:
+    loader = loader or Numbers()
+    return Lookahead(cast(TrainLoader, loader), teachers, depth=depth, steps=range(loader.returned + 1, last + 1))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_batches_come_in_order_and_so_far_ahead(depth: int) -> None:
+    """While the student trains on batch n, those up to n + depth are asked for, and none beyond the last."""
+    teachers = FakeTeachers()
+    batches = lookahead(teachers, depth)
+    for n in range(1, 11):
+        assert batches.next(Timer()) == n
+        assert teachers.asked == list(range(1, min(n + depth, 10) + 1))
+    assert teachers.answered == list(range(1, 11))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_place_and_epoch_are_those_of_the_batch_that_was_returned(depth: int) -> None:
+    """Bug: a checkpoint that skips the batches which the teachers had read but the student had not."""
+    batches = lookahead(FakeTeachers(), depth)
+    assert batches.state_dict() == {"num_batches": 0}
+    for n in range(1, 11):
+        batches.next(Timer())
+        assert batches.state_dict() == {"num_batches": n}
+        assert batches.epoch == (n - 1) // PER_EPOCH
+
+
+def test_a_resumed_run_begins_at_its_place() -> None:
+    loader = Numbers()
+    loader.returned = 6
+    batches = lookahead(FakeTeachers(), 1, 8, loader=loader)
+    assert (batches.epoch, batches.state_dict()) == (1, {"num_batches": 6})
+    assert [batches.next(Timer()) for _ in range(2)] == [7, 8]
+    assert loader.returned == 8
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_teacher_that_fails_ahead_fails_with_its_own_batch(depth: int) -> None:
+    """What was taught before it is still trained on."""
+    batches = lookahead(FakeTeachers(bad=3), depth)
+    assert [batches.next(Timer()) for _ in range(2)] == [1, 2]
+    with pytest.raises(WorkerError, match="left the room"):
+        batches.next(Timer())
+
+
+TEACHER_S, STUDENT_S = 0.06, 0.04
+
+
+def seconds_a_step(depth: int, num_steps: int = 12) -> tuple[float, dict[str, float]]:
+    """The first step, which has nothing ahead of it, is not counted; the phases are those of the last step."""
+    timer, batches = Timer(), lookahead(FakeTeachers(TEACHER_S), depth, num_steps)
+    batches.next(timer)
+    time.sleep(STUDENT_S)
+    start = time.perf_counter()
+    for _ in range(num_steps - 1):
+        timer.take()
+        batches.next(timer)
+        time.sleep(STUDENT_S)
+    return (time.perf_counter() - start) / (num_steps - 1), timer.take()
+
+
+def test_a_step_takes_as_long_as_the_slower_half_and_not_both() -> None:
+    """Sleeps, so that a busy machine changes little: one wakes up late, but needs no processor meanwhile."""
+    in_turns, phases = seconds_a_step(0)
+    assert in_turns >= TEACHER_S + STUDENT_S
+    assert phases["teacher_s"] >= TEACHER_S
+    side_by_side, phases = seconds_a_step(1)
+    assert TEACHER_S <= side_by_side < 0.5 * TEACHER_S + 0.5 * (TEACHER_S + STUDENT_S)
+    assert "teacher_s" not in phases
+    assert phases["teacher_wait_s"] < 0.75 * TEACHER_S
+
+
+def test_data_that_cannot_be_read_ends_the_run_at_once() -> None:
+    batches = lookahead(FakeTeachers(), 1, loader=Numbers(bad=3))
+    batches.next(Timer())
+    with pytest.raises(DataError, match="document 3"):
+        batches.next(Timer())

@@ -1,0 +1,328 @@
+"""What is planned with the estimate: what is offloaded, what is advised, what is printed and what is refused."""
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from transformers import LlamaConfig, Qwen3Config
+
+from nemo_opd.config import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.memory import (
+    Machine,
+    MemoryEstimate,
+    ModelSize,
+    Phase,
+    Situation,
+    estimate,
+    model_size,
+    settle_memory,
+)
+from nemo_opd.training.memory.estimate import USABLE
+from nemo_opd.training.memory.process import CONTEXT_BYTES
+from nemo_opd.training.memory.report import memory_report
+from tests.composition import compose
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def sizes() -> list[ModelSize]:
+    """A student of 1 and teachers of 4 and 1 billion parameters."""
+    small = LlamaConfig(
+        vocab_size=128_256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        tie_word_embeddings=True,
+    )
+    large = Qwen3Config(
+        vocab_size=151_936,
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    return [model_size(small), model_size(large), model_size(small)]
+
+
+def configure(*overrides: str) -> RunConfig:
+    """The demo's settings for larger models: a cross-tokenizer and a same-tokenizer teacher."""
+    config = compose(
+        "train.max_length=2048",
+        "train.global_batch_size=16",
+        "train.micro_batch_size=4",
+        "student.activation_checkpointing=true",
+        "teachers.0.dtype=bfloat16",
+        "teachers.1.dtype=bfloat16",
+        *overrides,
+    )
+    assert len(config.teachers) == 2
+    return config
+
+
+def situation(
+    config: RunConfig,
+    sizes: list[ModelSize],
+    *,
+    gib: float | None,
+    device: str = "cuda",
+    ranks: int = 1,
+    headless: bool = False,
+    gives_back: bool = True,
+    lookahead: int = 0,
+) -> Situation:
+    return Situation.of(
+        config,
+        sizes=sizes,
+        vocab_sizes=[size.vocab_size for size in sizes],
+        layouts=[Layout(ranks)] * 3,
+        machine=Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks),
+        transport="cuda_ipc" if device == "cuda" else "shared_memory",
+        lookahead=lookahead,
+        headless=headless,
+        gives_back=gives_back,
+    )
+
+
+def offloaded(config: RunConfig) -> tuple[bool | str, bool | str, bool | str]:
+    return config.teachers[0].offload, config.teachers[1].offload, config.student.offload
+
+
+def with_offloads(config: RunConfig, *flags: bool) -> RunConfig:
+    teachers = tuple(
+        teacher.model_copy(update={"offload": flag}) for teacher, flag in zip(config.teachers, flags[:2], strict=True)
+    )
+    return config.model_copy(
+        update={"teachers": teachers, "student": config.student.model_copy(update={"offload": flags[2]})}
+    )
+
+
+def needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
+    """GiB of a GPU into which the run just fits."""
+    around = situation(config, sizes, gib=None)
+    return estimate(with_offloads(config, *flags), around).memories[0].peak / USABLE / GIB + 0.01
+
+
+# What is offloaded
+
+
+def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
+    """First the larger teacher, then the other, then the student."""
+    config = configure()
+    steps = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
+    limits = [needed(config, sizes, *flags) for flags in steps]
+    assert sorted(set(limits), reverse=True) == limits
+
+    for flags, gib in zip(steps, limits, strict=True):
+        settled, made = settle_memory(config, situation(config, sizes, gib=gib))
+        assert offloaded(settled) == flags
+        assert made.fits
+        assert made == estimate(settled, situation(config, sizes, gib=gib))
+
+
+def test_what_is_set_stays_set(sizes: list[ModelSize]) -> None:
+    """Also where the run then fits worse, or nothing would have to be offloaded."""
+    config = configure("teachers.0.offload=false", "student.offload=true")
+    settled, _ = settle_memory(config, situation(config, sizes, gib=1000))
+    assert offloaded(settled) == (False, False, True)
+
+    settled, _ = settle_memory(config, situation(config, sizes, gib=needed(config, sizes, False, True, True)))
+    assert offloaded(settled) == (False, True, True)
+
+
+@pytest.mark.parametrize(("device", "gib"), [("cpu", 1e-3), ("cuda", None)])
+def test_nothing_is_offloaded_where_it_brings_nothing_or_nobody_knows(
+    sizes: list[ModelSize], device: str, gib: float | None
+) -> None:
+    config = configure()
+    settled, _ = settle_memory(config, situation(config, sizes, gib=gib, device=device))
+
+    assert offloaded(settled) == (False, False, False)
+
+
+def test_teachers_that_are_not_active_are_decided_too(sizes: list[ModelSize]) -> None:
+    """The settings of the workers, and a run's config.yaml, have no `auto` left."""
+    config = configure("loss.kd_weight=0")
+    around = replace(situation(configure(), sizes, gib=80), teachers=())
+    settled, made = settle_memory(config, around)
+
+    assert offloaded(settled) == (False, False, False)
+    assert {part.owner for part in made.memories[0].parts} == {"student"}
+
+
+# What is refused
+
+
+def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[ModelSize]) -> None:
+    config = configure()
+    with pytest.raises(ConfigError) as caught:
+        settle_memory(config, situation(config, sizes, gib=8, ranks=2))
+
+    told = str(caught.value)
+    assert told.startswith(
+        "student.offload=auto, teachers.*.offload=auto: with everything offloaded each GPU would have "
+    )
+    assert "there are 8.0 GiB" in told
+    for setting in ("train.micro_batch_size=2", "train.max_length=1024", "student.parallelism.tp=2"):
+        assert f"{setting} saves " in told
+
+
+def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
+    config = configure("run.dry_run=true")
+    settled, made = settle_memory(config, situation(config, sizes, gib=8))
+
+    assert offloaded(settled) == (True, True, True)
+    assert not made.fits
+    assert [one.saved_bytes for one in made.advice] == sorted((one.saved_bytes for one in made.advice), reverse=True)
+
+
+def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
+    """The estimate may be wrong by a fifth, and there has to be a way past it."""
+    config = configure("teachers.0.offload=true", "teachers.1.offload=true", "student.offload=true")
+    settled, made = settle_memory(config, situation(config, sizes, gib=8))
+
+    assert settled == config
+    assert not made.fits
+
+
+def test_main_memory_may_be_what_is_short(sizes: list[ModelSize]) -> None:
+    """What is offloaded has to go somewhere."""
+    config = configure()
+    around = situation(config, sizes, gib=needed(config, sizes, True, True, True))
+    tight = replace(around, machine=replace(around.machine, host_bytes=4 * GIB))
+
+    with pytest.raises(ConfigError, match="main memory for each GPU would have to hold"):
+        settle_memory(config, tight)
+
+
+# What is estimated
+
+
+def total(made: MemoryEstimate, name: str, phase: Phase) -> int:
+    return sum(part.at(phase) for part in made.memories[0].parts if str(part) == name)
+
+
+def test_advice_is_what_the_settings_bring(sizes: list[ModelSize]) -> None:
+    """Each figure is the difference of two estimates."""
+    config = configure("student.activation_checkpointing=false", "run.dry_run=true", "handoff=logits")
+    around = situation(config, sizes, gib=8)
+    settled, made = settle_memory(config, around)
+    by_setting = {one.setting: one.saved_bytes for one in made.advice}
+    cheaper = settled.model_copy(
+        update={"student": settled.student.model_copy(update={"activation_checkpointing": True})}
+    )
+
+    saved = made.memories[0].peak - estimate(cheaper, around).memories[0].peak
+    assert by_setting["student.activation_checkpointing=true"] == saved > GIB
+    assert by_setting["handoff.type=hidden_states"] > GIB
+
+
+def test_processes_that_share_a_gpu_keep_what_they_once_had(sizes: list[ModelSize]) -> None:
+    """Unless they give it back: then each phase has what is alive, and the contexts of all."""
+    config = with_offloads(configure(), False, False, False)
+    kept, given_back = (
+        estimate(config, situation(config, sizes, gib=80, gives_back=gives_back)).memories[0]
+        for gives_back in (False, True)
+    )
+    owners = {part.owner for part in kept.parts}
+    own_peaks = [
+        max(sum(part.at(phase) for part in given_back.parts if part.owner == owner) for phase in Phase)
+        for owner in owners
+    ]
+
+    assert kept.peak == sum(own_peaks)
+    assert given_back.peak < kept.peak
+    assert given_back.total(Phase.LOADING) >= 3 * CONTEXT_BYTES
+
+
+def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
+    config = with_offloads(configure(), True, True, True)
+    gone, host = estimate(config, situation(config, sizes, gib=80, gives_back=False)).memories
+    left = {str(part) for part in gone.parts if part.at(Phase.BACKWARD) and part.owner != "student"}
+
+    assert {name.split(": ")[1] for name in left} == {"hidden states handed over", "head handed over", "CUDA"}
+    assert {str(part) for part in gone.parts if part.at(Phase.TEACHERS) and part.owner == "student"} == {
+        "student: CUDA"
+    }
+    assert host.total(Phase.TEACHERS) == 12 * sizes[0].parameters
+    assert host.total(Phase.BACKWARD) == 2 * (sizes[1].parameters + sizes[2].parameters)
+
+
+def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
+    """The head's gradient in fp32 takes the place of three times the logits, whatever the length."""
+    config = with_offloads(configure(), False, False, False)
+    whole, headless = (
+        estimate(config, situation(config, sizes, gib=80, headless=headless)) for headless in (False, True)
+    )
+    tokens, vocabulary, width = 4 * 2048, 128_256, 2048
+
+    assert total(whole, "student: logits and their gradients", Phase.LOSS) == 3 * tokens * vocabulary * 2
+    assert total(headless, "student: logits and their gradients", Phase.LOSS) == 0
+    assert total(headless, "student: gradient of the head", Phase.LOSS) == 2 * vocabulary * width * 4
+    assert total(headless, "student: gradients of hidden states", Phase.LOSS) == 2 * tokens * width * 2
+    assert headless.memories[0].peak < whole.memories[0].peak
+
+
+def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
+    """Each kind of device has its own peak, and a teacher that is ahead a buffer more."""
+    config = configure("cluster.placement=separate")
+    settled, made = settle_memory(config, situation(config, sizes, gib=80, lookahead=1))
+    student, cross, *_ = made.memories
+
+    assert offloaded(settled) == (False, False, False)
+    assert {part.owner for part in student.parts} == {"student"}
+    assert {part.owner for part in cross.parts} == {config.teachers[0].name}
+    (handed,) = [part for part in cross.parts if part.name == "hidden states handed over"]
+    assert handed.at(Phase.TEACHERS) == 2 * 16 * 2048 * 2560 * 2
+    (put_together,) = [part for part in student.parts if part.name == "teachers' output put together"]
+    assert put_together.at(Phase.LOSS) == 16 * 2048 * (2560 + 2048) * 2
+
+
+def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:
+    """Parameters and optimizer are cut exactly where rows divide; a microbatch is each rank's own."""
+    config = configure()
+    one, four = (estimate(config, situation(config, sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
+    for name in ("student: parameters", "student: optimizer", f"{config.teachers[0].name}: parameters"):
+        assert total(one, name, Phase.TEACHERS) == 4 * total(four, name, Phase.TEACHERS)
+    for name in ("student: logits and their gradients", f"{config.teachers[0].name}: head handed over"):
+        assert total(one, name, Phase.LOSS) == total(four, name, Phase.LOSS)
+
+
+# What is printed
+
+
+def printed(config: RunConfig, made: MemoryEstimate) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for shown in memory_report(made, config):
+        console.print(shown)
+    return console.export_text()
+
+
+def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
+    config = configure()
+    settled, made = settle_memory(config, situation(config, sizes, gib=needed(config, sizes, True, False, False)))
+    told = printed(settled, made)
+    rows = {cells[1].strip(): cells[2:] for line in told.splitlines() if len(cells := line.split("│")) > 6}
+
+    optimizer = [cell.strip() for cell in rows["student: optimizer"]]
+    assert optimizer[:5] == ["", *([f"{sizes[0].parameters * 8 / 2**20:,.0f}"] * 4)]
+    assert f"in main memory while others use the device: {config.teachers[0].name}" in told
+    assert "warning" not in told
+
+
+def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:
+    config = configure("run.dry_run=true")
+    told = printed(*settle_memory(config, situation(config, sizes, gib=8)))
+
+    assert "warning: each GPU: " in told
+    assert "of 8.0 GiB" in told
+    assert "train.max_length=1024 would save " in told

@@ -1,0 +1,171 @@
+"""The estimate of a run against what its workers hold: every tensor alive, followed op by op, and on a GPU its peak."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nemo_opd.training.memory import Phase
+from nemo_opd.training.memory.estimate import STUDENT_PHASES
+from nemo_opd.training.plan import Plan
+from nemo_opd.workers.student import StudentStep, StudentWorker
+from tests.tiny import SENTENCES, Tiny
+from tests.training.live_bytes import LiveBytes
+from tests.workers.local import LocalModels, first_batches, join, plan_of
+
+WITHIN = 0.2
+"""What the estimate promises."""
+
+
+def shape(width: int, num_layers: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 3 * width,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "vocab_size": 2000,
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models large enough for activations to count, with the tiny tokenizers; documents longer than any sequence."""
+    folder = tmp_path_factory.mktemp("mid-size")
+    models = {
+        "student": (LlamaForCausalLM(LlamaConfig(**shape(192, 6), tie_word_embeddings=True)), tiny.student),
+        "capped": (Gemma2ForCausalLM(Gemma2Config(**shape(96, 3), pad_token_id=0)), tiny.student),
+        "same": (LlamaForCausalLM(LlamaConfig(**shape(256, 4), tie_word_embeddings=False)), tiny.teacher_same),
+        "cross": (LlamaForCausalLM(LlamaConfig(**shape(128, 2))), tiny.teacher_cross),
+    }
+    for name, (model, tokenizer) in models.items():
+        model.save_pretrained(folder / name)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder / name)
+    table = pa.table({"text": ["".join(SENTENCES) * 20] * 8})
+    with pa.OSFile(str(folder / "long.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return folder
+
+
+Configure = Callable[..., Plan]
+
+
+@pytest.fixture
+def plan(tiny: Tiny, folder: Path) -> Configure:
+    return lambda *overrides: plan_of(
+        tiny.overrides(
+            f"student.model={folder / 'student'}",
+            f"teachers.0.model={folder / 'cross'}",
+            f"teachers.1.model={folder / 'same'}",
+            f"data.train.arrow_files={folder / 'long.arrow'}",
+            "train.max_length=256",
+            "train.global_batch_size=2",
+            "train.micro_batch_size=2",
+            *overrides,
+        )
+    )
+
+
+@pytest.fixture
+def world() -> Iterator[None]:
+    join(dist.HashStore(), 0, 1)
+    yield
+    dist.destroy_process_group()
+
+
+def sharded(model: Any) -> list[Tensor]:
+    """A model's own parameters; until it lets go of them, those of its root are what it has gathered."""
+    model.reshard()
+    return list(model.parameters())
+
+
+def held(models: LocalModels) -> list[Tensor]:
+    """What outlives a step."""
+    state = [value for state in models.student.optimizer.state.values() for value in state.values()]
+    frozen = [parameter for teacher in models.teachers for parameter in sharded(teacher.model)]
+    return [*sharded(models.student.model), *state, *frozen]
+
+
+CASES = [
+    (),
+    ("student.activation_checkpointing=true",),
+    ("train.micro_batch_size=1",),
+    ("student.dtype=bfloat16", "loss.kd_weight=0"),
+    ("student.dtype=bfloat16", "student.activation_checkpointing=true", "loss.kd_weight=0"),
+    ("handoff=logits", "teachers.0.dtype=float32"),
+    ("student.model=capped", "loss.kd_weight=0"),
+]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("overrides", CASES, ids=" ".join)
+def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, overrides: tuple[str, ...]) -> None:
+    """Each teacher's forward pass on its own, as they run side by side; the second step, with the optimizer's state."""
+    settled = plan(*(value.replace("capped", str(folder / "capped")) for value in overrides))
+    (memory,) = settled.memory.memories
+    models = LocalModels(settled)
+    (batch,) = first_batches(settled, 1)
+    models.train_step(batch)
+    for settings, teacher, rows in zip(settled.config.active_teachers, models.teachers, batch.teachers, strict=False):
+        own = sum(part.at(Phase.TEACHERS) for part in memory.parts if part.owner == settings.name)
+        with LiveBytes(*sharded(teacher.model)) as live:
+            teacher.forward(rows.tokens)
+        assert own == pytest.approx(live.peak, rel=WITHIN)
+    with LiveBytes(*held(models)) as live:
+        models.train_step(batch)
+    models.close()
+
+    assert memory.peak_phase in STUDENT_PHASES
+    assert memory.peak == pytest.approx(live.peak, rel=WITHIN)
+
+
+@pytest.fixture
+def gpu_world() -> Iterator[None]:
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("gpu_world")
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_the_peak_on_a_gpu(tiny: Tiny, tmp_path: Path, plan: Configure, checkpointing: str) -> None:
+    """Of PyTorch's allocator, in the second of two steps of a student with a hundred million parameters."""
+    config = LlamaConfig(**{**shape(1024, 8), "vocab_size": 16_000}, tie_word_embeddings=True)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(tmp_path)
+    settled = plan(
+        f"student.model={tmp_path}",
+        f"student.activation_checkpointing={checkpointing}",
+        "loss.kd_weight=0",
+        "train.max_length=1024",
+        "cluster.device=cuda",
+        "cluster.gpus_per_node=1",
+    )
+    student = StudentWorker(
+        settled.config,
+        projections=[],
+        total_steps=settled.total_steps,
+        vocab_size=settled.student.vocab_size,
+        teacher_vocab_sizes=[],
+        device="cuda",
+        transport=settled.transport,
+    )
+    (batch,) = first_batches(settled, 1)
+    step = StudentStep(batch, (), student.parts.normalizers(batch), 1.0)
+    student.train_step(step)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    metrics = student.train_step(step)
+    student.close()
+    of_tensors = [part for part in settled.memory.memories[0].parts if part.name != "CUDA"]
+    estimated = max(sum(part.at(phase) for part in of_tensors) for phase in STUDENT_PHASES)
+
+    assert estimated / 2**30 == pytest.approx(metrics["peak_memory_gb"].value(), rel=WITHIN)

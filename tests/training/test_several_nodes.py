@@ -1,0 +1,113 @@
+"""Two Ray nodes on this machine: ranks land where they were planned, a run is the same, a lost node is noticed."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.virtual_cluster import VirtualCluster
+from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.errors import ClusterError
+from tests.cluster.toy import Toy
+from tests.training.launch import Run, start
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster as Nodes
+
+pytestmark = pytest.mark.slow
+CPUS = 4
+"""Of each node."""
+HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> "Iterator[Nodes]":
+    from ray.cluster_utils import Cluster as Nodes  # behind nemo_opd.cluster, which sets what Ray reads at its import
+
+    before = set(psutil.Process().children(recursive=True))
+    nodes = Nodes(initialize_head=True, head_node_args=HEAD)
+    nodes.add_node(num_cpus=CPUS)
+    yield nodes
+    started = set(psutil.Process().children(recursive=True)) - before
+    nodes.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
+
+
+def settings(nodes: "Nodes") -> Cluster:
+    return Cluster(address=nodes.address, num_nodes=2, timeout_s=120)
+
+
+def test_run_on_two_nodes_is_that_on_one(nodes: "Nodes", reference: Run, tmp_path: Path) -> None:
+    """Also with its teachers beside the student instead of in its place."""
+    run = start(
+        tmp_path / "run",
+        [
+            "--config",
+            str(reference.output_dir / "config.yaml"),
+            f"++cluster.address={nodes.address}",
+            "++cluster.num_nodes=2",
+            "++cluster.cpu_ranks=2",
+            "++cluster.placement=separate",
+            "++cluster.device=cpu",
+            "train.max_steps=3",
+            "train.save_every=null",
+            "train.validate_every=null",
+            "data.num_workers=0",
+            "logging.tensorboard.enabled=false",
+            "logging.wandb.enabled=false",
+        ],
+    )
+    assert run.end() == 0, run.output
+    for step in (1, 2, 3):
+        expected, actual = (of.metrics[step] for of in (reference, run))
+        for name in ("train/ce", "train/kd", "train/grad_norm"):
+            assert actual[name] == pytest.approx(expected[name], rel=1e-4), (step, name)
+
+
+def test_ranks_land_as_planned(nodes: "Nodes") -> None:
+    """A node each, and what a rank of the student reads is on its own."""
+    placement = Placement.separate(num_nodes=2, student_per_node=1, teachers_per_node=(1,))
+    with (
+        VirtualCluster(settings(nodes), device="cpu", placement=placement) as cluster,
+        WorkerGroup(cluster, "student", Toy, {}, placement.student) as student,
+        WorkerGroup(cluster, "teacher", Toy, {}, placement.teachers[0]) as teacher,
+    ):
+        student.gather([student.ready, teacher.ready])
+        ours, theirs = ([node for node, _ in group.whereabouts()] for group in (student, teacher))
+        assert student.call("sum_of_ranks", [(0,)] * 2) == [(0, 1.0), (1, 1.0)], "one world over both nodes"
+    assert len(set(ours)) == 2
+    assert theirs == ours
+
+
+def test_more_nodes_than_there_are(nodes: "Nodes", monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement.colocated(num_nodes=3, ranks_per_node=1, num_teachers=1)
+    few = settings(nodes).model_copy(update={"timeout_s": 1.0})
+    with pytest.raises(
+        ClusterError, match=r"^cluster.num_nodes=3 nodes with 2 CPU each: .* has 2 such .*num_nodes=2, "
+    ):
+        VirtualCluster(few, device="cpu", placement=placement)
+
+
+def test_lost_node_ends_the_wait(nodes: "Nodes") -> None:
+    """The last test: it takes a node away."""
+    placement = Placement.colocated(num_nodes=2, ranks_per_node=1, num_teachers=0)
+    with (
+        VirtualCluster(settings(nodes), device="cpu", placement=placement) as cluster,
+        WorkerGroup(cluster, "student", Toy, {}, placement.student) as group,
+    ):
+        group.gather([group.ready])
+        homes = [node for node, _ in group.whereabouts()]
+        (lost,) = nodes.worker_nodes
+        rank = homes.index(lost.node_id)
+        waiting = group.submit("sleep", [(60.0,)] * 2)
+        nodes.remove_node(lost, allow_graceful=False)
+        start_s = time.monotonic()
+        with pytest.raises(ClusterError, match=rf"^student rank {rank} died while in 'sleep' \("):
+            group.gather([waiting])
+        assert time.monotonic() - start_s < 30

@@ -1,0 +1,115 @@
+"""Out of memory: every way that it shows becomes one message with the part, the figures and the knobs."""
+
+import pickle
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from nemo_opd.errors import ClusterError, HandoffError
+from nemo_opd.workers.memory import (
+    BACKWARD,
+    FORWARD,
+    LOADING_STUDENT,
+    LOSS,
+    OPTIMIZER,
+    Task,
+    handoff_buffer,
+    loading_teacher,
+    needs_memory,
+    teacher_forward,
+)
+
+CUDA_MESSAGE = (
+    "CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a total capacity of 79.10 GiB of which 17.25 MiB is "
+    "free. Process 7 has 79.00 GiB memory in use. Of the allocated memory 77.90 GiB is allocated by PyTorch"
+)
+TOO_MUCH = 2**50
+"""A PiB."""
+
+
+def message(task: Task, error: BaseException) -> str:
+    with pytest.raises(ClusterError) as caught, needs_memory(task):
+        raise error
+    assert caught.value.__cause__ is error
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    return str(caught.value)
+
+
+def test_a_full_gpu() -> None:
+    told = message(FORWARD, torch.OutOfMemoryError(CUDA_MESSAGE))
+
+    assert told.startswith(
+        "out of GPU memory in the student's forward pass: 1.50 GiB were asked for, 17.2 MiB are free; "
+    )
+    for knob in ("train.micro_batch_size", "train.max_length", "student.activation_checkpointing=true", "offload=true"):
+        assert knob in told
+    assert "\n" not in told
+
+
+def test_full_main_memory() -> None:
+    """What PyTorch's CPU allocator and NumPy really raise."""
+    with pytest.raises(ClusterError) as of_torch, needs_memory(BACKWARD):
+        torch.empty(TOO_MUCH, dtype=torch.uint8)
+    with pytest.raises(ClusterError) as of_numpy, needs_memory(BACKWARD):
+        np.empty(2**60, dtype=np.uint8)
+
+    free = psutil.virtual_memory().available / 2**30
+    for caught, asked in ((of_torch, 2**20), (of_numpy, 2**30)):
+        told = str(caught.value)
+        assert told.startswith(f"out of main memory in the student's backward pass: {asked:.2f} GiB were asked for, ")
+        assert float(told.split(", ")[1].split()[0]) == pytest.approx(free, rel=0.2)
+
+
+def test_errors_that_say_no_figures() -> None:
+    told = message(LOSS, MemoryError())
+    assert told.startswith("out of main memory in a chunk of a loss: more was asked for than there is, ")
+
+    for text in ("CUDA error: out of memory", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"):
+        assert message(OPTIMIZER, RuntimeError(text)).startswith("out of GPU memory in the optimizer's step: more ")
+
+
+def test_other_errors_pass() -> None:
+    for error in (
+        RuntimeError("shapes differ"),
+        HandoffError("out of memory"),
+        ValueError("out of memory"),
+        KeyError("x"),
+    ):
+        with pytest.raises(type(error)) as caught, needs_memory(FORWARD):
+            raise error
+        assert caught.value is error
+
+
+def test_the_innermost_task_speaks() -> None:
+    with pytest.raises(ClusterError) as caught, needs_memory(BACKWARD), needs_memory(LOSS):
+        raise torch.OutOfMemoryError(CUDA_MESSAGE)
+
+    assert "in a chunk of a loss" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "knob"),
+    [
+        (LOADING_STUDENT, "loading the student", "student.parallelism.tp"),
+        (loading_teacher("teachers.1", "phi"), "loading the teacher phi", "teachers.1.offload=true"),
+        (teacher_forward("teachers.1", "phi"), "the forward pass of the teacher phi", "teachers.1.parallelism.tp"),
+        (handoff_buffer("phi"), "the output of the teacher phi", "train.global_batch_size"),
+    ],
+)
+def test_each_task_has_its_own_knobs(task: Task, name: str, knob: str) -> None:
+    told = message(task, torch.OutOfMemoryError(CUDA_MESSAGE))
+
+    assert name in told
+    assert knob in told
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full() -> None:
+    with pytest.raises(ClusterError) as caught, needs_memory(OPTIMIZER):
+        torch.empty(TOO_MUCH, dtype=torch.uint8, device="cuda")
+
+    told = str(caught.value)
+    assert told.startswith("out of GPU memory in the optimizer's step: 1048576.00 GiB were asked for, ")
+    assert float(told.split(", ")[1].split()[0]) <= torch.cuda.mem_get_info()[1] / 2**30
