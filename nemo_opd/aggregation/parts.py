@@ -10,7 +10,8 @@ from torch import Tensor
 from nemo_opd.aggregation.weighted_sum import teacher_weights
 from nemo_opd.config.run import RunConfig
 from nemo_opd.losses.build import TermLoss, build
-from nemo_opd.losses.logit_rows import AveragedLogits, LogitRows
+from nemo_opd.losses.combined_logits import AveragedLogits
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.projection import ProjectionMatrix

@@ -51,8 +51,8 @@ class Student(Model):
         tp = self.parallelism.tp
         if self.lora is not None and tp > 1:
             raise ValueError(
-                f"student.lora is set and student.parallelism.tp={tp}: adapters are not cut by tensor parallelism; set "
-                "student.parallelism.tp=1, since adapters need little memory and the frozen weights are sharded over "
-                "all ranks, or student.lora=null"
+                f"lora with parallelism.tp={tp}: adapters are not cut by tensor parallelism; set "
+                "student.parallelism.tp=1, since the frozen weights are sharded over all ranks in any case, or "
+                "student.lora=null"
             )
         return self

@@ -13,7 +13,9 @@ from nemo_opd.handoff.base import Handle, Receiver, Sender
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.region import Region
 from nemo_opd.handoff.written import Written, WrittenRows
-from nemo_opd.losses.logit_rows import Head, HeadLogits, LogitRows, SideBySideLogits, TensorLogits
+from nemo_opd.losses.combined_logits import SideBySideLogits
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
 
 
 @dataclass(frozen=True, slots=True)

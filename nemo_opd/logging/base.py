@@ -32,7 +32,8 @@ class RunSummary:
     teachers: tuple[TeacherSummary, ...]
     device: str
     """As people call it: `cpu`, `NVIDIA H100`."""
-    num_ranks: int
+    layout: str
+    """How the student is spread over ranks, and its teachers where they are spread in another way."""
     total_steps: int
     global_batch_size: int
     micro_batch_size: int

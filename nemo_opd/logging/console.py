@@ -249,8 +249,7 @@ def header(run: RunSummary, step: int) -> Panel:
         facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
     else:
         facts.add_row("teachers", Text("none, cross-entropy alone"))
-    ranks = f"{run.num_ranks} rank" + ("s" if run.num_ranks > 1 else "")
-    facts.add_row("device", Text(f"{run.device}, {ranks}"))
+    facts.add_row("device", Text(f"{run.device}, {run.layout}"))
     continued = f", continued after step {step:,}" if step else ""
     facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
     batch = f"{run.global_batch_size} sequences, {run.micro_batch_size} at a time per rank"

@@ -2,11 +2,15 @@
 
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.combined_logits import AveragedLogits, SideBySideLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
-from nemo_opd.losses.logit_rows import AveragedLogits, Head, HeadLogits, LogitRows, VocabParallelLogits
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
 from nemo_opd.losses.p_kl import p_kl
+from nemo_opd.losses.parallel_logits import ContextParallelLogits, VocabParallelLogits
+from nemo_opd.losses.planned import compute_together
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict
@@ -14,12 +18,16 @@ from nemo_opd.losses.uld import uld
 
 __all__ = [
     "AveragedLogits",
+    "ContextParallelLogits",
     "Head",
     "HeadLogits",
     "LogitRows",
+    "SideBySideLogits",
+    "TensorLogits",
     "VocabParallelLogits",
     "alm",
     "byte_prefix",
+    "compute_together",
     "cross_entropy",
     "gold",
     "h_kl",

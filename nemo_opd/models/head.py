@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
 from nemo_opd.errors import ModelError
-from nemo_opd.losses.logit_rows import ContextParallelLogits, Head, HeadLogits, TensorLogits, VocabParallelLogits
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.losses.parallel_logits import ContextParallelLogits, VocabParallelLogits
 from nemo_opd.models.sequences import Sequences
 from nemo_opd.models.tensor_styles import own_part
 

@@ -5,12 +5,27 @@ import warnings
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, fsdp_axis, tensor_axis
 from nemo_opd.models.context_parallel import check_context_parallel, use_ring_attention
 from nemo_opd.models.tensor_parallel import cut_over_ranks
+from nemo_opd.models.tensor_plan import tensor_plan
+
+
+def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device: str, *, key: str) -> None:
+    """Whether `parallelize` can cut a model of this configuration: raises what it raises."""
+    if parallelism.tp == parallelism.cp == 1:
+        return
+    check_context_parallel(parallelism.cp, device, key=f"{key}.parallelism.cp")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    if parallelism.cp > 1:
+        use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
+    if parallelism.tp > 1:
+        shared = parallelism.sequence_parallel
+        tensor_plan(model, parallelism.tp, sequence_parallel=shared, key=f"{key}.parallelism.tp")
 
 
 def parallelize(

@@ -32,8 +32,8 @@ def preflight(config: RunConfig) -> Plan:
     transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     progress = progress_to_resume(config, output_dir)
-    student = load_side(config.student, "student")
-    teachers = [load_side(settings, f"teachers.{i}") for i, settings in enumerate(config.active_teachers)]
+    student = load_side(config.student, "student", device)
+    teachers = [load_side(settings, f"teachers.{i}", device) for i, settings in enumerate(config.active_teachers)]
     deliveries = plan_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     train_documents, validation_documents = load_data(config)
     teacher_plans = tuple(

@@ -17,6 +17,7 @@ from nemo_opd.data.samples import SameTokenizer, SampleMaker
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.errors import ModelError, ProjectionError
 from nemo_opd.models.load import load_config, tokenizer_of
+from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.projection import ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.memory import ModelSize, model_size
 from nemo_opd.training.plan import TeacherPlan
@@ -31,9 +32,13 @@ class Side:
     """Ids that the tokenizer has and the model can read."""
 
 
-def load_side(settings: Student | Teacher, key: str) -> Side:
-    """Raises ModelError where the model or its tokenizer is not readable, or the two do not belong together."""
-    size = model_size(load_config(settings.model, key=f"{key}.model"))
+def load_side(settings: Student | Teacher, key: str, device: str) -> Side:
+    """Raises ModelError where the model or its tokenizer is not readable, the two do not belong together, or the model
+    cannot be cut as its `parallelism` says.
+    """
+    config = load_config(settings.model, key=f"{key}.model")
+    check_parallelism(config, settings.parallelism, device, key=key)
+    size = model_size(config)
     tokenizer = tokenizer_of(settings, key=key)
     pieces = pieces_of(tokenizer)
     # Special tokens may go beyond: Gemma-3-1B has the tokenizer of its siblings that see, without their image token.

@@ -34,13 +34,22 @@ def run_summary(plan: Plan) -> RunSummary:
         student=config.student.model,
         teachers=tuple(teachers),
         device=device_name(plan.device),
-        num_ranks=plan.num_ranks,
+        layout=layout_of(plan),
         total_steps=plan.total_steps,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
         max_length=config.train.max_length,
         output_dir=plan.output_dir,
     )
+
+
+def layout_of(plan: Plan) -> str:
+    """Such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
+    student, teachers = shown(plan.student_layout), [shown(layout) for layout in plan.teacher_layouts]
+    if not plan.placement.is_separate and set(teachers) <= {student}:
+        return student
+    named = zip(plan.config.active_names, teachers, strict=True)
+    return f"{student}; teachers {placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
 
 
 def device_name(device: str) -> str:
@@ -72,7 +81,7 @@ def batch_grid(plan: Plan) -> Table:
         "device": plan.device,
         "student": shown(plan.student_layout),
         **{f"teacher {name}": shown(layout) for name, layout in zip(names, plan.teacher_layouts, strict=True)},
-        "placement": placement(plan),
+        "placement of teachers": placement(plan),
         "sequences a rank": str(plan.rows_per_rank),
         "microbatches a rank": f"{plan.rows_per_rank // train.micro_batch_size} of {train.micro_batch_size}",
         "longest sequence": f"{train.max_length:,} tokens",
@@ -98,4 +107,4 @@ def placement(plan: Plan) -> str:
     if not plan.placement.is_separate:
         return "colocated"
     batches = f"{plan.lookahead} batch" + ("" if plan.lookahead == 1 else "es")
-    return f"separate, teachers {batches} ahead"
+    return f"separate, {batches} ahead"

@@ -19,7 +19,9 @@ from nemo_opd.handoff.plan import Readers, Sides, filled
 from nemo_opd.handoff.reach import Payload, planned_readers
 from nemo_opd.handoff.shards import chunk_sizes, head_tail, vocabulary_columns
 from nemo_opd.handoff.window import OutputHandle, Window, windows
-from nemo_opd.losses.logit_rows import Head, HeadLogits, LogitRows, SideBySideLogits, TensorLogits
+from nemo_opd.losses.combined_logits import SideBySideLogits
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
 from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender
 
 NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 14, 3

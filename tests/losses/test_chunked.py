@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from nemo_opd.losses.chunked import chunked_sum
-from nemo_opd.losses.logit_rows import Head, HeadLogits, TensorLogits
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import TensorLogits
 from nemo_opd.losses.term import Term, unit_cells
 
 

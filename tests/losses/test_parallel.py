@@ -11,7 +11,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits
-from nemo_opd.losses.logit_rows import ContextParallelLogits, TensorLogits
+from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.losses.parallel_logits import ContextParallelLogits
 
 from .cases import LOSSES, Batch, Case, random_logits
 

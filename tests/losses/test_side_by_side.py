@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.losses.logit_rows import SideBySideLogits, TensorLogits
+from nemo_opd.losses.combined_logits import SideBySideLogits
+from nemo_opd.losses.logit_rows import TensorLogits
 
 from .cases import LOSSES, Case
 

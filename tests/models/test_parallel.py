@@ -19,7 +19,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.logit_rows import HeadLogits
+from nemo_opd.losses.head_logits import HeadLogits
 from nemo_opd.models.export import save_pretrained
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.sharded_load import load_sharded

@@ -175,10 +175,12 @@ def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> Mo
 
 
 def adapter_sizes(module: nn.Module) -> tuple[AdapterSize, ...]:
-    return tuple(
-        AdapterSize(*layer.lora_A[NAME].weight.shape, len(layer.lora_B[NAME].weight), layer.lora_dropout[NAME].p > 0)
-        for _, layer in lora_layers(module)
-    )
+    return tuple(adapter_size(layer) for _, layer in lora_layers(module))
+
+
+def adapter_size(layer: Any) -> AdapterSize:
+    (rank, inputs), outputs = layer.lora_A[NAME].weight.shape, len(layer.lora_B[NAME].weight)
+    return AdapterSize(rank, inputs, outputs, isinstance(layer.lora_dropout[NAME], nn.Dropout))
 
 
 def decoder_layers(model: Any) -> Iterator[nn.Module]:

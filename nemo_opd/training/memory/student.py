@@ -61,7 +61,9 @@ def student_process(job: StudentJob) -> Process:
         Part(OWNER, "largest tensor, read from the file", during(FP32 * largest(job.setup.size.shapes), Phase.LOADING))
     ]
     if offload:
-        host.append(Part(OWNER, "parameters, optimizer", during(parameter_bytes(job) + MOMENTS * trained, Phase.TEACHERS)))
+        host.append(
+            Part(OWNER, "parameters, optimizer", during(parameter_bytes(job) + MOMENTS * trained, Phase.TEACHERS))
+        )
     return Process(tuple(parts), tuple(host), STUDENT_PHASES, is_offloaded=offload)
 
 
@@ -109,7 +111,9 @@ def pass_parts(job: StudentJob, trained: int) -> list[Part]:
     of_rest = FP32 * setup.trained_rest // setup.fsdp_ranks
     last = Pass(before, gathered, of_head + of_layer, saved + working)
     first = Pass(max(before, after - of_rest), gathered, of_head + of_layer, left + working)
-    end = Pass(after, c * setup.rest, (c + FP32) * setup.trained_rest + (of_rest if job.num_micro_batches > 1 else 0), 0)
+    end = Pass(
+        after, c * setup.rest, (c + FP32) * setup.trained_rest + (of_rest if job.num_micro_batches > 1 else 0), 0
+    )
     backward = max(last, first, end, key=sum)
     optimizer = Pass(after, 0, 0, 0)
     phases = dict(zip(STUDENT_PHASES, (loss, backward, optimizer), strict=True))

@@ -1,0 +1,416 @@
+"""Computes the tables of docs/scaling.md from the memory estimate that a run itself makes, and checks its examples.
+
+uv run docs/figures/scaling.py                 # writes them into docs/scaling.md; needs no model, network or GPU
+
+Every example of the page is validated as a run's settings are, its ranks are placed and laid out, its batch is divided,
+its windows are planned and checked to stay on their nodes, and its memory is estimated and offloading settled, all by
+the functions that `run.dry_run=true` calls; only what is read from files (weights, tokenizers, text) is left out.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from nemo_opd.config import RunConfig
+from nemo_opd.config.load import from_omegaconf
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.training.delivery import plan_deliveries, resolve_layouts
+from nemo_opd.training.layout import require_batch_divides, resolve_placement
+from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSize, Situation, model_size, settle_memory
+from nemo_opd.training.memory.estimate import Part
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+from step_flops import DENSE_BF16_PEAK, StepWork  # noqa: E402
+from step_models import PRESETS, llama, qwen  # noqa: E402
+
+PAGE = ROOT / "docs" / "scaling.md"
+GIB = 2**30
+GPU_BYTES, HOST_BYTES = 79 * GIB, 1024 * GIB
+"""Of an 80 GB GPU as PyTorch reports it, and of a node with eight of them."""
+LINKS = {"NVLink": 450e9, "network": 50e9}
+"""Bytes a second that a GPU can receive: NVLink of an H100, and a network port of 400 Gbit/s for each GPU."""
+SHARE_OF_PEAK = 0.4
+CONFIGS = {
+    "1B": ("meta-llama/Llama-3.2-1B", PRESETS["llama_1b"]),
+    "4B": ("Qwen/Qwen3-4B", PRESETS["qwen_4b"]),
+    "8B": ("meta-llama/Llama-3.1-8B", lambda: untied(llama(4096, 14336, 32, 32, 8, 128, 128_256))),
+    "32B": ("Qwen/Qwen3-32B", lambda: untied(qwen(5120, 25600, 64, 64, 8, 128, 151_936))),
+    "70B": ("meta-llama/Llama-3.1-70B", lambda: untied(llama(8192, 28672, 80, 64, 8, 128, 128_256))),
+}
+VOCABULARIES = {"1B": 128_256, "4B": 151_669, "8B": 128_256, "32B": 151_669, "70B": 128_256}
+"""Ids of the tokenizers."""
+
+
+def untied(config: Any) -> Any:
+    config.tie_word_embeddings = False
+    return config
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What planning wants to know of a model."""
+
+    size: ModelSize
+    vocab_size: int
+
+
+SHAPES = {name: Shape(model_size(make()), VOCABULARIES[name]) for name, (_, make) in CONFIGS.items()}
+BY_MODEL = {model: name for name, (model, _) in CONFIGS.items()}
+
+
+@dataclass(frozen=True)
+class Example:
+    title: str
+    settings: Mapping[str, Any]
+    """As in a YAML file."""
+    overrides: tuple[str, ...] = ()
+
+    def config(self) -> RunConfig:
+        """Raises ConfigError. What is not about layout is made up, and the GPUs are taken to be elsewhere."""
+        config = OmegaConf.create(
+            {
+                # So that what does not fit is told, not refused.
+                "run": {"dry_run": True},
+                "train": {"max_steps": 1000},
+                "data": {"train": {"arrow_files": ["shard.arrow"]}},
+                "cluster": {"device": "cuda", "address": "auto"},
+            }
+        )
+        config = OmegaConf.merge(config, dict(self.settings))
+        for override in self.overrides:
+            key, _, value = override.partition("=")
+            OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+        return from_omegaconf(config)
+
+
+@dataclass(frozen=True)
+class Checked:
+    config: RunConfig
+    """With offloading settled."""
+    student: Layout
+    teachers: tuple[Layout, ...]
+    memory: MemoryEstimate
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a student's rank in a step."""
+        train = self.config.train
+        return train.global_batch_size // (self.student.dp * train.micro_batch_size)
+
+    @property
+    def names(self) -> list[str]:
+        """Short ones of the student and its teachers."""
+        return [BY_MODEL[each.model] for each in (self.config.student, *self.config.teachers)]
+
+    @property
+    def gpus(self) -> int:
+        """Of a node."""
+        return self.config.cluster.gpus_per_node or 1
+
+    @property
+    def offloaded(self) -> str:
+        names = [teacher.name for teacher in self.config.teachers if teacher.offload is True]
+        names += ["student"] if self.config.student.offload is True else []
+        return ", ".join(names) or "none"
+
+
+def check(example: Example) -> Checked:
+    """As preflight does, without files. Raises ConfigError for what preflight would refuse."""
+    config = example.config()
+    placement = resolve_placement(config, "cuda")
+    student, teachers = resolve_layouts(config, placement)
+    require_batch_divides(config, student.dp, [layout.dp for layout in teachers])
+    every: list[Any] = [SHAPES[BY_MODEL[each.model]] for each in (config.student, *config.teachers)]
+    plan_deliveries(config, "cuda_ipc", placement, (student, teachers), every[1:])
+    situation = Situation.of(
+        config,
+        sizes=[shape.size for shape in every],
+        vocab_sizes=[shape.vocab_size for shape in every],
+        layouts=(student, *teachers),
+        machine=Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node),
+        transport="cuda_ipc",
+        lookahead=config.cluster.prefetch if placement.is_separate else 0,
+        headless=config.handoff.type == "hidden_states",
+        gives_back=not placement.is_separate,
+    )
+    config, memory = settle_memory(config, situation)
+    return Checked(config, student, teachers, memory)
+
+
+CHECKPOINTED = "student.activation_checkpointing=true"
+SEPARATE = "cluster.placement=separate"
+
+
+def settings_of(student: str, teachers: Iterable[str], nodes: int, gpus: int) -> dict[str, Any]:
+    return {
+        "student": {"model": CONFIGS[student][0]},
+        "teachers": [{"name": name, "model": CONFIGS[name][0], "type": kind(name)} for name in teachers],
+        "cluster": {"num_nodes": nodes, "gpus_per_node": gpus},
+    }
+
+
+def kind(teacher: str) -> str:
+    return "same_tokenizer" if "llama" in CONFIGS[teacher][0] else "cross_tokenizer"
+
+
+def row(
+    machines: str, student: str, teachers: str, nodes: int, gpus: int, rows: int, micro: int, *more: str
+) -> Example:
+    batch = (f"train.global_batch_size={rows}", f"train.micro_batch_size={micro}", "train.max_length=2048")
+    return Example(machines, settings_of(student, teachers.split(), nodes, gpus), (*batch, *more))
+
+
+def teacher_tp(*degrees: int) -> tuple[str, ...]:
+    return tuple(f"teachers.{i}.parallelism.tp={degree}" for i, degree in enumerate(degrees))
+
+
+LAYOUTS = (
+    row("1 GPU", "1B", "4B", 1, 1, 64, 1),
+    row("1 GPU", "1B", "4B", 1, 1, 64, 4),
+    row("1 GPU", "1B", "4B", 1, 1, 64, 16, CHECKPOINTED),
+    row("1 GPU", "1B", "8B", 1, 1, 64, 4),
+    row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
+    row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
+    row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
+    row("8 GPUs", "1B", "4B", 1, 8, 64, 8),
+    row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED),
+    row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
+    row("8 GPUs", "8B", "70B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
+    row("8 GPUs", "8B", "70B 32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8, 8)),
+    row("8 GPUs", "32B", "70B", 1, 8, 64, 1, CHECKPOINTED, *teacher_tp(8)),
+    row("2 nodes", "8B", "70B", 2, 8, 128, 4, CHECKPOINTED, *teacher_tp(8)),
+    row(
+        "2 nodes, 8 + 8 GPUs",
+        "8B",
+        "70B",
+        2,
+        8,
+        128,
+        4,
+        CHECKPOINTED,
+        SEPARATE,
+        "cluster.teacher_ranks=8",
+        *teacher_tp(4),
+    ),
+    row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
+    row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
+    row("16 nodes", "70B", "70B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8)),
+    row(
+        "16 nodes, 32 + 64 + 32 GPUs",
+        "8B",
+        "70B 32B",
+        16,
+        8,
+        512,
+        4,
+        CHECKPOINTED,
+        SEPARATE,
+        "cluster.teacher_ranks=[64, 32]",
+        *teacher_tp(4, 2),
+    ),
+)
+
+
+def layout_rows() -> Iterator[list[str]]:
+    for example in LAYOUTS:
+        found = check(example)
+        yield [
+            example.title,
+            f"{found.names[0]} ← {' + '.join(found.names[1:])}",
+            shown(found.student),
+            ", ".join(map(shown, found.teachers)),
+            f"{found.config.train.micro_batch_size}" + (" ✓" if found.config.student.activation_checkpointing else ""),
+            "; ".join(f"{memory.peak / GIB:.0f}" for memory in found.memory.memories[:-1]),
+            found.memory.memories[0].peak_phase.value,
+            found.offloaded,
+            "yes" if found.memory.fits else "**no**",
+        ]
+
+
+def shown(layout: Layout) -> str:
+    degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
+    return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+
+
+def part_rows(found: Checked) -> Iterator[list[str]]:
+    """The parts of the fullest GPU at its peak, largest first."""
+    memory = found.memory.memories[0]
+    parts: list[Part] = sorted(memory.parts, key=lambda part: part.at(memory.peak_phase), reverse=True)
+    for part in parts:
+        if part.at(memory.peak_phase) >= 0.005 * memory.peak:
+            yield [str(part), f"{part.at(memory.peak_phase) / GIB:.1f}"]
+    yield ["**all**", f"**{memory.peak / GIB:.1f}**"]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank receives in a step."""
+
+    link: str
+    what: str
+    num_bytes: float
+
+
+def traffic(found: Checked) -> Iterator[Traffic]:
+    """Of the student first, then of each teacher, in bf16 but for gradients, which are in fp32.
+
+    A ring all-gather or reduce-scatter over n ranks brings (n − 1)/n of the whole to each, an all-reduce twice that.
+    """
+    train, student = found.config.train, found.student
+    rows = train.micro_batch_size
+    size = SHAPES[found.names[0]].size
+    passes = found.micro_batches
+    again = 2 if found.config.student.activation_checkpointing else 1
+    yield from sharded(found, "student", size, student, passes * (2 + 2 + 4))
+    tokens = rows * -(-train.max_length // student.cp)
+    yield from tensor(found, "student", size, student, passes * tokens * (1 + again))
+    yield from context(found, "student", size, student, passes * rows, again)
+    for i, name in enumerate(found.names[1:]):
+        layout, own = found.teachers[i], SHAPES[name].size
+        calls = train.global_batch_size // (layout.dp * rows)
+        yield from sharded(found, f"teacher {name}", own, layout, calls * 2)
+        yield from tensor(found, f"teacher {name}", own, layout, calls * rows * -(-train.max_length // layout.cp))
+        yield from context(found, f"teacher {name}", own, layout, calls * rows, 0)
+        hidden = train.global_batch_size // student.dp * train.max_length * own.hidden_size * 2
+        yield Traffic("CUDA IPC", f"teacher {name}: hidden states that a student's rank reads", hidden)
+        yield Traffic("CUDA IPC", f"teacher {name}: its head, once", own.vocab_size * own.hidden_size * 2)
+
+
+def link_of(found: Checked, ranks: int) -> str:
+    """Of a group of so many consecutive ranks."""
+    return "NVLink" if ranks <= found.gpus else "network"
+
+
+def sharded(found: Checked, who: str, size: ModelSize, layout: Layout, bytes_per_weight: int) -> Iterator[Traffic]:
+    ranks = layout.dp * layout.cp
+    if ranks > 1:
+        share = (ranks - 1) / ranks * size.parameters / layout.tp
+        what = "parameters" + (" and gradients" if who == "student" else "")
+        yield Traffic(link_of(found, layout.size), f"{who}: {what}, FSDP2", bytes_per_weight * share)
+
+
+def tensor(found: Checked, who: str, size: ModelSize, layout: Layout, tokens: int) -> Iterator[Traffic]:
+    """Two all-reduces of hidden states a layer and pass."""
+    if layout.tp > 1:
+        one = 2 * (layout.tp - 1) / layout.tp * tokens * size.hidden_size * 2
+        yield Traffic(link_of(found, layout.tp), f"{who}: hidden states, TP", 2 * len(size.layers) * one)
+
+
+def context(found: Checked, who: str, size: ModelSize, layout: Layout, rows: int, again: int) -> Iterator[Traffic]:
+    """Keys and values of the other ranks in each layer, and hidden states made whole; backward brings gradients too."""
+    if layout.cp == 1:
+        return
+    length = found.config.train.max_length
+    others = rows * length * (layout.cp - 1) / layout.cp * 2
+    passes = 1 if not again else 1 + (again - 1) + 2
+    ring = sum(2 * layer.query_width for layer in size.layers) * others * passes
+    link = link_of(found, layout.cp * layout.tp)
+    yield Traffic(link, f"{who}: keys and values, CP", ring)
+    times = 2 if again else 1
+    yield Traffic(link, f"{who}: hidden states made whole, CP", times * size.hidden_size * others)
+
+
+def traffic_rows(found: Checked) -> Iterator[list[str]]:
+    for one in traffic(found):
+        seconds = f"{one.num_bytes / LINKS[one.link]:.2f}" if one.link in LINKS else ""
+        yield [one.what, one.link, f"{one.num_bytes / 1e9:,.1f}", seconds]
+    yield ["work of a GPU", "", "", f"{work_s(found):.2f}"]
+
+
+def work_s(found: Checked) -> float:
+    """Seconds of a step's FLOPs, spread over all GPUs, at SHARE_OF_PEAK."""
+    train, cluster = found.config.train, found.config.cluster
+    lengths = (train.max_length,) * train.global_batch_size
+    work = StepWork(lengths, lengths, train.max_length * train.global_batch_size)
+    student, *teachers = (SHAPES[name].size for name in found.names)
+    total = work.flops(student, student)["student"].total
+    total += sum(work.flops(student, teacher)["teacher"].total for teacher in teachers)
+    return total / (cluster.num_nodes * found.gpus) / (SHARE_OF_PEAK * DENSE_BF16_PEAK)
+
+
+def model_rows() -> Iterator[list[str]]:
+    for name, shape in SHAPES.items():
+        size, weights = shape.size, shape.size.parameters
+        head = size.vocab_size * size.hidden_size
+        layer = max(sum(map(prod, layer.shapes)) for layer in size.layers)
+        yield [
+            f"{name} ({CONFIGS[name][0]})",
+            f"{weights / 1e9:.2f}",
+            f"{16 * weights / GIB:,.0f}",
+            f"{2 * weights / GIB:,.1f}",
+            f"{2 * layer / GIB:.2f}",
+            f"{2 * head / GIB:.2f}",
+            f"{4 * 2048 * size.hidden_size * 2 / 2**20:.0f}",
+            f"{4 * 2048 * size.vocab_size * 2 / 2**20:,.0f}",
+        ]
+
+
+def table(columns: Iterable[str], rows: Iterator[list[str]]) -> str:
+    lines = [list(columns), ["---"] * len(list(columns)), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+MODELS = (
+    "model",
+    "10⁹ weights",
+    "as student, GiB",
+    "as teacher, GiB",
+    "a layer, GiB",
+    "head, GiB",
+    "hidden states, MiB",
+    "the same as logits, MiB",
+)
+COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
+PARTS = ("part, on each GPU", "GiB")
+TRAFFIC = ("what a rank receives in a step", "by", "GB", "s at the speed of the link")
+EXAMPLE = re.compile(r"<!-- example (?P<name>\w+) -->\n```yaml\n(?P<yaml>.*?)```", re.DOTALL)
+
+
+def documented(page: str) -> list[Example]:
+    """The page's examples: YAML behind a mark."""
+    return [Example(found["name"], yaml.safe_load(found["yaml"])) for found in EXAMPLE.finditer(page)]
+
+
+def summary(found: Checked) -> str:
+    layouts = [f"student {shown(found.student)}"]
+    layouts += [f"{name} {shown(layout)}" for name, layout in zip(found.names[1:], found.teachers, strict=True)]
+    fits = "fits" if found.memory.fits else "does not fit"
+    return (
+        f"Layouts: {', '.join(layouts)}; microbatches of a student's rank: {found.micro_batches}; offloaded: "
+        f"{found.offloaded}; {fits}."
+    )
+
+
+def blocks(page: str) -> dict[str, str]:
+    """What belongs between the marks of a name."""
+    made = {"models": table(MODELS, model_rows()), "layouts": table(COLUMNS, layout_rows())}
+    for example in documented(page):
+        found = check(example)
+        tables = table(PARTS, part_rows(found)), table(TRAFFIC, traffic_rows(found))
+        made[example.title] = "\n\n".join((summary(found), *tables))
+    return made
+
+
+def main() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    for name, text in blocks(page).items():
+        page, count = re.subn(
+            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
+            lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}",
+            page,
+            flags=re.DOTALL,
+        )
+        assert count == 1, f"{PAGE} needs one <!-- {name} --> and an <!-- end -->"
+    PAGE.write_text(page, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Logits made of those of several sources: side by side, or as their mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.logit_rows import LogitRows, logit_rows
+
+
+class SideBySideLogits(LogitRows):
+    """Logits whose columns several sources have, one after another: shards of a head or of logits, maybe uneven."""
+
+    def __init__(self, sources: Sequence[LogitRows]) -> None:
+        """Raises ConfigError unless all are of the same positions, in one dtype, and each is read by this process."""
+        shapes = [source.shape for source in sources]
+        kinds = {(source.shape[:2], source.dtype, source.share) for source in sources}
+        if len(kinds) != 1 or sources[0].share != (0, 1):
+            raise ConfigError(
+                f"columns to be read side by side are of logits {shapes} in {sorted({str(s.dtype) for s in sources})}; "
+                "sequences, positions and dtype must be the same, and none may lie on the ranks of a group"
+            )
+        self.sources = list(sources)
+        self.shape = (*shapes[0][:2], sum(shape[2] for shape in shapes))
+        self.device, self.dtype = sources[0].device, sources[0].dtype
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        begins = accumulate((source.shape[2] for source in self.sources), initial=0)
+        widths = (
+            min(max(0, width - begin), source.shape[2]) for begin, source in zip(begins, self.sources, strict=False)
+        )
+        return torch.cat([source.read(rows, own) for source, own in zip(self.sources, widths, strict=True)], 1)
+
+
+class AveragedLogits(LogitRows):
+    """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (METHODS §6)."""
+
+    def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
+        """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions."""
+        if len(sources) != len(weights) or min(weights, default=-1.0) < 0 or not sum(weights):
+            raise ConfigError(
+                f"{len(sources)} logits with weights {list(weights)}: "
+                "a mean takes one weight each, 0 or more and not all 0"
+            )
+        self.sources = [logit_rows(source) for source in sources]
+        self.weights = [weight / sum(weights) for weight in weights]
+        shapes = [source.shape for source in self.sources]
+        if len({shape[:2] for shape in shapes}) > 1:
+            raise ConfigError(f"logits to be averaged are {shapes}; sequences and positions must be the same")
+        self.shape = (*shapes[0][:2], min(shape[2] for shape in shapes))
+        self.device, self.share = self.sources[0].device, self.sources[0].share
+        self.dtype = torch.promote_types(self.sources[0].dtype, torch.float32)
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        mean = torch.zeros((), dtype=self.dtype, device=self.device)
+        for source, weight in zip(self.sources, self.weights, strict=True):
+            mean = mean + weight * source.read(rows, width)
+        return mean
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        return self.sources[0].reduce(tensor, op)

@@ -1,0 +1,180 @@
+"""Adapters on models of every family: what they are put on, what they start as, and what they are merged into."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nemo_opd.config.lora import Lora
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.errors import ConfigError, ModelError
+from nemo_opd.models.lora import Adapters, adapter_parameters
+from nemo_opd.models.sharded_load import load_sharded
+from tests.composition import compose
+from tests.models.families import FAMILIES, save
+from tests.models.world import alone, as_rank
+
+IDS = torch.arange(12).view(2, 6)
+SEED = 5
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    with alone():
+        yield
+
+
+def loaded(folder: Path, settings: Lora, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return load_sharded(
+        str(folder),
+        dtype,
+        build_mesh(Layout(dist.get_world_size()), "cpu"),
+        key="student.model",
+        parallelism=Parallelism(),
+        compute_dtype=dtype,
+        device="cpu",
+        trainable=True,
+        adapters=Adapters(settings, str(folder), SEED),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_are_read_into_what_adapters_are_beside(
+    one_rank: None, family: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Frozen and bit for bit; adapters are fp32, and at first the model computes what the base does."""
+    folder = save(family, tmp_path)
+    found, base = loaded(folder, Lora(rank=3), dtype), AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    parameters: dict[str, Any] = dict(found.named_parameters())
+    own = dict(adapter_parameters(found))
+    for name, parameter in parameters.items():
+        assert parameter.requires_grad == (name in own), name
+        assert parameter.dtype == (torch.float32 if name in own else dtype), name
+    frozen = {name.replace(".base_layer", ""): each for name, each in parameters.items() if name not in own}
+    assert frozen.keys() == dict(base.named_parameters()).keys()
+    for name, parameter in base.named_parameters():
+        assert torch.equal(frozen[name].full_tensor(), parameter), name
+    with torch.no_grad():
+        assert torch.equal(found(input_ids=IDS).logits, base(input_ids=IDS).logits)
+    assert found.state_dict().keys() == own.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_linear_layers_are_those_that_peft_means(one_rank: None, family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    oracle = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder), LoraConfig(r=3, target_modules="all-linear")
+    ).get_base_model()
+    expected = {name: parameter.shape for name, parameter in adapter_parameters(oracle)}
+    assert {name: each.shape for name, each in adapter_parameters(loaded(folder, Lora(rank=3)))} == expected
+
+
+def test_they_start_as_linear_layers_do_and_the_same_on_every_layout(tmp_path: Path) -> None:
+    """A rank's part is rows of the same whole; none is like another, and the seed decides."""
+    folder = save("llama, tied", tmp_path)
+    with alone():
+        whole = {name: each.full_tensor() for name, each in dtensors(loaded(folder, Lora(rank=3)))}
+    parts: list[dict[str, Tensor]] = []
+    for rank in range(2):
+        with as_rank(rank, 2):
+            parts.append({name: each.to_local() for name, each in dtensors(loaded(folder, Lora(rank=3)))})
+    for name, value in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), value), name
+        bound = 1 / math.sqrt(value.shape[1]) if ".lora_A." in name else 0.0
+        assert value.abs().max() <= bound
+        assert bool(value.any()) == (bound > 0)
+    drawn = [value.detach() for name, value in whole.items() if ".lora_A." in name]
+    assert len({float(value.sum()) for value in drawn}) == len(drawn)
+    spread = torch.cat([value.flatten() * math.sqrt(value.shape[1]) for value in drawn]).std()
+    # Of a uniform distribution on [-1, 1], from more than 700 numbers.
+    assert float(spread) == pytest.approx(1 / math.sqrt(3), rel=0.1)
+
+
+def dtensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    return adapter_parameters(model)
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "phi, biases", "phi3, fused"])
+def test_merged_weights_are_the_sum(family: str, tmp_path: Path) -> None:
+    folder = save(family, tmp_path)
+    base, merged = (AutoModelForCausalLM.from_pretrained(folder) for _ in range(2))
+    adapters = Adapters(Lora(rank=3, alpha=12), str(folder), SEED)
+    beside = AutoModelForCausalLM.from_pretrained(folder)
+    adapters.attach(beside)
+    generator = torch.Generator().manual_seed(1)
+    state = {name: torch.randn(each.shape, generator=generator) for name, each in adapter_parameters(beside)}
+    adapters.merge(state, merged)
+    found = dict(merged.named_parameters())
+    assert found.keys() == dict(base.named_parameters()).keys()
+    for name, weight in base.named_parameters():
+        owner = name.removesuffix(".weight")
+        a, b = (state.get(f"{owner}.lora_{side}.default.weight") for side in "AB")
+        expected = weight if a is None or b is None else weight + 12 / 3 * b @ a
+        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-6)
+    assert not hasattr(merged, "peft_config")
+
+
+def test_unknown_targets_are_told_with_those_that_there_are(one_rank: None, tmp_path: Path) -> None:
+    folder = save("llama, tied", tmp_path)
+    for target in ("query", "lm_head", "embed_tokens", "proj"):
+        with pytest.raises(ModelError) as caught:
+            loaded(folder, Lora(target_modules=("q_proj", target)))
+        assert str(caught.value) == (
+            f"student.lora.target_modules=['q_proj', '{target}']: {folder} has no linear layer {target} that can take "
+            "an adapter; choose of down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj, or all-linear"
+        )
+
+
+def test_targets_may_be_named_by_more_than_their_ends(one_rank: None, tmp_path: Path) -> None:
+    targets = ("mlp.up_proj", "model.layers.1.self_attn.q_proj")
+    model = loaded(save("llama, tied", tmp_path), Lora(target_modules=targets))
+    owners = [name.partition(".lora_A.")[0] for name, _ in adapter_parameters(model) if ".lora_A." in name]
+    assert owners == ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"]
+
+
+def test_a_quantised_model_is_refused(one_rank: None, tmp_path: Path) -> None:
+    folder = save("llama, tied", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ModelError, match=rf"^student\.lora is set and student\.model={folder} is quantised"):
+        Adapters(Lora(), str(folder), SEED).attach(model)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("student.lora.rank=0", "student.lora.rank=0: must be greater than or equal to 1"),
+        ("student.lora.dropout=1.0", "student.lora.dropout=1.0: must be less than 1"),
+        ("student.lora.targets=q", "student.lora.targets='q': there is no such key; did you mean"),
+        ("student.lora={rank:2} student.parallelism.tp=2", "student: lora with parallelism.tp=2"),
+    ],
+)
+def test_settings_that_cannot_be(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        compose(*override.split())
+    assert str(caught.value).startswith(message)
+
+
+def test_an_adapter_folder_tells_its_base(tmp_path: Path) -> None:
+    folder = save("llama, tied", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    adapters = Adapters(Lora(rank=3, alpha=12), str(folder), SEED)
+    adapters.attach(model)
+    adapters.save({name: each.detach() for name, each in adapter_parameters(model)}, model, tmp_path / "adapter")
+    written = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(folder)
+    assert (written["r"], written["lora_alpha"], written["inference_mode"]) == (3, 12, True)
+    assert sorted(written["target_modules"]) == sorted(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    )

@@ -1,0 +1,128 @@
+"""What adapters cost is estimated from them alone, as peft counts them."""
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from nemo_opd.config import RunConfig
+from nemo_opd.config.lora import Lora
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ModelError
+from nemo_opd.models.lora import Adapters
+from nemo_opd.training.memory import Machine, Phase, Situation, estimate, model_size
+from nemo_opd.training.memory.activations import Work, saved_activations
+from nemo_opd.training.memory.advice import advice
+from tests.composition import compose
+
+CONFIG = LlamaConfig(
+    vocab_size=32_000,
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=4,
+    num_attention_heads=16,
+    num_key_value_heads=4,
+    tie_word_embeddings=False,
+)
+
+
+def adapted(**settings: object) -> Adapters:
+    return Adapters(Lora.model_validate(settings), "base", 0)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "down_proj"]])
+def test_parameters_are_those_that_peft_trains(targets: str | list[str]) -> None:
+    size = model_size(CONFIG, adapted(rank=8, target_modules=targets))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIG)
+        peft = get_peft_model(model, LoraConfig(r=8, target_modules=targets))
+    trained, total = peft.get_nb_trainable_parameters()
+    assert sum(a * b for a, b in size.trained_shapes) == trained
+    assert size.parameters == total - trained
+    assert sum(a * b for layer in size.layers for a, b in layer.trained_shapes) == trained
+
+
+def test_targets_that_are_not_there_are_told_before_anything_loads() -> None:
+    with pytest.raises(ModelError, match="has no linear layer query"):
+        model_size(CONFIG, adapted(target_modules=["query"]))
+
+
+def situation(config: RunConfig, adapters: Adapters | None, ranks: int = 1) -> Situation:
+    return Situation.of(
+        config,
+        sizes=[model_size(CONFIG, adapters)],
+        vocab_sizes=[32_000],
+        layouts=[Layout(ranks)],
+        machine=Machine("cuda", 80 * 2**30, None, ranks),
+        transport="cuda_ipc",
+        lookahead=0,
+        headless=True,
+        gives_back=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    """The student alone, in bf16."""
+    own = compose("train.max_length=512", "student.dtype=bfloat16")
+    return own.model_copy(update={"teachers": ()})
+
+
+def test_only_adapters_have_gradients_and_moments(config: RunConfig) -> None:
+    adapters = adapted(rank=8)
+    found = situation(config, adapters)
+    memory = estimate(config, found).memories[0]
+    by_name = {part.name: part for part in memory.parts}
+    trained = sum(a * b for a, b in found.student.size.trained_shapes)
+    assert by_name["parameters"].at(Phase.OPTIMIZER) == 2 * found.student.size.parameters + 4 * trained
+    assert by_name["optimizer"].at(Phase.OPTIMIZER) == 8 * trained
+    assert by_name["gradients"].at(Phase.OPTIMIZER) == 4 * trained
+    assert by_name["gradient of the head"].at(Phase.BACKWARD) == 0
+    widest = max(sum(a * b for a, b in layer.trained_shapes) for layer in found.student.size.layers)
+    assert by_name["unsharded gradients"].at(Phase.BACKWARD) <= 6 * widest
+    assert memory.peak < estimate(config, situation(config, None)).memories[0].peak / 3
+
+
+def test_tensor_parallelism_is_no_advice(config: RunConfig) -> None:
+    with_lora = config.model_copy(update={"student": config.student.model_copy(update={"lora": Lora()})})
+    for own, is_said in ((config, True), (with_lora, False)):
+        found = situation(own, None, ranks=2)
+        assert any("student.parallelism.tp" in each.setting for each in advice(own, found)) == is_said
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_what_adapters_keep_for_backward_is_measured(dropout: float) -> None:
+    """More than the same model keeps without: within 5 % of what autograd holds on to."""
+    small = tiny_config()
+    adapters = adapted(rank=16, dropout=dropout)
+    plain, beside = kept(small, None), kept(small, adapters)
+    work = Work(rows=2, length=64, cp=1, tp=1, sequence_parallel=False, compute_bytes=4)
+    estimates = [saved_activations(model_size(small, each), work, checkpointing=False) for each in (None, adapters)]
+    assert estimates[1] - estimates[0] == pytest.approx(beside - plain, rel=0.05)
+
+
+def tiny_config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+
+
+def kept(config: LlamaConfig, adapters: Adapters | None) -> int:
+    """Bytes of storages that a forward pass keeps, but for parameters."""
+    model = AutoModelForCausalLM.from_config(config).train()
+    if adapters is not None:
+        adapters.attach(model)
+    parameters = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    storages: dict[int, int] = {}
+    tensors = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        tensors.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.model(input_ids=torch.zeros(2, 64, dtype=torch.long), use_cache=False)
+    return sum(storages.values())

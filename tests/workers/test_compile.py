@@ -1,0 +1,94 @@
+"""Compiled decoder layers change nothing but the speed, and are compiled once.
+
+On a CPU what dynamo and autograd's tracer make is run as it is: C++ takes a minute to compile and is the same to them.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch
+from tests.tiny import Tiny
+from tests.workers.local import LocalModels, first_batches, in_world, plan_of
+
+STEPS = 4
+LAYERS = 2
+RTOL = 1e-4
+"""As in tests/workers/test_invariance.py."""
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is compiled yet."""
+    compile_in_place = nn.Module.compile
+
+    def without_code(module: nn.Module, **options: Any) -> None:
+        compile_in_place(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(nn.Module, "compile", without_code)
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@dataclass(frozen=True)
+class Job:
+    plan: Plan
+    batches: list[Batch]
+
+
+@dataclass(frozen=True)
+class Result:
+    curve: list[dict[str, float]]
+    evaluation: dict[str, float]
+    graphs: list[int]
+    """Compiled after each step, and after the evaluation."""
+
+
+def train(job: Job) -> Result:
+    models = LocalModels(job.plan)
+    curve, graphs = [], []
+    for batch in job.batches:
+        curve.append(models.train_step(batch))
+        graphs.append(counters["stats"]["unique_graphs"])
+    evaluation = models.evaluate(job.batches[0])
+    graphs.append(counters["stats"]["unique_graphs"])
+    models.close()
+    return Result(curve, evaluation, graphs)
+
+
+def trained(tiny: Tiny, folder: Path, *options: str) -> tuple[Result, list[Batch]]:
+    plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", *options))
+    batches = first_batches(plan, STEPS)
+    (result,) = in_world(1, train, [Job(plan, batches)], folder)
+    return result, batches
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["student.activation_checkpointing=true", "student.lora={rank:4}"]],
+    ids=["plain", "recomputed, with adapters"],
+)
+def test_the_curve_is_the_same_and_every_length_has_one_graph(
+    tiny: Tiny, tmp_path: Path, fresh: None, options: list[str]
+) -> None:
+    """Bugs: a graph for each layer, for each length, or none, where something hides the layer from the compiler."""
+    plain, batches = trained(tiny, tmp_path / "plain", *options)
+    assert plain.graphs == [0] * (STEPS + 1)
+    compiled, _ = trained(tiny, tmp_path / "compiled", "student.compile=true", *options)
+    assert len({batch.student.ids.shape[1] for batch in batches}) > 1
+    in_training, in_all = compiled.graphs[0], compiled.graphs[-1]
+    assert 0 < in_training == compiled.graphs[STEPS - 1]
+    assert in_training < in_all <= 3, "one more, or with one for what is recomputed two, where nothing is recorded"
+    assert not counters["graph_break"]
+    for expected, actual in zip([*plain.curve, plain.evaluation], [*compiled.curve, compiled.evaluation], strict=True):
+        for name in expected.keys() & {"ce", "kd/cross", "kd/same", "grad_norm", "bits_per_byte"}:
+            assert actual[name] == pytest.approx(expected[name], rel=RTOL), name

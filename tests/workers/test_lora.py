@@ -1,0 +1,244 @@
+"""A student of which only adapters learn, as against one whose weights are written W + alpha / rank · B A.
+
+Tolerances are those of tests/workers/test_invariance.py, for the same reasons.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from nemo_opd.config.handoff import LogitsHandoff
+from nemo_opd.config.lora import Lora
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch
+from tests.tiny import Tiny
+from tests.workers import plain_trainer
+from tests.workers.local import LocalModels, Training, first_batches, in_world, plan_of
+from tests.workers.plain_trainer import plain_training
+
+STEPS = 4
+RANK, ALPHA = 3, 12
+RTOL, WEIGHT_ATOL = 1e-4, 5e-5
+IDS = torch.arange(24).view(2, 12)
+
+
+@dataclass(frozen=True)
+class Learned:
+    curve: list[dict[str, float]]
+    start: dict[str, Tensor]
+    """Adapters before."""
+    adapters: dict[str, Tensor]
+    frozen: dict[str, Tensor]
+    logits: Tensor
+    """The trained model's own, of IDS."""
+    optimized: int
+    """Numbers that the optimizer keeps a first moment of."""
+
+
+def learn(job: Training) -> Learned:
+    models = LocalModels(job.plan)
+    student = models.student
+    if job.load_from is not None:
+        student.load(job.load_from)
+    start = models.weights()
+    curve = [models.train_step(batch, compare_gradients=job.compare_gradients) for batch in job.batches]
+    if job.save_to is not None:
+        student.save(job.save_to)
+    if job.export_to is not None:
+        student.export(job.export_to)
+    parameters: Any = dict(student.model.named_parameters())
+    frozen = {name: each.full_tensor() for name, each in parameters.items() if not each.requires_grad}
+    moments = [state["exp_avg"].numel() for state in student.optimizer.state.values()]
+    with torch.no_grad():
+        logits = student.model.eval()(input_ids=IDS, use_cache=False).logits
+    models.close()
+    return Learned(curve, start, models.weights(), frozen, logits, sum(moments))
+
+
+def make_plan(tiny: Tiny) -> Plan:
+    return plan_of(
+        tiny.overrides(
+            f"train.max_steps={STEPS}",
+            "student.optimizer.lr=1e-2",
+            "student.optimizer.eps=1e-3",
+            "student.scheduler.warmup_steps=0",
+            f"student.lora={{rank:{RANK},alpha:{ALPHA}}}",
+        )
+    )
+
+
+def changed(plan: Plan, **settings: object) -> Plan:
+    """Other settings of the student, without the checks, which take their time."""
+    return with_config(plan, student=plan.config.student.model_copy(update=settings))
+
+
+def with_config(plan: Plan, **sections: object) -> Plan:
+    return replace(plan, config=plan.config.model_copy(update=sections))
+
+
+@dataclass(frozen=True)
+class Runs:
+    plan: Plan
+    batches: list[Batch]
+    alone: Learned
+    resumed: Learned
+    variants: dict[str, Learned]
+    paired: Learned
+    widened: Learned
+    """Continued on two ranks from the checkpoint of one."""
+    folder: Path
+
+
+VARIANTS = ("recomputed", "named", "logits", "gradients compared")
+NAMES = ("q_proj", "o_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "mlp.down_proj")
+"""All linear layers of a Llama."""
+
+
+@pytest.fixture(scope="module")
+def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("lora")
+    plan = make_plan(tiny)
+    adapter = changed(plan, lora=Lora(rank=RANK, alpha=ALPHA, export="adapter"))
+    batches = first_batches(plan, STEPS)
+    whole = Training(plan, batches)
+    begun = Training(plan, batches[:2], save_to=folder / "checkpoint")
+    rest = Training(adapter, batches[2:], load_from=folder / "checkpoint", export_to=folder / "adapter")
+    jobs = [replace(whole, export_to=folder / "merged"), begun, rest]
+    variants = [
+        Training(changed(plan, activation_checkpointing=True), batches),
+        Training(changed(plan, lora=Lora(rank=RANK, alpha=ALPHA, target_modules=NAMES)), batches),
+        Training(with_config(plan, handoff=LogitsHandoff()), batches),
+        replace(whole, compare_gradients=True),
+    ]
+    alone, _, resumed, *others = in_world(1, learn, [*jobs, *variants], folder / "one")
+    paired, widened = in_world(2, learn, [whole, replace(rest, export_to=None)], folder / "two")
+    return Runs(plan, batches, alone, resumed, dict(zip(VARIANTS, others, strict=True)), paired, widened, folder)
+
+
+class Sum(nn.Module):
+    """W → W + alpha / rank · B A."""
+
+    def __init__(self, a: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(a.clone()), nn.Parameter(b.clone())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + ALPHA / RANK * self.b @ self.a
+
+
+@pytest.fixture(scope="module")
+def oracle(runs: Runs) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    load = plain_trainer.load
+
+    def with_sums(path: str) -> PreTrainedModel:
+        model = load(path)
+        if path == runs.plan.config.student.model:
+            model.requires_grad_(False)
+            for name, a in runs.alone.start.items():
+                if ".lora_A." in name:
+                    target = model.get_submodule(name.partition(".lora_A.")[0])
+                    b = runs.alone.start[name.replace(".lora_A.", ".lora_B.")]
+                    parametrize.register_parametrization(target, "weight", Sum(a, b))
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plain_trainer, "load", with_sums)
+        return plain_training(runs.plan, runs.batches)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_curve_and_adapters_are_those_of_plain_autograd(runs: Runs, oracle, ranks: int) -> None:
+    """Bugs: a wrong scale, adapters that start elsewhere on two ranks, weight decay or a norm over what is frozen."""
+    curve, weights = oracle
+    found = runs.alone if ranks == 1 else runs.paired
+    for step, (expected, actual) in enumerate(zip(curve, found.curve, strict=True)):
+        for name, value in expected.items():
+            assert actual[name] == pytest.approx(value, rel=RTOL), (step, name)
+    for name, value in found.adapters.items():
+        assert torch.equal(found.start[name], runs.alone.start[name])
+        own = name.replace(".lora_A.default.weight", ".parametrizations.weight.0.a")
+        own = own.replace(".lora_B.default.weight", ".parametrizations.weight.0.b")
+        assert (weights[own] - found.start[name]).abs().max() > 100 * WEIGHT_ATOL, f"{name} hardly moved"
+        torch.testing.assert_close(value, weights[own], rtol=RTOL, atol=WEIGHT_ATOL, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_loss_falls(runs: Runs, tiny: Tiny, tmp_path: Path) -> None:
+    (found,) = in_world(1, learn, [Training(runs.plan, runs.batches[:1] * STEPS)], tmp_path)
+    assert found.curve[-1]["ce"] < 0.95 * found.curve[0]["ce"]
+
+
+def test_the_base_is_left_as_it_is(runs: Runs) -> None:
+    base = AutoModelForCausalLM.from_pretrained(runs.plan.config.student.model)
+    stored = dict(base.named_parameters())
+    for found in (runs.alone, runs.paired, runs.resumed):
+        assert len(found.frozen) == len(stored)
+        for name, value in found.frozen.items():
+            assert torch.equal(value, stored[name.replace(".base_layer", "")]), name
+
+
+def test_the_optimizer_and_checkpoints_have_adapters_only(runs: Runs) -> None:
+    assert runs.alone.optimized == sum(value.numel() for value in runs.alone.adapters.values())
+    reader = FileSystemReader(runs.folder / "checkpoint" / "state")
+    kept = reader.read_metadata().state_dict_metadata
+    assert {name.removeprefix("model.") for name in kept if name.startswith("model.")} == set(runs.alone.adapters)
+    assert all(".lora_" in name for name in kept if name.startswith("optimizer.state."))
+
+
+def test_resumed_training_is_the_same_to_the_last_bit(runs: Runs) -> None:
+    for expected, actual in zip(runs.alone.curve[2:], runs.resumed.curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == {**expected, "peak_memory_gb": 0}
+    for name, value in runs.alone.adapters.items():
+        assert torch.equal(runs.resumed.adapters[name], value), name
+
+
+def test_a_checkpoint_is_read_by_another_number_of_ranks(runs: Runs) -> None:
+    for name, value in runs.alone.adapters.items():
+        torch.testing.assert_close(runs.widened.adapters[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_how_it_is_computed_does_not_matter(runs: Runs, variant: str) -> None:
+    found = runs.variants[variant]
+    for expected, actual in zip(runs.alone.curve, found.curve, strict=True):
+        for name in ("ce", "kd/cross", "kd/same", "grad_norm"):
+            assert actual[name] == pytest.approx(expected[name], rel=RTOL), name
+    for name, value in runs.alone.adapters.items():
+        torch.testing.assert_close(found.adapters[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+@pytest.mark.parametrize("folder", ["merged", "checkpoint/student"])
+def test_merged_it_is_a_model_like_any_other(runs: Runs, folder: str) -> None:
+    """Without a trace of adapters, and with the tokenizer; W + BA is rounded once more than Wx + B(Ax)."""
+    path = runs.folder / folder
+    model, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not (path / "adapter_config.json").exists()
+    assert len(AutoTokenizer.from_pretrained(path)) == runs.plan.student.vocab_size
+    if folder == "merged":
+        with torch.no_grad():
+            assert_same_logits(model(input_ids=IDS).logits, runs.alone.logits)
+
+
+def test_the_adapter_is_loaded_by_peft_onto_the_base(runs: Runs) -> None:
+    base = AutoModelForCausalLM.from_pretrained(runs.plan.config.student.model)
+    with torch.no_grad():
+        before = base(input_ids=IDS).logits.clone()
+        found = PeftModel.from_pretrained(base, runs.folder / "adapter").eval()(input_ids=IDS).logits
+    assert_same_logits(found, runs.alone.logits)
+    assert (before - found).abs().max() > 0.1
+    assert len(AutoTokenizer.from_pretrained(runs.folder / "adapter")) == runs.plan.student.vocab_size
+    names = sorted(path.name for path in (runs.folder / "adapter").iterdir())
+    assert "model.safetensors" not in names
+
+
+def assert_same_logits(found: Tensor, expected: Tensor) -> None:
+    """Sums of some hundred terms in fp32, over two layers."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
