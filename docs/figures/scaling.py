@@ -21,6 +21,8 @@ from omegaconf import OmegaConf
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.models.lora import Adapters
+from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.training.delivery import plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import require_batch_divides, resolve_placement
 from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSize, Situation, model_size, settle_memory
@@ -129,6 +131,13 @@ def check(example: Example) -> Checked:
     student, teachers = resolve_layouts(config, placement)
     require_batch_divides(config, student.dp, [layout.dp for layout in teachers])
     every: list[Any] = [SHAPES[BY_MODEL[each.model]] for each in (config.student, *config.teachers)]
+    for i, settings in enumerate((config.student, *config.teachers)):
+        key = f"teachers.{i - 1}" if i else "student"
+        check_parallelism(CONFIGS[BY_MODEL[settings.model]][1](), settings.parallelism, "cuda", key=key)
+    if config.student.lora is not None:
+        adapters = Adapters(config.student.lora, config.student.model, config.run.seed)
+        shape = model_size(CONFIGS[BY_MODEL[config.student.model]][1](), adapters)
+        every[0] = Shape(shape, every[0].vocab_size)
     plan_deliveries(config, "cuda_ipc", placement, (student, teachers), every[1:])
     situation = Situation.of(
         config,
@@ -152,13 +161,14 @@ SEPARATE = "cluster.placement=separate"
 def settings_of(student: str, teachers: Iterable[str], nodes: int, gpus: int) -> dict[str, Any]:
     return {
         "student": {"model": CONFIGS[student][0]},
-        "teachers": [{"name": name, "model": CONFIGS[name][0], "type": kind(name)} for name in teachers],
+        "teachers": [{"name": name, "model": CONFIGS[name][0], "type": kind(student, name)} for name in teachers],
         "cluster": {"num_nodes": nodes, "gpus_per_node": gpus},
     }
 
 
-def kind(teacher: str) -> str:
-    return "same_tokenizer" if "llama" in CONFIGS[teacher][0] else "cross_tokenizer"
+def kind(student: str, teacher: str) -> str:
+    families = [CONFIGS[name][0].partition("/")[0] for name in (student, teacher)]
+    return "same_tokenizer" if families[0] == families[1] else "cross_tokenizer"
 
 
 def row(
@@ -173,12 +183,13 @@ def teacher_tp(*degrees: int) -> tuple[str, ...]:
 
 
 LAYOUTS = (
-    row("1 GPU", "1B", "4B", 1, 1, 64, 1),
     row("1 GPU", "1B", "4B", 1, 1, 64, 4),
+    row("1 GPU", "1B", "4B", 1, 1, 64, 8),
     row("1 GPU", "1B", "4B", 1, 1, 64, 16, CHECKPOINTED),
     row("1 GPU", "1B", "8B", 1, 1, 64, 4),
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
+    row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
     row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
     row("8 GPUs", "1B", "4B", 1, 8, 64, 8),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED),
@@ -202,6 +213,7 @@ LAYOUTS = (
     ),
     row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
     row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
+    row("8 nodes", "70B", "70B", 8, 8, 256, 4, CHECKPOINTED, *teacher_tp(8)),
     row("16 nodes", "70B", "70B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8)),
     row(
         "16 nodes, 32 + 64 + 32 GPUs",
@@ -394,6 +406,8 @@ def blocks(page: str) -> dict[str, str]:
     made = {"models": table(MODELS, model_rows()), "layouts": table(COLUMNS, layout_rows())}
     for example in documented(page):
         found = check(example)
+        if f"<!-- {example.title} -->" not in page:
+            continue  # shown for its keys alone
         tables = table(PARTS, part_rows(found)), table(TRAFFIC, traffic_rows(found))
         made[example.title] = "\n\n".join((summary(found), *tables))
     return made
@@ -402,13 +416,9 @@ def blocks(page: str) -> dict[str, str]:
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     for name, text in blocks(page).items():
-        page, count = re.subn(
-            rf"(<!-- {name} -->\n).*?(<!-- end -->)",
-            lambda match, text=text: f"{match[1]}\n{text}\n\n{match[2]}",
-            page,
-            flags=re.DOTALL,
-        )
-        assert count == 1, f"{PAGE} needs one <!-- {name} --> and an <!-- end -->"
+        begin = page.index(f"<!-- {name} -->\n") + len(f"<!-- {name} -->\n")
+        end = page.index("<!-- end -->", begin)
+        page = f"{page[:begin]}\n{text}\n\n{page[end:]}"
     PAGE.write_text(page, encoding="utf-8")
 
 

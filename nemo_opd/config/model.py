@@ -42,7 +42,9 @@ class Student(Model):
     compile: bool = False
     """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
     lora: Lora | None = None
-    """Train low-rank adapters and leave the model's own weights as they are; null: train all weights."""
+    """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they
+    are computed with; null: train all weights.
+    """
     optimizer: AdamW = Field(default_factory=AdamW)
     scheduler: Scheduler = Field(default_factory=Scheduler)
 

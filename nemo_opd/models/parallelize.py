@@ -1,4 +1,4 @@
-"""One model over the ranks of its group: tensor parallel first, then FSDP2; activations."""
+"""One model over the ranks of its group: tensor parallel first, then FSDP2; how its layers are computed."""
 
 import warnings
 
@@ -68,3 +68,14 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
     # Newer and older transformers have different names for it.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def compile_in_place(model: PreTrainedModel) -> None:
+    """Let decoder layers be compiled as they are first called: once for all layers that are alike.
+
+    Lengths are free from the first, so that no batch's own is compiled for.
+    """
+    layers = set(model._no_split_modules or ())
+    for module in model.modules():
+        if type(module).__name__ in layers:
+            module.compile(dynamic=True)

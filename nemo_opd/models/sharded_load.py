@@ -31,7 +31,7 @@ from nemo_opd.models.load import (
     unreadable,
 )
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
-from nemo_opd.models.parallelize import checkpoint_activations, parallelize
+from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
 from nemo_opd.models.tensor_styles import part_of
 
 COMPARED_ROWS = 1024
@@ -218,17 +218,6 @@ def _missing(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
         for name in model.state_dict()
         if name not in sources and tied.get(name) not in sources and not any(each.search(name) for each in ignored)
     )
-
-
-def compile_in_place(model: PreTrainedModel) -> None:
-    """Let decoder layers be compiled as they are first called: once for all layers that are alike.
-
-    Lengths are free from the first, so that no batch's own is compiled for.
-    """
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            module.compile(dynamic=True)
 
 
 @torch.no_grad()

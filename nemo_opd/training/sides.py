@@ -17,6 +17,7 @@ from nemo_opd.data.samples import SameTokenizer, SampleMaker
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.errors import ModelError, ProjectionError
 from nemo_opd.models.load import load_config, tokenizer_of
+from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.projection import ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.memory import ModelSize, model_size
@@ -38,7 +39,9 @@ def load_side(settings: Student | Teacher, key: str, device: str) -> Side:
     """
     config = load_config(settings.model, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
-    size = model_size(config)
+    lora = settings.lora if isinstance(settings, Student) else None
+    adapters = None if lora is None else Adapters(lora, settings.model, seed=0)
+    size = model_size(config, adapters)
     tokenizer = tokenizer_of(settings, key=key)
     pieces = pieces_of(tokenizer)
     # Special tokens may go beyond: Gemma-3-1B has the tokenizer of its siblings that see, without their image token.

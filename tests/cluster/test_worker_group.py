@@ -104,7 +104,8 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
     before = rank_processes()
     with (
         pytest.raises(
-            WorkerError, match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*weights"
+            WorkerError,
+            match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*is missing or damaged",
         ) as caught,
         WorkerGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
     ):

@@ -77,7 +77,7 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
     tokens, chunks = rows(7), oracle.random_chunk_ids(np.random.default_rng(4), 2, 7, 7)
     batch = (logits(7, 9, 0), logits(7, 9, 1), tokens, TeacherRows(tokens, ChunkRows(*chunks)), 4)
     losses = [
-        build(settings, oracle.Matrix.identity(9))(*batch).loss
+        build(settings, oracle.Matrix.identity(9)).plan(*batch).compute().loss
         for settings in (term(**SETTINGS), objective(**SETTINGS, kd_weight=3, ce_weight=0, scaling="dynamic"))
     ]
     assert torch.equal(*losses)
@@ -113,4 +113,4 @@ def test_p_kl_needs_a_projection_and_chunks():
         build(PKLTerm())
     loss = build(PKLTerm(), oracle.Matrix.identity(9))
     with pytest.raises(ConfigError, match="align"):
-        loss(logits(7, 9, 0), logits(7, 9, 1), rows(7), TeacherRows(rows(7), None), None)
+        loss.plan(logits(7, 9, 0), logits(7, 9, 1), rows(7), TeacherRows(rows(7), None), None)

@@ -321,3 +321,19 @@ def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure,
     assert plan.student.vocab_size == size
     with pytest.raises(DataError, match="a document holds '<image>', for which the model has no embedding"):
         plan.sample_maker("a picture: <image>")
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("student.parallelism.tp=2", "num_attention_heads=3 of LlamaForCausalLM cannot be cut into 2 equal parts"),
+        ("teachers.0.parallelism.cp=2", "needs a GPU"),
+    ],
+)
+def test_a_model_that_cannot_be_cut_is_refused_before_a_process_starts(
+    override: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, ModelError)) as caught:
+        preflight(compose("cluster.cpu_ranks=2", override))
+    assert str(caught.value).startswith(f"{override}: {says}")

@@ -4,7 +4,7 @@ On a CPU what dynamo and autograd's tracer make is run as it is: C++ takes a min
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from tests.tiny import Tiny
 from tests.workers.local import LocalModels, first_batches, in_world, plan_of
 
 STEPS = 4
-LAYERS = 2
 RTOL = 1e-4
 """As in tests/workers/test_invariance.py."""
 
@@ -65,25 +64,21 @@ def train(job: Job) -> Result:
     return Result(curve, evaluation, graphs)
 
 
-def trained(tiny: Tiny, folder: Path, *options: str) -> tuple[Result, list[Batch]]:
-    plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", *options))
-    batches = first_batches(plan, STEPS)
-    (result,) = in_world(1, train, [Job(plan, batches)], folder)
-    return result, batches
-
-
 @pytest.mark.parametrize(
     "options",
-    [[], ["student.activation_checkpointing=true", "student.lora={rank:4}"]],
+    [[], ["student.activation_checkpointing=true", "student.lora={rank:4,target_modules:[q_proj]}"]],
     ids=["plain", "recomputed, with adapters"],
 )
 def test_the_curve_is_the_same_and_every_length_has_one_graph(
     tiny: Tiny, tmp_path: Path, fresh: None, options: list[str]
 ) -> None:
     """Bugs: a graph for each layer, for each length, or none, where something hides the layer from the compiler."""
-    plain, batches = trained(tiny, tmp_path / "plain", *options)
+    plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", *options))
+    batches = first_batches(plan, STEPS)
+    student = plan.config.student.model_copy(update={"compile": True})
+    with_compiler = replace(plan, config=plan.config.model_copy(update={"student": student}))
+    plain, compiled = in_world(1, train, [Job(plan, batches), Job(with_compiler, batches)], tmp_path)
     assert plain.graphs == [0] * (STEPS + 1)
-    compiled, _ = trained(tiny, tmp_path / "compiled", "student.compile=true", *options)
     assert len({batch.student.ids.shape[1] for batch in batches}) > 1
     in_training, in_all = compiled.graphs[0], compiled.graphs[-1]
     assert 0 < in_training == compiled.graphs[STEPS - 1]

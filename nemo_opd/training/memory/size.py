@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.head import SOFT_CAPS
-from nemo_opd.models.lora import NAME, Adapters, lora_layers
+from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
 Shape = tuple[int, ...]
 PROBED_ROWS = 1024
@@ -154,24 +154,28 @@ def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> Mo
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
-    layers = list(decoder_layers(model))
-    in_layers = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    rest = tuple(tuple(p.shape) for p in model.parameters() if id(p) not in in_layers)
-    norms = [module for module in model.base_model.children() if is_norm(module)]
-    sizes = [layer_size(layer, i, text, model.config) for i, layer in enumerate(layers)]
     if adapters is not None:
         adapters.attach(model)
-        sizes = [replace(size, adapters=adapter_sizes(layer)) for size, layer in zip(sizes, layers, strict=True)]
+    layers = list(decoder_layers(model))
+    in_layers = {id(parameter) for layer in layers for parameter in own_parameters(layer)}
+    rest = tuple(tuple(p.shape) for p in own_parameters(model) if id(p) not in in_layers)
+    norms = [module for module in model.base_model.children() if is_norm(module)]
     return ModelSize(
         vocab_size=text.vocab_size,
         hidden_size=text.hidden_size,
         head_width=head_width(text),
-        layers=tuple(sizes),
+        layers=tuple(layer_size(layer, i, text, model.config) for i, layer in enumerate(layers)),
         rest=rest,
         final_norm=norm_size("", norms[-1], text) if norms else None,
         has_soft_cap=any(getattr(text, name, None) for name in SOFT_CAPS),
         adapters=adapter_sizes(model),
     )
+
+
+def own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Without those of adapters."""
+    added = {id(parameter) for _, parameter in adapter_parameters(module)}
+    return [parameter for parameter in module.parameters() if id(parameter) not in added]
 
 
 def adapter_sizes(module: nn.Module) -> tuple[AdapterSize, ...]:
@@ -218,7 +222,7 @@ def layer_size(layer: nn.Module, index: int, text: Any, config: Any) -> LayerSiz
     num_experts = number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if routed else 0
     is_eager = getattr(config, "_attn_implementation", None) == "eager"
     return LayerSize(
-        shapes=tuple(tuple(parameter.shape) for parameter in layer.parameters()),
+        shapes=tuple(tuple(parameter.shape) for parameter in own_parameters(layer)),
         hidden_size=text.hidden_size,
         query_width=heads * width,
         key_width=num_key_heads(text) * width,
@@ -232,6 +236,7 @@ def layer_size(layer: nn.Module, index: int, text: Any, config: Any) -> LayerSiz
         has_scores=is_eager,
         caps_scores=is_eager and bool(getattr(text, "attn_logit_softcapping", None)),
         norms=tuple(norm_size(name, module, text) for name, module in layer.named_modules() if is_norm(module)),
+        adapters=adapter_sizes(layer),
     )
 
 

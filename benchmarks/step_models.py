@@ -1,0 +1,130 @@
+"""The models and texts of `step.py`: random weights of given shapes, and documents that fill a sequence."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import torch
+from tokenizers import Tokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from nemo_opd.demo.corpus import arrow_file
+
+MARKS = 2
+"""Tokens that a run puts around a text: one that begins it and one that ends it."""
+STRIDE_CHARS = 997
+"""Between the beginnings of two documents in the corpus: prime, so that no two begin alike."""
+
+
+def llama(width: int, inner: int, layers: int, heads: int, keys: int, head: int, vocab: int = 1) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=head,
+        vocab_size=vocab,
+        bos_token_id=None,
+        eos_token_id=None,
+        max_position_embeddings=131_072,
+        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+
+
+def qwen(width: int, inner: int, layers: int, heads: int, keys: int, head: int, vocab: int = 1) -> Qwen3Config:
+    return Qwen3Config(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        head_dim=head,
+        vocab_size=vocab,
+        bos_token_id=None,
+        eos_token_id=None,
+        max_position_embeddings=40_960,
+        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
+        tie_word_embeddings=True,
+    )
+
+
+PRESETS = {
+    "llama_tiny": lambda: llama(128, 384, 4, 4, 2, 32),
+    "qwen_tiny": lambda: qwen(192, 576, 4, 4, 2, 48),
+    "llama_mid": lambda: llama(384, 1152, 8, 6, 2, 64),
+    "qwen_mid": lambda: qwen(640, 1920, 12, 8, 2, 80),
+    "llama_1b": lambda: llama(2048, 8192, 16, 32, 8, 64, 128_256),
+    "qwen_4b": lambda: qwen(2560, 9728, 36, 32, 8, 128, 151_936),
+}
+"""Shapes: the last two are those of Llama-3.2-1B and Qwen3-4B. Without a vocabulary they take the tokenizer's."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A folder as a run wants it, model and tokenizer."""
+
+    name: str
+    folder: Path
+
+
+def shape_of(name: str) -> PretrainedConfig:
+    """A preset, or the path of a config.json or of its folder. Raises SystemExit for neither."""
+    if name in PRESETS:
+        return PRESETS[name]()
+    if not Path(name).exists():
+        raise SystemExit(f"{name}: neither a file nor one of {', '.join(PRESETS)}")
+    return AutoConfig.from_pretrained(name)
+
+
+def write_model(
+    name: str, tokenizer: PreTrainedTokenizerFast, folder: Path, dtype: torch.dtype, device: str
+) -> Written:
+    """Random weights of a shape, and the tokenizer, in Hugging Face form."""
+    config = shape_of(name)
+    config.vocab_size = max(config.get_text_config().vocab_size, len(tokenizer))
+    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return Written(name, folder)
+
+
+def corpus_text(corpus: Path | None) -> str:
+    """All records of a JSON lines file, or the demo's training documents."""
+    if corpus is None:
+        with pa.memory_map(str(arrow_file("train"))) as source:
+            return "\n".join(pa.ipc.open_stream(source).read_all().column("text").to_pylist())
+    return "\n".join(json.loads(line)["text"] for line in corpus.read_text(encoding="utf-8").splitlines())
+
+
+def write_texts(
+    file: Path, text: str, tokenizers: tuple[PreTrainedTokenizerFast, ...], *, count: int, length: int
+) -> Path:
+    """JSON lines of documents that fill `length` tokens of the tokenizer that needs most, so that none is cut."""
+    backends = [tokenizer.backend_tokenizer for tokenizer in tokenizers]
+    with file.open("w", encoding="utf-8") as sink:
+        for i in range(count):
+            start = i * STRIDE_CHARS % len(text)
+            rest = (text[start:] + text)[: 8 * length]
+            stop = min(characters(backend, rest, length - MARKS) for backend in backends)
+            sink.write(json.dumps({"text": rest[:stop]}, ensure_ascii=False) + "\n")
+    return file
+
+
+def characters(backend: Tokenizer, text: str, tokens: int) -> int:
+    """That the first so many tokens of a text stand for."""
+    offsets = backend.encode(text, add_special_tokens=False).offsets
+    return int(offsets[min(tokens, len(offsets)) - 1][1])

@@ -1,0 +1,179 @@
+"""Our own side of `step.py`: a run's session, stepped one optimizer step at a time."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import psutil
+import yaml
+from omegaconf import OmegaConf
+from step_flops import Flops, StepWork
+
+from nemo_opd.aggregation import build_parts
+from nemo_opd.config import RunConfig
+from nemo_opd.config.load import from_omegaconf
+from nemo_opd.logging.metrics import Timer
+from nemo_opd.models.load import load_config
+from nemo_opd.training.lookahead import Lookahead
+from nemo_opd.training.memory import Memory, model_size
+from nemo_opd.training.models import Taught
+from nemo_opd.training.off_policy import train_step
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.session import Session
+from nemo_opd.types import Batch
+
+GIB = 2**30
+NOT_TENSORS = ("CUDA", "free, but kept by PyTorch")
+"""Parts of the estimate that PyTorch's allocator does not count as allocated."""
+LIBRARIES = "import psutil, ray, nemo_opd.workers.student; print(psutil.Process().memory_info().rss)"
+
+
+def configured(base: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
+    """Settings with overrides as on a run's command line, `teachers.0.dtype=float32`. Raises ConfigError."""
+    config = OmegaConf.create(base)
+    for override in overrides:
+        key, _, value = override.partition("=")
+        OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
+    return from_omegaconf(config)
+
+
+@dataclass(frozen=True)
+class MemoryFound:
+    what: str
+    measured_gib: float
+    estimated_gib: float
+
+
+class Watched:
+    """A lookahead that remembers what it gave."""
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        self._lookahead = lookahead
+        self.batches: list[Batch] = []
+
+    @property
+    def epoch(self) -> int:
+        return self._lookahead.epoch
+
+    def next(self, timer: Timer) -> Taught:
+        taught = self._lookahead.next(timer)
+        self.batches.append(taught.batch)
+        return taught
+
+
+class Ours:
+    """The real run, from preflight on, without validation and checkpoints."""
+
+    def __init__(self, config: RunConfig) -> None:
+        """Returns when all models are loaded. Raises an OPDError."""
+        self.plan: Plan = preflight(config)
+        self.config = self.plan.config
+        self.records: list[dict[str, float]] = []
+        """Of each step, as metrics.jsonl has them."""
+        with ExitStack() as stack:
+            self._session = stack.enter_context(Session(self.plan))
+            self._watched = Watched(self._session.lookahead)
+            self._session.lookahead = self._watched  # type: ignore[assignment]
+            self._steps = self._session.steps()
+            self._stack = stack.pop_all()
+
+    def step(self) -> float:
+        """Seconds of one optimizer step. Raises KeyboardInterrupt where someone asked to stop."""
+        if next(self._steps, None) is None:
+            raise KeyboardInterrupt
+        record = train_step(self._session)
+        self.records.append(record)
+        return record["perf/step_s"]
+
+    @property
+    def work(self) -> list[StepWork]:
+        """Of each step."""
+        parts = build_parts(
+            self.config,
+            [teacher.projection for teacher in self.plan.teachers],
+            student_vocab_size=self.plan.student.vocab_size,
+            teacher_vocab_sizes=[teacher.vocab_size for teacher in self.plan.teachers],
+        )
+        return [
+            StepWork(
+                tuple(batch.student.lengths.tolist()),
+                tuple(batch.teachers[0].tokens.lengths.tolist()),
+                sum(parts.num_units(batch)),
+            )
+            for batch in self._watched.batches
+        ]
+
+    def flops(self, work: StepWork) -> dict[str, Flops]:
+        student, teacher = (
+            model_size(load_config(settings.model, key="model")) for settings in (self.config.student, self.teacher)
+        )
+        return work.flops(student, teacher)
+
+    @property
+    def teacher(self) -> Any:
+        return self.config.active_teachers[0]
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.plan.placement.devices)
+
+    @property
+    def threads(self) -> int:
+        """Of each worker."""
+        processes = self.plan.placement.num_processes
+        return max(1, len(os.sched_getaffinity(0)) // processes) if self.plan.device == "cpu" else 1
+
+    def memory(self) -> list[MemoryFound]:
+        """What was held against what was estimated; to be called while the workers are there."""
+        memories = self.plan.memory.memories
+        if self.plan.device == "cuda":
+            student = max(record["perf/peak_memory_gb"] for record in self.records)
+            return [
+                MemoryFound("student's tensors on a GPU, peak", student, of_owner(memories[0], "student") / GIB),
+                MemoryFound("a whole GPU, all processes", fullest_gpu() / GIB, memories[0].peak / GIB),
+            ]
+        workers = worker_processes()
+        libraries = int(subprocess.check_output([sys.executable, "-c", LIBRARIES])) * len(workers)
+        peaks = sum(map(peak_of_process, workers))
+        owners = {part.owner for part in memories[0].parts}
+        estimated = self.plan.num_ranks * sum(of_owner(memories[0], owner) for owner in owners)
+        what = f"{len(workers)} workers, peaks of each added, without {libraries / GIB:.2f} GiB of libraries"
+        return [MemoryFound(what, (peaks - libraries) / GIB, estimated / GIB)]
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def of_owner(memory: Memory, owner: str) -> int:
+    """The most that one process of a rank holds in tensors."""
+    parts = [part for part in memory.parts if part.owner == owner and part.name not in NOT_TENSORS]
+    phases = {phase for part in parts for phase in part.num_bytes}
+    return max(sum(part.at(phase) for part in parts) for phase in phases)
+
+
+def worker_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if "RankActor" in " ".join(child.cmdline())]
+
+
+def peak_of_process(process: psutil.Process) -> int:
+    """Most main memory held since it began; what it shares with others counts in each."""
+    with open(f"/proc/{process.pid}/status", encoding="utf-8") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) * 1024
+
+
+def fullest_gpu() -> int:
+    """Bytes in use, of all processes: allocators keep what they once had."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return max(int(line) for line in subprocess.check_output(command, text=True).split()) * 2**20

@@ -1,0 +1,198 @@
+"""The step benchmark's FLOPs against those that PyTorch counts, what it writes, and the layouts that the docs show."""
+
+import json
+import sys
+from collections.abc import Iterator
+from multiprocessing import Pipe
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PretrainedConfig, Qwen3Config
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.memory import model_size
+from tests.tokenizers_fixture import CORPUS, byte_level, sentencepiece
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def step() -> Iterator[dict[str, ModuleType]]:
+    """Its modules by name; they import each other as a script's do."""
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "docs" / "figures"))
+        patch.syspath_prepend(str(ROOT / "benchmarks"))  # ahead: both have an `alignment`
+        import scaling
+        import step_flops
+        import step_gold
+        import step_models
+        import step_ours
+        import step_report
+
+        modules = (scaling, step_flops, step_gold, step_models, step_ours, step_report)
+        yield {module.__name__: module for module in modules}
+        for module in modules:
+            sys.modules.pop(module.__name__, None)
+
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",  # whose products PyTorch counts whatever the device
+}
+
+
+def counted(config: PretrainedConfig, rows: int, length: int, *, backward: bool) -> int:
+    """By PyTorch, op by op, without the products that make rotary angles."""
+    model: Any = AutoModelForCausalLM.from_config(config)
+    ids = torch.zeros(rows, length, dtype=torch.long)
+    with FlopCounterMode(display=False, depth=None) as counter:
+        logits = model(input_ids=ids, use_cache=False).logits
+        if backward:
+            logits.sum().backward()
+    angles = [sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith(".rotary_emb")]
+    return counter.get_total_flops() - sum(angles)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("make", [LlamaConfig, Qwen3Config, Gemma2Config])
+@pytest.mark.parametrize("backward", [False, True])
+def test_flops_are_those_that_pytorch_counts(
+    step: dict[str, ModuleType], make: type[PretrainedConfig], tied: bool, backward: bool
+) -> None:
+    """Exactly; PyTorch counts all S² scores, of which causal attention needs S · (S + 1) / 2."""
+    flops = step["step_flops"]
+    config = make(**SHAPE, tie_word_embeddings=tied)
+    rows, length = 2, 12
+    found = flops.forward(model_size(config), (length,) * rows, rows * length).times(3 if backward else 1)
+    of_all_scores = found.attention * length**2 // flops.scores(length, None)
+    assert counted(config, rows, length, backward=backward) == found.matrices + found.head + of_all_scores
+
+
+@pytest.mark.parametrize("window", [None, 1, 5, 12, 40])
+def test_scores_of_causal_attention(step: dict[str, ModuleType], window: int | None) -> None:
+    for length in (1, 5, 12):
+        needed = sum(1 for i in range(length) for k in range(i + 1) if window is None or i - k < window)
+        assert step["step_flops"].scores(length, window) == needed
+
+
+def test_a_teachers_head_is_counted_where_it_is_compared(step: dict[str, ModuleType]) -> None:
+    size = model_size(LlamaConfig(**SHAPE))
+    work = step["step_flops"].StepWork((10, 8), (12, 9), 7)
+    found = work.flops(size, size)
+    head = SHAPE["hidden_size"] * SHAPE["vocab_size"]
+    assert (found["student"].head, found["teacher"].head) == (6 * head * 18, 2 * head * 7)
+    assert found["teacher"].matrices * 18 * 3 == found["student"].matrices * 21
+
+
+def test_presets_are_the_models_that_they_are_named_for(step: dict[str, ModuleType]) -> None:
+    """The published counts of weights."""
+    presets = step["step_models"].PRESETS
+    assert model_size(presets["llama_1b"]()).parameters == 1_235_814_400
+    assert model_size(presets["qwen_4b"]()).parameters == 4_022_468_096
+
+
+def test_texts_fill_a_sequence_of_neither_tokenizer_beyond_its_end(step: dict[str, ModuleType], tmp_path: Path) -> None:
+    models, length = step["step_models"], 40
+    tokenizers = (byte_level(), sentencepiece())
+    text = "\n".join(CORPUS) * 20
+    file = models.write_texts(tmp_path / "texts.jsonl", text, tokenizers, count=5, length=length)
+    texts = [json.loads(line)["text"] for line in file.read_text(encoding="utf-8").splitlines()]
+    assert len(set(texts)) == 5
+    for one in texts:
+        lengths = [len(tokenizer.encode(one, add_special_tokens=False)) for tokenizer in tokenizers]
+        # A text that is cut may have a token more at its end, which the room for marks takes.
+        assert length - 2 * models.MARKS <= max(lengths) <= length
+
+
+BASE = {
+    "train": {"max_steps": 2},
+    "student": {"model": "demo:student"},
+    "teachers": [{"name": "t", "type": "cross_tokenizer", "model": "demo:teacher_cross"}],
+    "data": {"train": {"jsonl_files": ["a"]}},
+}
+
+
+def test_overrides_are_settings_of_the_run(step: dict[str, ModuleType]) -> None:
+    configured = step["step_ours"].configured
+    config = configured(BASE, ["teachers.0.parallelism.tp=2", "cluster.cpu_ranks=4", "student.offload=true"])
+    assert config.teachers[0].parallelism.tp == 2
+    assert config.cluster.cpu_ranks == 4
+    assert config.student.offload is True
+    with pytest.raises(ConfigError, match=r"student\.paralelism"):
+        configured(BASE, ["student.paralelism.tp=2"])
+
+
+def case(step: dict[str, ModuleType], gold: list[float] | None) -> Any:
+    report, flops = step["step_report"], step["step_flops"]
+    record = {"perf/step_s": 2.0, "perf/data_wait_s": 0.5, "perf/teacher_s": 0.5, "perf/loss_s": 0.75}
+    return report.Case(
+        student="small",
+        teacher="large",
+        loss="gold",
+        layout="one rank each",
+        threads=1,
+        work=flops.StepWork((100,), (90,), 80),
+        flops={"student": flops.Flops(10**12, 10**12, 0), "teacher": flops.Flops(10**12, 0, 10**12)},
+        devices=2,
+        ours=report.Way(report.OURS, [1.0, 2.0, 4.0], 1.5),
+        gold=None if gold is None else report.Way(report.GOLD, gold, 2.5),
+        gold_is_missing="" if gold else "TRL is not installed",
+        records=[record, record],
+        memory=[step["step_ours"].MemoryFound("workers", 1.0, 1.25)],
+        load=(1.0, 2.0),
+    )
+
+
+def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Path) -> None:
+    """Ratios are of rounds, not of medians; MFU is of all devices, and GOLD's of its one."""
+    report = step["step_report"]
+    both = case(step, [4.0, 2.0, 1.0])
+    assert both.ratio == 1.0
+    assert both.mfu(both.ours, 1e12) == pytest.approx(4 / (2 * 2))
+    assert both.mfu(both.gold, 1e12) == pytest.approx(4 / 2)
+    assert both.parts() == {"data": 0.5, "teachers": 0.5, "loss": 0.75, "other": 0.25}
+    text = report.write(tmp_path, report.Found([both, case(step, None)], 1e12, {"commit": "abc"}), "formula")
+    assert (tmp_path / "step.md").read_text(encoding="utf-8") == text
+    assert "| small ← large, gold | nemo_opd | 2.00 | 1.00–4.00 | 50 | 100.0% | 1.00 | 1.50 |" in text
+    assert "not measured: TRL is not installed" in text
+    assert "| small ← large, gold | loss | 750.0 | 37.5% |" in text
+    stored = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
+    assert stored["cases"][0]["gold"]["seconds"] == [4.0, 2.0, 1.0]
+    assert stored["facts"] == {"commit": "abc"}
+
+
+def test_an_error_of_the_other_trainer_is_one_line(
+    step: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a benchmark that waits for a step of a process that has died, or a table cell of many lines."""
+    gold = step["step_gold"]
+
+    def fails(*_: object) -> None:
+        raise ValueError("no such loss\nsecond line")
+
+    monkeypatch.setattr(gold, "train", fails)
+    ours, theirs = Pipe()
+    gold.work(theirs, None)
+    assert ours.recv() == "ValueError: no such loss"
+
+
+def test_examples_of_the_docs_are_not_refused(step: dict[str, ModuleType]) -> None:
+    """Every layout in docs/scaling.md, by what a dry run would do with it; none may be told to fit that does not."""
+    scaling = step["scaling"]
+    page = scaling.PAGE.read_text(encoding="utf-8")
+    examples = scaling.documented(page)
+    assert len(examples) == page.count("```yaml")
+    for example in examples:
+        assert scaling.check(example).memory.fits, example.title
