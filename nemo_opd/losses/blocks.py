@@ -15,11 +15,13 @@ from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.term import Term
 
 CHUNK_BYTES = 256 * 2**20
-"""Budget for the temporaries of a block: enough rows to fill a GPU."""
+"""Budget for the temporaries of a loss, and for the logits that a head makes at once: enough rows to fill a GPU."""
 CPU_CHUNK_BYTES = 64 * 2**20
-"""The same on a CPU, where a block should stay near its cache."""
+"""The same on a CPU, where what is worked on should stay near its cache."""
 
 Item = TypeVar("Item")
+Units = tuple[slice, slice | Tensor]
+"""Units of a term, and which rows of a block [r] are theirs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,8 @@ class Block:
 
     rows: Tensor
     """int64 [R] of [B·S], none of them twice."""
-    parts: tuple[tuple[slice, Tensor | None], ...]
-    """For each term its units, and which of the rows [r] are theirs; None: all, in this order."""
+    steps: tuple[tuple[Units, ...], ...]
+    """Taken one after another: the units of each term that fit the budget together."""
     overlaps: bool
     """Some of the rows may be in a block before it as well."""
 
@@ -37,12 +39,14 @@ class Block:
 def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     """Blocks that together hold each unit of every term once; those that this process of a share computes.
 
-    Each has one unit at least and by default no more of a term than fits the budget, nor than leaves a block for each
-    process of a share. Several terms wait for the device once each. Raises ConfigError for a chunk_size below 1.
+    A step has one unit at least and by default no more of a term than fits the budget, nor than leaves a block for each
+    process of a share. A block has one step, or as many as make a product with a head worth while. Several terms wait
+    for the device once each. Raises ConfigError for a chunk_size below 1.
     """
-    found = _blocks_of(source, terms[0]) if len(terms) == 1 else _joint_blocks(source, terms)
-    nothing = tuple((slice(term.num_units, term.num_units), None) for term in terms)
-    yield from own_share(source, found, Block(terms[0].rows[:0], nothing, overlaps=False))
+    rows, steps = _steps_of(source, terms[0]) if len(terms) == 1 else _joint_steps(source, terms)
+    found = _joined(rows, steps, _rows_at_once(source, terms, len(rows)))
+    nothing = tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
+    yield from own_share(source, found, Block(rows[:0], (nothing,), overlaps=False))
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
@@ -71,30 +75,75 @@ def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, st
                 f"chunk_size={chunk_size}: a chunk has at least 1 row; give a larger number, or none for the default"
             )
         return min(start + chunk_size, num_units)
-    budget = (CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES) // 4
+    budget = _budget(source) // 4
     most = max(1, -(-num_units // source.share[1]))
     fitting = bisect_right(cells, cells[start] + budget) - 1
     return min(max(fitting, start + 1), start + most, num_units)
 
 
-def _blocks_of(source: LogitRows, term: Term) -> list[Block]:
-    parts = unit_parts(source, term.cells, term.chunk_size)
-    return [Block(term.rows[term.span(part)], ((part, None),), overlaps=False) for part in parts]
+def _budget(source: LogitRows) -> int:
+    return CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES
 
 
-def _joint_blocks(source: LogitRows, terms: Sequence[Term]) -> list[Block]:
-    """A unit is of the block that its first row is in; rows that it has beyond are read again by the next block."""
+def _rows_at_once(source: LogitRows, terms: Sequence[Term], num_rows: int) -> int:
+    """How many rows a block should have, so that there is one for each process of a share."""
+    if not source.is_product:
+        return 1
+    fitting = _budget(source) // (max(term.width for term in terms) * source.dtype.itemsize)
+    return min(fitting, -(-num_rows // source.share[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What is computed at a time, as places among all rows that are needed."""
+
+    begin: int
+    end: int
+    """Of its rows."""
+    parts: tuple[tuple[slice, slice | Tensor], ...]
+    """For each term its units and where their rows are."""
+
+
+def _joined(rows: Tensor, steps: Sequence[_Step], rows_at_once: int) -> list[Block]:
+    """Blocks of the consecutive steps that begin within so many rows."""
+    found, start, read_to = [], 0, 0
+    while start < len(steps):
+        begin, end, stop = steps[start].begin, steps[start].end, start + 1
+        while stop < len(steps) and steps[stop].begin < begin + rows_at_once:
+            end, stop = max(end, steps[stop].end), stop + 1
+        own = tuple(
+            tuple((units, _shifted(places, begin)) for units, places in step.parts) for step in steps[start:stop]
+        )
+        found.append(Block(rows[begin:end], own, overlaps=begin < read_to))
+        start, read_to = stop, max(read_to, end)
+    return found
+
+
+def _shifted(places: slice | Tensor, begin: int) -> slice | Tensor:
+    return slice(places.start - begin, places.stop - begin) if isinstance(places, slice) else places - begin
+
+
+def _steps_of(source: LogitRows, term: Term) -> tuple[Tensor, list[_Step]]:
+    steps = []
+    for part in unit_parts(source, term.cells, term.chunk_size):
+        span = term.span(part)
+        steps.append(_Step(span.start, span.stop, ((part, span),)))
+    return term.rows, steps
+
+
+def _joint_steps(source: LogitRows, terms: Sequence[Term]) -> tuple[Tensor, list[_Step]]:
+    """A unit is of the step that its first row is in; rows that it has beyond are in the next step as well."""
     rows = torch.cat([term.rows for term in terms]).unique()
     places = [_Places.of(rows, term) for term in terms]
-    found, begin, read_to = [], 0, 0
+    steps, begin = [], 0
     while begin < len(rows):
         end = min([len(rows), *(place.end_of_part(source, begin) for place in places)])
         units = [place.units_in(begin, end) for place in places]
         last = max([end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
-        parts = tuple((part, place.index(part, begin, last)) for place, part in zip(places, units, strict=True))
-        found.append(Block(rows[begin:last], parts, overlaps=begin < read_to))
-        begin, read_to = end, max(read_to, last)
-    return found
+        parts = tuple((part, place.of_units(part, begin)) for place, part in zip(places, units, strict=True))
+        steps.append(_Step(begin, last, parts))
+        begin = end
+    return rows, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +176,13 @@ class _Places:
     def end_of_units(self, units: slice) -> int:
         return 1 + self.on_host[self.term.span(units).stop - 1] if units.stop > units.start else 0
 
-    def index(self, units: slice, begin: int, end: int) -> Tensor | None:
-        """Which of a block's rows are of these units."""
+    def of_units(self, units: slice, begin: int) -> slice | Tensor:
+        """Of none: nothing at `begin`."""
         span = self.term.span(units)
-        return None if span.stop - span.start == end - begin else self.on_device[span] - begin
+        if span.start == span.stop:
+            return slice(begin, begin)
+        first, last = self.on_host[span.start], self.on_host[span.stop - 1]
+        return slice(first, last + 1) if last - first == span.stop - span.start - 1 else self.on_device[span]
 
     def _first_unit(self, row: int) -> int:
         """The first that begins at this row or after it."""

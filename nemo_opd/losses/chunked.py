@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,9 +40,8 @@ def chunked_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequ
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
-            logits = _read(source, terms, block)
-            for i, (term, (part, index)) in enumerate(zip(terms, block.parts, strict=True)):
-                sums[i] += term.sums(_own(logits, term, index), part)
+            for i, part, _, logits in _parts(source, terms, block):
+                sums[i] += terms[i].sums(logits, part)
         return ChunkedSum(*_totals(source, sums, coefficients))
 
 
@@ -58,14 +57,12 @@ class _ChunkedSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums, gradients = _zeros(source, terms), source.gradients()
         for block in blocks(source, terms):
-            logits = _read(source, terms, block)
-            gradient = None
-            for i, (term, (part, index)) in enumerate(zip(terms, block.parts, strict=True)):
-                found, of_term = term.sums_and_gradient(_own(logits, term, index), part, coefficients[i])
+            of_block = _BlockGradient(terms, block)
+            for i, part, places, logits in _parts(source, terms, block):
+                found, gradient = terms[i].sums_and_gradient(logits, part, coefficients[i])
                 sums[i] += found
-                gradient = _added(gradient, of_term, index, logits)
-            assert gradient is not None
-            gradients.add(block.rows, gradients.pull_back(logits, gradient), onto=block.overlaps)
+                of_block.add(places, gradients.pull_back(logits, gradient))
+            gradients.add(block.rows, of_block.total(), onto=block.overlaps)
         saved = gradients.sums()
         ctx.has_gradient = [gradient is not None for gradient in saved]
         ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))
@@ -85,28 +82,48 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
     return torch.zeros(len(terms), 2, dtype=compute_dtype(source), device=source.device)
 
 
-def _read(source: LogitRows, terms: Sequence[Term], block: Block) -> Tensor:
-    return source.read(block.rows, max(term.width for term in terms)).to(compute_dtype(source))
+def _parts(
+    source: LogitRows, terms: Sequence[Term], block: Block
+) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
+    """Of each step and term: which term, its units, where their rows are, and these in the compute dtype."""
+    logits = source.read(block.rows, _width(terms))
+    for step in block.steps:
+        for i, (units, places) in enumerate(step):
+            own = logits.narrow(1, 0, terms[i].width)[places]
+            yield i, units, places, own.to(compute_dtype(source))
 
 
-def _own(logits: Tensor, term: Term, index: Tensor | None) -> Tensor:
-    """What a term reads of a block."""
-    columns = logits.narrow(1, 0, term.width)
-    return columns if index is None else columns.index_select(0, index)
+def _width(terms: Sequence[Term]) -> int:
+    return max(term.width for term in terms)
 
 
-def _added(total: Tensor | None, gradient: Tensor, index: Tensor | None, logits: Tensor) -> Tensor:
-    """The gradient with respect to a block and that of what a term reads of it, together."""
-    if total is None:
-        if gradient.shape == logits.shape:
-            return gradient.contiguous()
-        total = torch.zeros_like(logits)
-    columns = total.narrow(1, 0, gradient.shape[1])
-    if index is None:
-        columns += gradient
-    else:
-        columns.index_add_(0, index, gradient)
-    return total
+class _BlockGradient:
+    """With respect to the rows of a block, while it is put together [R, X]."""
+
+    def __init__(self, terms: Sequence[Term], block: Block) -> None:
+        self._shape = (len(block.rows), _width(terms))
+        # One term has each row once, so that what it leaves needs no zeros to be added to.
+        self._is_put = len(terms) == 1
+        self._is_one = self._is_put and len(block.steps) == 1
+        self._total: Tensor | None = None
+
+    def add(self, places: slice | Tensor, gradient: Tensor) -> None:
+        if self._is_one:
+            self._total = gradient
+            return
+        if self._total is None:
+            self._total = (gradient.new_empty if self._is_put else gradient.new_zeros)(self._shape)
+        columns = self._total.narrow(1, 0, gradient.shape[1])
+        if isinstance(places, Tensor):
+            columns.index_add_(0, places, gradient)
+        elif self._is_put:
+            columns[places] = gradient
+        else:
+            columns[places] += gradient
+
+    def total(self) -> Tensor:
+        assert self._total is not None
+        return self._total
 
 
 def _totals(source: LogitRows, sums: Tensor, coefficients: Sequence[float]) -> tuple[Tensor, Tensor]:

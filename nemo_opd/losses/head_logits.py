@@ -57,7 +57,7 @@ class HeadLogits(TrainableRows):
         self.hidden, self.head = hidden, head
         self.leaves = (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
         self.shape = (hidden.shape[0], hidden.shape[1], len(head.weight))
-        self.device, self.dtype = hidden.device, hidden.dtype
+        self.device, self.dtype, self.is_product = hidden.device, hidden.dtype, True
 
     @torch.no_grad()
     def read(self, rows: Tensor, width: int) -> Tensor:
@@ -91,7 +91,7 @@ class _HeadGradients(Gradients):
         if self._of_hidden is not None:
             put_rows(self._of_hidden, rows, gradient @ weight, onto)
         if self._of_weight is not None:
-            self._of_weight[:width] += gradient.t() @ self._hidden.index_select(0, rows)
+            _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows))
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         if self._head.soft_cap is not None:
@@ -104,6 +104,14 @@ class _HeadGradients(Gradients):
         if self._head.bias is None:
             return hidden, weight
         return hidden, weight, None if self._of_bias is None else self._of_bias.to(self._head.bias.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Where the types agree, without a matrix for the product."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right
 
 
 def _fp32_zeros(leaf: Tensor) -> Tensor | None:

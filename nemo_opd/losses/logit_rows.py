@@ -20,6 +20,8 @@ class LogitRows(ABC):
     """In which rows are read."""
     share: tuple[int, int] = (0, 1)
     """Which of how many processes this is, where several compute one loss together, each some of its parts."""
+    is_product: bool = False
+    """Rows are made by a product with a head, which is worth while for many at a time."""
 
     @abstractmethod
     def read(self, rows: Tensor, width: int) -> Tensor:

@@ -21,7 +21,7 @@ class VocabParallelLogits(TrainableRows):
         """local: this rank's consecutive columns, in rank order; their number may differ. Collective."""
         self.local = local
         self.leaves = local.leaves
-        self.device, self.dtype = local.device, local.dtype
+        self.device, self.dtype, self.is_product = local.device, local.dtype, local.is_product
         self.shards = VocabularyShards(group, local.shape[2], local.device)
         self.shape = (*local.shape[:2], sum(self.shards.num_columns))
         self.share = (self.shards.rank, self.shards.num_ranks)
@@ -65,7 +65,7 @@ class ContextParallelLogits(TrainableRows):
         """every: of all positions; it may have a share of its own, among ranks with the same place in `group`."""
         self.every, self.group = every, group
         self.leaves, self.shape = every.leaves, every.shape
-        self.device, self.dtype = every.device, every.dtype
+        self.device, self.dtype, self.is_product = every.device, every.dtype, every.is_product
         index, processes = every.share
         self.share = (dist.get_rank(group) * processes + index, dist.get_world_size(group) * processes)
 

@@ -49,8 +49,15 @@ def nothing(logits: torch.Tensor, part: slice) -> torch.Tensor:
     raise AssertionError("not computed here")
 
 
-def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows():
+class Product(TensorLogits):
+    is_product = True
+
+
+@pytest.mark.parametrize("source", [SOURCE, Product(torch.zeros(1, 1, 1))], ids=["tensor", "product"])
+@pytest.mark.parametrize("budget", [1, 20, 10**6])
+def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source, budget, monkeypatch):
     """Over random terms whose units are runs of rows, so that they lie across each other."""
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", budget)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         terms = []
@@ -62,13 +69,30 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows():
             terms.append(Term(rows, nothing, unit_cells(6, 1), 1, begins, chunk_size=size))
         seen: list[list[int]] = [[], [], []]
         read: set[int] = set()
-        for block in blocks(SOURCE, terms):
+        for block in blocks(source, terms):
             assert len(block.rows.unique()) == len(block.rows)
             assert block.overlaps == bool(read & set(block.rows.tolist()))
             read |= set(block.rows.tolist())
-            for i, (part, index) in enumerate(block.parts):
-                own = block.rows if index is None else block.rows[index]
-                assert torch.equal(own, terms[i].rows[terms[i].span(part)])
-                assert part.stop - part.start <= terms[i].chunk_size
-                seen[i] += range(part.start, part.stop)
+            for step in block.steps:
+                for i, (part, places) in enumerate(step):
+                    assert torch.equal(block.rows[places], terms[i].rows[terms[i].span(part)])
+                    assert part.stop - part.start <= terms[i].chunk_size
+                    seen[i] += range(part.start, part.stop)
         assert seen == [list(range(6))] * 3
+
+
+@pytest.mark.parametrize(("budget", "sizes"), [(4, [1] * 6), (8, [2, 2, 2]), (12, [3, 3]), (10**6, [6])])
+def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, monkeypatch):
+    """A product with a whole head for each few rows would take many times as long as the loss."""
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", budget)
+    term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
+    assert [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])] == sizes
+    assert [len(block.rows) for block in blocks(SOURCE, [term])] == [1] * 6
+
+
+def test_every_process_of_a_share_has_a_product():
+    class Shared(Product):
+        share = (1, 4)
+
+    term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
+    assert [block.rows.tolist() for block in blocks(Shared(torch.zeros(1, 1, 1)), [term])] == [[2, 3]]

@@ -35,13 +35,6 @@ class StudentJob:
     """Bytes of the teachers' output that has to be put together on this rank; 0 where it is read where it is."""
 
     @property
-    def num_terms(self) -> int:
-        """What sends a gradient, one after the other."""
-        loss, teachers = self.config.loss, len(self.config.active_teachers)
-        together = self.config.aggregation.type == "averaged_logits"
-        return (loss.ce_weight > 0) + (min(1, teachers) if together else teachers)
-
-    @property
     def num_micro_batches(self) -> int:
         train = self.config.train
         return -(-train.global_batch_size // (self.setup.layout.dp * train.micro_batch_size))
@@ -148,32 +141,44 @@ def gradient_bytes(job: StudentJob, trained: int) -> tuple[int, int]:
 
 
 def logits_parts(job: StudentJob) -> list[Part]:
-    """Logits, the sum of their gradients and that of one more term; where they are capped also the tanh, twice."""
+    """Logits, and their gradient of all terms; where they are capped also the tanh, twice."""
     one = job.work.tokens * -(-job.setup.size.vocab_size // job.setup.layout.tp) * job.compute_bytes
     capped = job.setup.size.has_soft_cap
-    tensors = {Phase.LOSS: 1 + min(2, job.num_terms) + capped, Phase.BACKWARD: 2 + 2 * capped}
+    tensors = {Phase.LOSS: 2 + capped, Phase.BACKWARD: 2 + 2 * capped}
     return [Part(OWNER, "logits and their gradients", {phase: number * one for phase, number in tensors.items()})]
 
 
 def hidden_parts(job: StudentJob) -> list[Part]:
-    """Gradients of hidden states, at all positions, and of the head in fp32: the sums, and those of one more term.
+    """Gradients of hidden states, at all positions, and of the head: one for all terms, summed in fp32.
 
-    Context-parallel ranks have gathered the hidden states themselves, too.
+    In a lower precision a product that is added, or the sum as it is saved, is there beside it. Context-parallel ranks
+    have gathered the hidden states themselves, too.
     """
-    work, setup = job.work, job.setup
-    one = work.rows * work.length * setup.size.hidden_size * job.compute_bytes
+    work, setup, c = job.work, job.setup, job.compute_bytes
+    one = work.rows * work.length * setup.size.hidden_size * c
     gathered = one if work.cp > 1 else 0
-    terms = min(2, job.num_terms)
-    head = {Phase.LOSS: terms * FP32 * setup.trained_head, Phase.BACKWARD: FP32 * setup.trained_head}
+    beside = 0 if c == FP32 else c
+    head = {Phase.LOSS: (FP32 + beside) * setup.trained_head, Phase.BACKWARD: c * setup.trained_head}
     return [
-        Part(OWNER, "gradients of hidden states", {Phase.LOSS: terms * one + gathered, Phase.BACKWARD: one + gathered}),
+        Part(OWNER, "gradients of hidden states", during(one + gathered, Phase.LOSS, Phase.BACKWARD)),
         Part(OWNER, "gradient of the head", head),
+        Part(OWNER, "rows of logits and their gradient", during(block_bytes(job), Phase.LOSS)),
     ]
+
+
+def block_bytes(job: StudentJob) -> int:
+    """Rows that are made by one product with the head, and their gradient in fp32."""
+    row = job.setup.vocab_size * job.compute_bytes
+    made = min(budget(job), job.work.rows * job.work.length * row)
+    return made + made * FP32 // job.compute_bytes
 
 
 def chunk_bytes(job: StudentJob) -> int:
     """The budget of a chunk, or all rows where they need less."""
-    budget = CHUNK_BYTES if job.device == "cuda" else CPU_CHUNK_BYTES
     of_ce = COPIES_OF_CE * job.setup.vocab_size if job.config.loss.ce_weight > 0 else 0
     of_kd = COPIES_OF_KD * job.widest_vocabulary if job.config.active_teachers else 0
-    return min(budget, job.work.rows * job.work.length * max(of_ce, of_kd) * FP32)
+    return min(budget(job), job.work.rows * job.work.length * max(of_ce, of_kd) * FP32)
+
+
+def budget(job: StudentJob) -> int:
+    return CHUNK_BYTES if job.device == "cuda" else CPU_CHUNK_BYTES
