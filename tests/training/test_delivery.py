@@ -1,6 +1,9 @@
 """Layouts of student and teachers, and who reads from whom: settled or refused before a process starts."""
 
+import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +27,17 @@ def configure(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> Configure:
     monkeypatch.setattr(module, "num_cores", lambda: 8)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     return lambda *overrides: compose(*tiny.overrides("train.global_batch_size=16", *overrides))
+
+
+@pytest.fixture
+def with_heads(tiny: Tiny, tmp_path: Path) -> str:
+    """The tiny student with eight heads by its configuration, as an override; nobody loads its weights."""
+    folder = tmp_path / "student"
+    shutil.copytree(tiny.student, folder)
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    settings |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 2}
+    (folder / "config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return f"student.model={folder}"
 
 
 def test_data_parallel_is_what_is_left(configure: Configure) -> None:
@@ -84,17 +98,17 @@ def test_what_does_not_divide_is_refused_with_what_would(
         preflight(configure(*overrides))
 
 
-def test_a_window_that_would_cross_nodes_is_refused(configure: Configure) -> None:
+def test_a_window_that_would_cross_nodes_is_refused(configure: Configure, with_heads: str) -> None:
     """Two nodes of four GPUs: a student over all eight reads rows that a data-parallel teacher has on both nodes."""
     with pytest.raises(ConfigError) as caught:
-        preflight(configure(*CLUSTER, "student.parallelism.tp=8"))
+        preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8"))
     message = str(caught.value)
     assert message.startswith("handoff.transport=cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the student")
     assert "reads 0.00 GiB of teacher rank 4 on node 1" in message
 
 
-def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure) -> None:
-    plan = preflight(configure(*CLUSTER, "student.parallelism.tp=4", "teachers.0.parallelism.tp=2"))
+def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure, with_heads: str) -> None:
+    plan = preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=4", "teachers.0.parallelism.tp=2"))
     assert plan.student_layout == Layout(2, tp=4)
     for delivery in plan.deliveries:
         for rank, readers in enumerate(delivery.readers):
