@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -48,6 +46,9 @@ class Adapters:
                 f"student.lora is set and student.model={self.base} is quantised: adapters are trained beside plain "
                 "weights, and merged into them; name the unquantised model"
             )
+        # Here, since it takes seconds, which runs without adapters need not spend in every process.
+        from peft import LoraConfig, inject_adapter_in_model
+
         config = LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.settings.alpha,
@@ -86,6 +87,8 @@ class Adapters:
 
     def save(self, state: Mapping[str, Tensor], model: PreTrainedModel, folder: Path) -> None:
         """Write a folder for `peft`. state: the whole adapters by their names in `model`, which has them attached."""
+        from peft import get_peft_model_state_dict
+
         tensors = get_peft_model_state_dict(model, dict(state), NAME)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(
@@ -94,7 +97,7 @@ class Adapters:
             {"format": "pt"},
         )
         own: Any = model
-        config: LoraConfig = copy(own.peft_config[NAME])
+        config = copy(own.peft_config[NAME])
         config.inference_mode = True
         config.save_pretrained(str(folder))
 
@@ -119,7 +122,11 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoraLayer))
+    return ((name, module) for name, module in model.named_modules() if has_adapter(module))
+
+
+def has_adapter(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -133,7 +140,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def base_name(model: nn.Module, name: str) -> str:
     """What the model with adapters calls the parameter or buffer that was `name` before they were attached."""
     owner, _, own = name.rpartition(".")
-    return f"{owner}.base_layer.{own}" if isinstance(model.get_submodule(owner), LoraLayer) else name
+    return f"{owner}.base_layer.{own}" if has_adapter(model.get_submodule(owner)) else name
 
 
 def keep_adapters_only(model: nn.Module) -> None:

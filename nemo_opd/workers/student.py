@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from transformers import get_scheduler
 
 from nemo_opd.aggregation import build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
@@ -285,6 +284,9 @@ def compute_dtype(name: str, device: str) -> torch.dtype:
 def build_scheduler(
     settings: Scheduler, optimizer: torch.optim.Optimizer, total_steps: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
+    # Here, since transformers imports all that it can train with along with it.
+    from transformers import get_scheduler
+
     warmup, kind = settings.warmup_steps, settings.type
     if kind == "cosine":
         specific = {"min_lr_rate": settings.min_lr_ratio}
