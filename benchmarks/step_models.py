@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -24,39 +25,30 @@ STRIDE_CHARS = 997
 """Between the beginnings of two documents in the corpus: prime, so that no two begin alike."""
 
 
-def llama(width: int, inner: int, layers: int, heads: int, keys: int, head: int, vocab: int = 1) -> LlamaConfig:
-    return LlamaConfig(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        head_dim=head,
-        vocab_size=vocab,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=131_072,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
+def llama(*shape: int) -> LlamaConfig:
+    own = {"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5}
+    return LlamaConfig(**settings(*shape), **own, rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})
 
 
-def qwen(width: int, inner: int, layers: int, heads: int, keys: int, head: int, vocab: int = 1) -> Qwen3Config:
-    return Qwen3Config(
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=keys,
-        head_dim=head,
-        vocab_size=vocab,
-        bos_token_id=None,
-        eos_token_id=None,
-        max_position_embeddings=40_960,
-        rope_parameters={"rope_type": "default", "rope_theta": 1_000_000.0},
-        tie_word_embeddings=True,
-    )
+def qwen(*shape: int) -> Qwen3Config:
+    rope = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    return Qwen3Config(**settings(*shape), max_position_embeddings=40_960, rope_parameters=rope)
+
+
+def settings(width: int, inner: int, layers: int, heads: int, keys: int, head: int, vocab: int = 1) -> dict[str, Any]:
+    """Of a decoder of this shape, with a tied head."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": keys,
+        "head_dim": head,
+        "vocab_size": vocab,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "tie_word_embeddings": True,
+    }
 
 
 PRESETS = {

@@ -141,7 +141,7 @@ class Ours:
         libraries = int(subprocess.check_output([sys.executable, "-c", LIBRARIES])) * len(workers)
         peaks = sum(map(peak_of_process, workers))
         owners = {part.owner for part in memories[0].parts}
-        estimated = self.plan.num_ranks * sum(of_owner(memories[0], owner) for owner in owners)
+        estimated = self.plan.student_layout.size * sum(of_owner(memories[0], owner) for owner in owners)
         what = f"{len(workers)} workers, peaks of each added, without {libraries / GIB:.2f} GiB of libraries"
         return [MemoryFound(what, (peaks - libraries) / GIB, estimated / GIB)]
 

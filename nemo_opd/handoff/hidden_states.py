@@ -12,6 +12,7 @@ from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Receiver, Sender
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.shards import within_vocabulary
 from nemo_opd.handoff.written import Written, WrittenRows
 from nemo_opd.losses.combined_logits import SideBySideLogits
 from nemo_opd.losses.head_logits import Head, HeadLogits
@@ -104,7 +105,7 @@ class HiddenStatesWriter:
         self._slots = [new_sender(readers.output) for _ in range(num_slots)]
         self._hidden = self._slots[0]
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
-        self._columns = range(vocab_size) if columns is None else range(vocab_size)[columns.start : columns.stop]
+        self._columns = within_vocabulary(columns, vocab_size)
         self._hidden_size, self._dtype = hidden_size, dtype
         self._is_head_read = bool(readers.head)
         self._head: HeadHandle | None = None

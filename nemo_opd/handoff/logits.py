@@ -10,6 +10,7 @@ import torch
 from nemo_opd.handoff.base import Handle, Receiver, Sender
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.shards import within_vocabulary
 from nemo_opd.handoff.written import Written, WrittenRows
 from nemo_opd.losses.combined_logits import SideBySideLogits
 from nemo_opd.losses.head_logits import HeadLogits
@@ -66,7 +67,7 @@ class LogitsWriter:
         """
         self._slots = [new_sender(readers.output) for _ in range(num_slots)]
         self._sender, self._dtype = self._slots[0], dtype
-        self._columns = range(vocab_size) if columns is None else range(vocab_size)[columns.start : columns.stop]
+        self._columns = within_vocabulary(columns, vocab_size)
 
     def begin(self, num_texts: int, width: int, slot: int = 0) -> None:
         """width: positions of this rank, the most that a microbatch has. slot: whose batch is overwritten."""

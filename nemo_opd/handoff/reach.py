@@ -159,7 +159,7 @@ def _by_nearness(asked: Layout) -> list[Layout]:
 
     size = asked.size
     divisors = [number for number in range(1, size + 1) if size % number == 0]
-    layouts = [Layout(size // (cp * tp), cp, tp) for tp in divisors for cp in divisors if size % (cp * tp) == 0]
+    layouts = [Layout.of(size, cp, tp) for tp in divisors for cp in divisors if size % (cp * tp) == 0]
     return sorted(layouts, key=change)
 
 

@@ -65,3 +65,8 @@ def joined(ranges: Sequence[range]) -> Ranges:
         else:
             result.append(each)
     return tuple(result)
+
+
+def within_vocabulary(columns: range | None, vocab_size: int) -> range:
+    """Columns of a head, None for all, without those that it has beyond the tokenizer's vocabulary."""
+    return range(vocab_size) if columns is None else range(vocab_size)[columns.start : columns.stop]

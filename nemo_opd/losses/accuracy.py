@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.chunked import chunked_sum
 from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
+from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.term import Term, unit_cells
 from nemo_opd.types import Mean, TokenRows
@@ -22,6 +22,17 @@ def accuracy(
     logits [B, S, V] are unshifted: token i is scored by the logits at i−1, so token 0 never counts. Of equal largest
     logits one column counts, whichever `argmax` names. Raises ConfigError for shapes or sizes that do not fit.
     """
+    with torch.no_grad():
+        plan = plan_accuracy(logits_BSV, tokens, vocab_size=vocab_size, chunk_size=chunk_size)
+        found = plan.compute().metrics["accuracy"]
+    assert isinstance(found, Mean)
+    return found
+
+
+def plan_accuracy(
+    logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
+) -> PlannedLoss:
+    """`accuracy` as a metric of that name, to be found together with others."""
     student = trainable_rows(logits_BSV)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
@@ -32,5 +43,4 @@ def accuracy(
         return (logits.argmax(-1) == targets[part]).to(logits.dtype)
 
     term = Term(rows, hits, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
-    with torch.no_grad():
-        return Mean(chunked_sum(student, [term], [1.0]).total, len(rows))
+    return PlannedLoss.of("accuracy", student, [term], len(rows), None)

@@ -1,21 +1,36 @@
 """Bits per byte: the one measure of language modelling that tokenizers share."""
 
 import math
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.types import Mean, TokenRows
+from nemo_opd.losses.planned import PlannedLoss
+from nemo_opd.types import Mean, Metric, TokenRows
 
 
 def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> Mean:
-    """Negative log-likelihood in bits of the scored tokens that carry text, over the bytes they carry.
+    """Negative log-likelihood in bits of the scored tokens that carry text, over the bytes they carry; no gradient.
 
     logits [B, S, V] are unshifted; tokens without bytes (special tokens) are left out, so that tokenizers with
     different special tokens compare.
     """
+    with torch.no_grad():
+        found = plan_bits_per_byte(logits_BSV, tokens, vocab_size=vocab_size).compute().metrics["bits_per_byte"]
+    assert isinstance(found, Mean)
+    return found
+
+
+def plan_bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> PlannedLoss:
+    """`bits_per_byte` as a metric of that name, to be found together with others."""
     counted = tokens.loss_mask & (tokens.num_bytes > 0)
-    ce = cross_entropy(logits_BSV, tokens.ids, mask=counted, vocab_size=vocab_size).metrics["ce"]
-    assert isinstance(ce, Mean)
-    return Mean(ce.total / math.log(2), (tokens.num_bytes * counted)[:, 1:].sum())
+    num_bytes = (tokens.num_bytes * counted)[:, 1:].sum()
+
+    def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+        return {"bits_per_byte": Mean(unweighted / math.log(2), num_bytes)}
+
+    plan = cross_entropy.plan(logits_BSV, tokens.ids, mask=counted, vocab_size=vocab_size)
+    return replace(plan, metrics_of=metrics_of)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.term import Term
+from nemo_opd.losses.term import Term, width_of
 
 CHUNK_BYTES = 256 * 2**20
 """Budget for the temporaries of a loss, and for the logits that a head makes at once: enough rows to fill a GPU."""
@@ -21,7 +21,7 @@ CPU_CHUNK_BYTES = 64 * 2**20
 
 Item = TypeVar("Item")
 Units = tuple[slice, slice | Tensor]
-"""Units of a term, and which rows of a block [r] are theirs."""
+"""Units of a term, and the places of their rows [r]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def _rows_at_once(source: LogitRows, terms: Sequence[Term], num_rows: int) -> in
     """How many rows a block should have, so that there is one for each process of a share."""
     if not source.is_product:
         return 1
-    fitting = _budget(source) // (max(term.width for term in terms) * source.dtype.itemsize)
+    fitting = _budget(source) // (width_of(terms) * source.dtype.itemsize)
     return min(fitting, -(-num_rows // source.share[1]))
 
 
@@ -100,7 +100,7 @@ class _Step:
     begin: int
     end: int
     """Of its rows."""
-    parts: tuple[tuple[slice, slice | Tensor], ...]
+    parts: tuple[Units, ...]
     """For each term its units and where their rows are."""
 
 

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.losses.blocks import Block, blocks
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
 from nemo_opd.losses.saved import scaled
-from nemo_opd.losses.term import Term
+from nemo_opd.losses.term import Term, width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,22 +86,18 @@ def _parts(
     source: LogitRows, terms: Sequence[Term], block: Block
 ) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
     """Of each step and term: which term, its units, where their rows are, and these in the compute dtype."""
-    logits = source.read(block.rows, _width(terms))
+    logits = source.read(block.rows, width_of(terms))
     for step in block.steps:
         for i, (units, places) in enumerate(step):
             own = logits.narrow(1, 0, terms[i].width)[places]
             yield i, units, places, own.to(compute_dtype(source))
 
 
-def _width(terms: Sequence[Term]) -> int:
-    return max(term.width for term in terms)
-
-
 class _BlockGradient:
     """With respect to the rows of a block, while it is put together [R, X]."""
 
     def __init__(self, terms: Sequence[Term], block: Block) -> None:
-        self._shape = (len(block.rows), _width(terms))
+        self._shape = (len(block.rows), width_of(terms))
         # One term has each row once, so that what it leaves needs no zeros to be added to.
         self._is_put = len(terms) == 1
         self._is_one = self._is_put and len(block.steps) == 1

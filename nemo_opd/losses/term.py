@@ -66,6 +66,11 @@ class Term:
         return sums.detach(), gradient
 
 
+def width_of(terms: Sequence[Term]) -> int:
+    """Leading columns that some of them reads."""
+    return max(term.width for term in terms)
+
+
 def unit_cells(num_units: int, cells_per_unit: int, *positions: tuple[Sequence[int], int]) -> Sequence[int]:
     """The `cells` of units that take `cells_per_unit` each and, for positions they have several of, more.
 

@@ -131,7 +131,7 @@ def resolve_layout(key: str, num_ranks: int, num_nodes: int = 1, *, tp: int, cp:
     """
     ranks_per_node = num_ranks // num_nodes
     if ranks_per_node % (tp * cp) == 0:
-        return Layout(num_ranks // (tp * cp), cp, tp)
+        return Layout.of(num_ranks, cp, tp)
     of_a_node = f" on each of {num_nodes} nodes, and what they read must be on their own" if num_nodes > 1 else ""
     works = ", ".join(f"{key}.parallelism.{name}={value}" for name, value in nearest(ranks_per_node, tp, cp).items())
     raise ConfigError(

@@ -64,11 +64,6 @@ class Plan:
     memory: MemoryEstimate
 
     @property
-    def num_ranks(self) -> int:
-        """Of the student."""
-        return self.student_layout.size
-
-    @property
     def grid(self) -> BatchGrid:
         return BatchGrid(self.student_layout, self.teacher_layouts, self.config.train.micro_batch_size)
 

@@ -41,7 +41,6 @@ FORWARD = Task("the student's forward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TE
 LOSS = Task("a chunk of a loss", (SHORTER, OFFLOAD_TEACHERS, CHECKPOINTING, TP_OF_STUDENT))
 BACKWARD = Task("the student's backward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TEACHERS, TP_OF_STUDENT))
 OPTIMIZER = Task("the optimizer's step", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
-RETURNING_STUDENT = Task("moving the student back to the device", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
 
 
 def loading_teacher(key: str, name: str) -> Task:

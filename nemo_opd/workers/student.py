@@ -9,20 +9,20 @@ from typing import Literal
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nemo_opd.aggregation import build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
-from nemo_opd.config.optim import Scheduler
+from nemo_opd.config.optim import AdamW, Scheduler
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
 from nemo_opd.logging.metrics import merge
-from nemo_opd.losses.accuracy import accuracy
-from nemo_opd.losses.bits_per_byte import bits_per_byte
+from nemo_opd.losses.accuracy import plan_accuracy
+from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import PlannedLoss, compute_together
@@ -120,14 +120,7 @@ class StudentWorker:
             self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
         else:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
-        optimizer = config.student.optimizer
-        self.optimizer = torch.optim.AdamW(
-            [parameter for parameter in self.model.parameters() if parameter.requires_grad],
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-        )
+        self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         _, receiver = TRANSPORTS[transport]
         self.receiver = receiver(dist.get_rank())
@@ -217,13 +210,12 @@ class StudentWorker:
             for micro in self._micro_batches(step):
                 logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
                 own, size = micro.batch.student, self.vocab_size
-                parts.append(compute_together(self._losses(logits, micro, step, ("kd", "ce"))).metrics)
-                parts.append(
-                    {
-                        "bits_per_byte": bits_per_byte(logits, own, vocab_size=size),
-                        "accuracy": accuracy(logits, own, vocab_size=size),
-                    }
-                )
+                asked = [
+                    *self._losses(logits, micro, step, ("kd", "ce")),
+                    plan_bits_per_byte(logits, own, vocab_size=size),
+                    plan_accuracy(logits, own, vocab_size=size),
+                ]
+                parts.append(compute_together(asked).metrics)
         return on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[MicroBatch]:
@@ -279,6 +271,17 @@ def compute_dtype(name: str, device: str) -> torch.dtype:
         return torch.bfloat16 if device == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def build_optimizer(settings: AdamW, model: nn.Module) -> torch.optim.AdamW:
+    """Of what is trained."""
+    return torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
 
 
 def build_scheduler(
