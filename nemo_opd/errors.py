@@ -33,6 +33,10 @@ class HandoffError(OPDError, RuntimeError):
     """A teacher's output that could not be handed to the student."""
 
 
+class RolloutError(OPDError, RuntimeError):
+    """A rollout engine, a reward or an environment that does not do its part."""
+
+
 class CheckpointError(OPDError, RuntimeError):
     """A checkpoint that is incomplete, unreadable or of another run."""
 

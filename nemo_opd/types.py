@@ -115,6 +115,17 @@ class TeacherRows:
     """The alignment with the student; None where they share a tokenizer."""
     weights: Tensor | None = None
     """float32 [B]: what each sequence counts for in this teacher's loss; None for 1."""
+    rollout_weights: Tensor | None = None
+    """float32 [B]: what each sequence counts for among those sampled for its prompt, times `weights`, and what its
+    units count for in the normalizer; None for 1.
+    """
+
+    @property
+    def sequence_weights(self) -> Tensor | None:
+        """float32 [B]: what the units of each sequence are multiplied by; None for 1."""
+        if self.weights is None or self.rollout_weights is None:
+            return self.rollout_weights if self.weights is None else self.weights
+        return self.weights * self.rollout_weights
 
     def student_side(self, student: TokenRows) -> TokenRows:
         """The student's tokens that this teacher is compared on; its own where they share a tokenizer.
@@ -126,19 +137,46 @@ class TeacherRows:
     def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
         tokens = self.tokens.rows(start, stop)
         weights = None if self.weights is None else self.weights[start:stop]
+        of_rollouts = None if self.rollout_weights is None else self.rollout_weights[start:stop]
         if self.chunks is None:
-            return TeacherRows(tokens, None, weights)
+            return TeacherRows(tokens, None, weights, of_rollouts)
         teacher_width = tokens.ids.shape[1]
         chunks = ChunkRows(
             self.chunks.student[start:stop, :student_width], self.chunks.teacher[start:stop, :teacher_width]
         )
-        return TeacherRows(tokens, chunks, weights)
+        return TeacherRows(tokens, chunks, weights, of_rollouts)
 
     def to(self, device: str) -> TeacherRows:
         return TeacherRows(
             self.tokens.to(device),
             None if self.chunks is None else self.chunks.to(device),
             None if self.weights is None else self.weights.to(device),
+            None if self.rollout_weights is None else self.rollout_weights.to(device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRows:
+    """What is known of sequences that the student sampled (METHODS §10)."""
+
+    is_sampled: Tensor
+    """bool [B]: sampled, where the batch has sequences of a dataset as well."""
+    logprobs: Tensor
+    """float32 [B, S]: of the sampled tokens by the engine, at temperature 1; 0 elsewhere."""
+    advantages: Tensor
+    """float32 [B]: of each sequence over the others of its prompt; 0 where it was not sampled."""
+    prompts: Tensor
+    """int64 [B]: which prompt it continues; rollouts of one prompt have the same number."""
+
+    def rows(self, start: int, stop: int, student_width: int) -> SampledRows:
+        part = slice(start, stop)
+        return SampledRows(
+            self.is_sampled[part], self.logprobs[part, :student_width], self.advantages[part], self.prompts[part]
+        )
+
+    def to(self, device: str) -> SampledRows:
+        return SampledRows(
+            self.is_sampled.to(device), self.logprobs.to(device), self.advantages.to(device), self.prompts.to(device)
         )
 
 
@@ -148,6 +186,20 @@ class Batch:
 
     student: TokenRows
     teachers: tuple[TeacherRows, ...]
+    sampled: SampledRows | None = None
+    """None where every sequence is of a dataset."""
+
+    @property
+    def sampled_mask(self) -> Tensor:
+        """bool [B, S]: scored tokens that the student sampled."""
+        mask = self.student.loss_mask
+        return mask.new_zeros(mask.shape) if self.sampled is None else mask & self.sampled.is_sampled.unsqueeze(1)
+
+    @property
+    def label_mask(self) -> Tensor:
+        """bool [B, S]: scored tokens to be learned from as they are: one's own samples say nothing to cross-entropy."""
+        mask = self.student.loss_mask
+        return mask if self.sampled is None else mask & ~self.sampled.is_sampled.unsqueeze(1)
 
     def __len__(self) -> int:
         return len(self.student)
@@ -156,10 +208,12 @@ class Batch:
         """Texts [start, stop), each side cut to its longest sequence among them."""
         student = self.student.rows(start, stop)
         width = student.ids.shape[1]
-        return Batch(student, tuple(teacher.rows(start, stop, width) for teacher in self.teachers))
+        sampled = None if self.sampled is None else self.sampled.rows(start, stop, width)
+        return Batch(student, tuple(teacher.rows(start, stop, width) for teacher in self.teachers), sampled)
 
     def to(self, device: str) -> Batch:
-        return Batch(self.student.to(device), tuple(teacher.to(device) for teacher in self.teachers))
+        sampled = None if self.sampled is None else self.sampled.to(device)
+        return Batch(self.student.to(device), tuple(teacher.to(device) for teacher in self.teachers), sampled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,9 +221,13 @@ class Normalizers:
     """Units of the global batch by which sums are divided (METHODS §7)."""
 
     ce: int
-    """Label tokens."""
-    kd: tuple[int, ...]
-    """Per part of the KD: aligned chunks, or label tokens where the teacher shares the student's tokenizer."""
+    """Label tokens of the sequences that were not sampled."""
+    kd: tuple[float, ...]
+    """Per part of the KD: aligned chunks, or label tokens where the teacher shares the student's tokenizer; for tcad
+    sequences. Those of a sequence times its rollout weight, where it has one.
+    """
+    policy: int = 0
+    """Sampled tokens that are scored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +238,8 @@ class SequenceScores:
     """float64 [B]: summed over the tokens that are scored and carry text."""
     num_bytes: Tensor
     """int64 [B]: the text they carry."""
+    num_tokens: Tensor
+    """int64 [B]: how many they are."""
 
 
 @dataclass(frozen=True, slots=True)

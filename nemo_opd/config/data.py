@@ -59,6 +59,10 @@ class Data(Settings):
     """
     tools_key: str | None = None
     """With `messages_key`: the column of the tools that a conversation may call, or that as JSON."""
+    response_key: str | None = None
+    """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
+    is what the assistant says last.
+    """
     append_eos: bool = True
     """End each text that is not cut with the end-of-sequence token, on every side."""
     shuffle: bool = True

@@ -1,4 +1,4 @@
-"""From the command line to a validated RunConfig: Hydra composes, pydantic checks."""
+"""From the command line to validated settings: Hydra composes, pydantic checks."""
 
 import difflib
 import os
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import hydra
 import yaml
@@ -17,8 +17,11 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from nemo_opd.config.base import Settings
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
+
+S = TypeVar("S", bound=Settings)
 
 PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
@@ -35,24 +38,29 @@ QUIET_HYDRA = (
 
 
 def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
-    """Compose `config_dir/config_name` with the command line's overrides, validate it, and hand it to `task`.
+    """`run_settings_with_hydra` for the settings of a run."""
+    run_settings_with_hydra(task, RunConfig, config_dir=config_dir, config_name=config_name)
+
+
+def run_settings_with_hydra(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
+    """Compose `config_dir/config_name` with the command line's overrides, make a `model` of it, and hand it to `task`.
 
     All of Hydra's command line works, and `--config FILE` beside it. What `task` raises is raised here; of a
     `--multirun` the first error, once every job has had its turn.
     """
     failures: list[Exception] = []
 
-    def validated(cfg: DictConfig) -> None:
+    def guarded(cfg: DictConfig) -> None:
         # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
         try:
-            task(from_omegaconf(cfg))
+            task(from_omegaconf(cfg, model))
         except Exception as error:
             failures.append(error)
 
     given = sys.argv[1:]
     sys.argv[1:] = hydra_arguments(given, config_dir)
     with composition_errors(given):
-        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(validated)()
+        hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
     if failures:
         raise failures[0]
 
@@ -123,7 +131,7 @@ def is_group(key: str, config_dir: Path) -> bool:
     return key.startswith("hydra") or (config_dir / key.replace(".", "/")).is_dir()
 
 
-def from_omegaconf(cfg: DictConfig) -> RunConfig:
+def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
     try:
         data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -132,15 +140,20 @@ def from_omegaconf(cfg: DictConfig) -> RunConfig:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
     assert isinstance(data, dict)
-    return from_dict({str(key): value for key, value in data.items()})
+    return validated({str(key): value for key, value in data.items()}, model)
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
+    """The settings of a run; every problem found is one line of a ConfigError."""
+    return validated(data, RunConfig)
+
+
+def validated(data: Mapping[str, Any], model: type[S]) -> S:
     """Validate plain data; every problem found is one line of a ConfigError."""
     try:
-        return RunConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(explain(problem, data) for problem in error.errors())) from None
+        raise ConfigError("\n".join(explain(problem, data, model) for problem in error.errors())) from None
 
 
 def from_yaml(path: Path) -> RunConfig:
@@ -148,26 +161,27 @@ def from_yaml(path: Path) -> RunConfig:
     return from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
 
 
-def to_yaml(config: RunConfig) -> str:
+def to_yaml(config: Settings) -> str:
     """Resolved and sufficient to repeat the run."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
-def explain(problem: ErrorDetails, data: Mapping[str, Any]) -> str:
+def explain(problem: ErrorDetails, data: Mapping[str, Any], model: type[BaseModel]) -> str:
     """`key=value: reason; way out`, with the key as it is written on the command line."""
     kind, value = problem["type"], problem["input"]
-    path = real_path(problem["loc"], data)
+    path = real_path(problem["loc"], data, ends_in_key=kind != "value_error")
     key = ".".join(map(str, path))
     shown = "null" if value is None else repr(value)
     reason = re.sub("^(Input|String) should", "must", problem["msg"].removeprefix("Value error, "))
     if kind == "extra_forbidden":
-        return f"{key}={shown}: there is no such key{suggestion(path, data)}"
+        return f"{key}={shown}: there is no such key{suggestion(path, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid":
         return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
-        return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {', '.join(known_keys(path, data))}"
+        known = ", ".join(known_keys(path, data, model))
+        return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
     if kind == "value_error":
         return f"{key}: {reason}" if key else reason
     if kind == "string_type" and isinstance(value, int | float):
@@ -175,12 +189,15 @@ def explain(problem: ErrorDetails, data: Mapping[str, Any]) -> str:
     return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
 
 
-def real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
-    """The location without the tags that pydantic adds for members of a union."""
+def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
+    """The location without the tags that pydantic adds for members of a union.
+
+    ends_in_key: its end is no tag, but may be a key that is missing.
+    """
     path: list[int | str] = []
     for i, part in enumerate(location):
-        is_tag = isinstance(data, Mapping) and part not in data and data.get("type") == part and i + 1 < len(location)
-        if is_tag:
+        may_be_tag = i + 1 < len(location) or not ends_in_key
+        if may_be_tag and isinstance(data, Mapping) and part not in data and data.get("type") == part:
             continue
         path.append(part)
         if isinstance(data, Mapping):
@@ -190,17 +207,17 @@ def real_path(location: tuple[int | str, ...], data: Any) -> list[int | str]:
     return path
 
 
-def suggestion(path: list[int | str], data: Mapping[str, Any]) -> str:
-    siblings = known_keys(path[:-1], data)
+def suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
+    siblings = known_keys(path[:-1], data, model)
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""
 
 
-def known_keys(path: Sequence[int | str], data: Any) -> list[str]:
-    """The keys that the settings model at `path` accepts, given the `type` tags in the data."""
-    models: list[type[BaseModel]] = [RunConfig]
+def known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """The keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
+    models = [model]
     for part in path:
         data = data[part]
         if isinstance(part, str):

@@ -137,6 +137,52 @@ class BytePrefixTerm(ChunkTerm):
     type: Literal["byte_prefix"] = "byte_prefix"
 
 
+class TCADTerm(DivergenceTerm):
+    """What either side finds likely, and the student's mass on it, for a teacher with the student's tokenizer; every
+    sampled sequence counts as one (METHODS §10).
+    """
+
+    type: Literal["tcad"] = "tcad"
+    support_size: int = Field(256, ge=1)
+    """Tokens that are compared."""
+    support: Literal["interleaved", "union"] = "interleaved"
+    """interleaved: the first `support_size` of both sides' likeliest, taken by turns; union: so many of either side."""
+    coverage_coef: float = Field(1.0, ge=0)
+    """Weight of −log of the student's mass on those tokens."""
+    power_alpha: float | None = Field(1.0, ge=0)
+    """Rollouts of a prompt are weighted by softmax(power_alpha · the teacher's mean log-probability a token); null: all
+    the same.
+    """
+
+
+class SampledKLTerm(Settings):
+    """The KL estimated on the sampled tokens alone, for a teacher with the student's tokenizer (METHODS §10)."""
+
+    type: Literal["sampled_kl"] = "sampled_kl"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of a token, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
+    update: Literal["policy_gradient", "direct"] = "policy_gradient"
+    """policy_gradient: the negative estimate is the advantage of the token, in a clipped policy gradient; direct: the
+    estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the forward KL.
+    """
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """policy_gradient: ratios to the model that sampled count for 1 − clip_low at least."""
+    clip_high: float = Field(0.2, ge=0)
+    """policy_gradient: for 1 + clip_high at most."""
+    dual_clip: float | None = Field(None, gt=1)
+    """policy_gradient: for so much at most also where the advantage is negative; null: any."""
+
+    @field_validator("update")
+    @classmethod
+    def differentiated_estimate_has_a_gradient(cls, update: str, info: ValidationInfo) -> str:
+        if update == "direct" and info.data.get("estimator") == "k1":
+            raise ValueError(
+                "direct with estimator=k1 has no gradient in expectation; choose update=policy_gradient, or "
+                "estimator=k2 or k3"
+            )
+        return update
+
+
 class TemperatureTerm(Settings):
     """What terms choose that take no divergence."""
 
@@ -158,7 +204,17 @@ class ULDTerm(TemperatureTerm):
 
 
 LossTerm = Annotated[
-    SameVocabTerm | PKLTerm | GoldTerm | HKLTerm | StrictTerm | BytePrefixTerm | SharedPrefixTerm | ALMTerm | ULDTerm,
+    SameVocabTerm
+    | TCADTerm
+    | SampledKLTerm
+    | PKLTerm
+    | GoldTerm
+    | HKLTerm
+    | StrictTerm
+    | BytePrefixTerm
+    | SharedPrefixTerm
+    | ALMTerm
+    | ULDTerm,
     Field(discriminator="type"),
 ]
 
@@ -210,7 +266,43 @@ class ULDLoss(Objective, ULDTerm):
     """uld likewise; the others have forward KL."""
 
 
+class TCADLoss(Objective, TCADTerm):
+    """tcad for every teacher that names no loss of its own."""
+
+
+class SampledKLLoss(Objective, SampledKLTerm):
+    """sampled_kl likewise."""
+
+
+class GRPOLoss(Objective, DivergenceTerm):
+    """Rewards compared within the rollouts of a prompt; teachers, where they have a weight, are a KL beside it."""
+
+    type: Literal["grpo"] = "grpo"
+    kd_weight: float = Field(0.0, ge=0)
+    ce_weight: float = Field(0.0, ge=0)
+    divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "reverse_kl"
+    policy_weight: float = Field(1.0, gt=0)
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_high: float = Field(0.28, ge=0)
+    """The ratio is clipped to [1 − clip_low, 1 + clip_high]."""
+    dual_clip: float | None = Field(3.0, gt=1)
+    """No negative advantage counts more often than this."""
+    scale_advantages: bool = True
+    """Divide by the standard deviation of the rewards within a prompt."""
+
+
 Loss = Annotated[
-    SameVocabLoss | PKLLoss | GoldLoss | HKLLoss | StrictLoss | BytePrefixLoss | SharedPrefixLoss | ALMLoss | ULDLoss,
+    SameVocabLoss
+    | TCADLoss
+    | SampledKLLoss
+    | GRPOLoss
+    | PKLLoss
+    | GoldLoss
+    | HKLLoss
+    | StrictLoss
+    | BytePrefixLoss
+    | SharedPrefixLoss
+    | ALMLoss
+    | ULDLoss,
     Field(discriminator="type"),
 ]

@@ -49,6 +49,16 @@ class Student(Model):
     scheduler: Scheduler = Field(default_factory=Scheduler)
 
     @model_validator(mode="after")
+    def lora_needs_cp_1(self) -> "Student":
+        cp = self.parallelism.cp
+        if self.lora is not None and cp > 1:
+            raise ValueError(
+                f"lora with parallelism.cp={cp}: adapters have not been tried where ranks share the positions; set "
+                "student.parallelism.cp=1, with activation_checkpointing=true for long sequences, or student.lora=null"
+            )
+        return self
+
+    @model_validator(mode="after")
     def lora_needs_tp_1(self) -> "Student":
         tp = self.parallelism.tp
         if self.lora is not None and tp > 1:

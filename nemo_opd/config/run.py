@@ -9,12 +9,29 @@ from nemo_opd.config.aggregation import Aggregation, AveragedLogits, Routed, Sel
 from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
+from nemo_opd.config.environment import Environment
+from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
+from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Logging
-from nemo_opd.config.loss import DivergenceTerm, Loss, LossTerm, PKLLoss, SameVocabTerm
+from nemo_opd.config.loss import (
+    DivergenceTerm,
+    GRPOLoss,
+    Loss,
+    LossTerm,
+    PKLLoss,
+    SameVocabTerm,
+    SampledKLTerm,
+    TCADTerm,
+)
 from nemo_opd.config.model import Student
+from nemo_opd.config.on_policy import check_off_policy, check_on_policy
+from nemo_opd.config.reward import Reward
+from nemo_opd.config.rollout import Rollouts
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.config.train import Train
+
+SAME_TOKENIZER_TERMS = (SameVocabTerm, TCADTerm, SampledKLTerm)
 
 
 class Run(Settings):
@@ -46,6 +63,15 @@ class RunConfig(Settings):
     aggregation: Aggregation = Field(default_factory=WeightedSum)
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
     data: Data
+    rollout: Rollouts | None = None
+    """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
+    reward: Reward | None = None
+    """On-policy: what a rollout is worth."""
+    environment: Environment | None = None
+    """On-policy: who answers between the student's turns; None: it has one turn."""
+    evaluation: Evaluation | None = None
+    """On-policy: questions that the student is asked now and then."""
+    health: Health = Field(default_factory=Health)
     cluster: Cluster = Field(default_factory=Cluster)
     logging: Logging = Field(default_factory=Logging)
 
@@ -61,18 +87,20 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
-        for i, teacher in enumerate(self.teachers):
-            if isinstance(teacher, CrossTokenizerTeacher) and self.term(i).type == "same_vocab":
+        for i, teacher in enumerate(self.active_teachers):
+            term = teacher.loss or self.loss
+            if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*SAME_TOKENIZER_TERMS, GRPOLoss)):
                 key = f"teachers.{i}.loss.type" if teacher.loss else "loss.type"
                 raise ValueError(
-                    f"{key}=same_vocab compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "
-                    "cross_tokenizer; use loss=p_kl, or type: same_tokenizer if it has the student's tokenizer"
+                    f"{key}={term.type} compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "
+                    f"cross_tokenizer; use loss=p_kl, write teachers.{i}.loss.type=p_kl, or type: same_tokenizer if it "
+                    "has the student's tokenizer"
                 )
         return self
 
     @model_validator(mode="after")
     def something_is_trained_on(self) -> Self:
-        if self.loss.ce_weight > 0:
+        if self.loss.ce_weight > 0 or isinstance(self.loss, GRPOLoss):
             return self
         if self.loss.kd_weight == 0:
             raise ValueError("loss.kd_weight and loss.ce_weight are both 0, so there is nothing to learn; raise one")
@@ -186,6 +214,12 @@ class RunConfig(Settings):
                 )
         return self
 
+    @model_validator(mode="after")
+    def settings_suit_where_the_texts_come_from(self) -> Self:
+        check = check_off_policy if self.rollout is None else check_on_policy
+        check(self)
+        return self
+
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:
         """The teachers that are loaded: none where distillation has no weight."""
@@ -206,6 +240,8 @@ class RunConfig(Settings):
         if entry.loss is not None:
             return entry.loss
         if entry.type == "same_tokenizer":
-            common = SameVocabTerm if isinstance(self.loss, SameVocabTerm) else DivergenceTerm
-            return SameVocabTerm(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
+            kind = next((kind for kind in SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
+            common = kind if isinstance(self.loss, kind) else DivergenceTerm
+            return kind(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
+        assert not isinstance(self.loss, GRPOLoss)
         return self.loss

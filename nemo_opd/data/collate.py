@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
-from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
+from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 
 PAD_ID = 0
 """Any id every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
@@ -42,7 +42,9 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
     if missing < 0:
         raise ValueError(f"rows={rows} is fewer than the {len(batch)} rows of the batch")
     return Batch(
-        _pad_tokens(batch.student, missing), tuple(_pad_teacher(teacher, missing) for teacher in batch.teachers)
+        _pad_tokens(batch.student, missing),
+        tuple(_pad_teacher(teacher, missing) for teacher in batch.teachers),
+        None if batch.sampled is None else _pad_sampled(batch.sampled, missing),
     )
 
 
@@ -95,7 +97,17 @@ def _pad_teacher(teacher: TeacherRows, missing: int) -> TeacherRows:
     if chunks is not None:
         chunks = ChunkRows(_more_rows(chunks.student, missing, NO_CHUNK), _more_rows(chunks.teacher, missing, NO_CHUNK))
     weights = None if teacher.weights is None else _more_rows(teacher.weights, missing, 0)
-    return TeacherRows(_pad_tokens(teacher.tokens, missing), chunks, weights)
+    of_rollouts = None if teacher.rollout_weights is None else _more_rows(teacher.rollout_weights, missing, 0)
+    return TeacherRows(_pad_tokens(teacher.tokens, missing), chunks, weights, of_rollouts)
+
+
+def _pad_sampled(sampled: SampledRows, missing: int) -> SampledRows:
+    return SampledRows(
+        _more_rows(sampled.is_sampled, missing, False),
+        _more_rows(sampled.logprobs, missing, 0),
+        _more_rows(sampled.advantages, missing, 0),
+        _more_rows(sampled.prompts, missing, -1),
+    )
 
 
 def _more_rows(tensor: Tensor, missing: int, fill: int) -> Tensor:
@@ -113,11 +125,18 @@ def _emptied(teacher: TeacherRows, where: Tensor) -> TeacherRows:
     )
     if chunks is not None:
         chunks = ChunkRows(chunks.student.masked_fill(rows, NO_CHUNK), chunks.teacher.masked_fill(rows, NO_CHUNK))
-    return TeacherRows(emptied, chunks, teacher.weights)
+    return TeacherRows(emptied, chunks, teacher.weights, teacher.rollout_weights)
 
 
 def _owned(batch: Batch) -> Batch:
-    return Batch(_owned_tokens(batch.student), tuple(_owned_teacher(teacher) for teacher in batch.teachers))
+    sampled = None if batch.sampled is None else _owned_sampled(batch.sampled)
+    return Batch(_owned_tokens(batch.student), tuple(_owned_teacher(teacher) for teacher in batch.teachers), sampled)
+
+
+def _owned_sampled(sampled: SampledRows) -> SampledRows:
+    return SampledRows(
+        sampled.is_sampled.clone(), sampled.logprobs.clone(), sampled.advantages.clone(), sampled.prompts.clone()
+    )
 
 
 def _owned_tokens(tokens: TokenRows) -> TokenRows:
@@ -128,4 +147,5 @@ def _owned_teacher(teacher: TeacherRows) -> TeacherRows:
     chunks = teacher.chunks
     owned = None if chunks is None else ChunkRows(chunks.student.clone(), chunks.teacher.clone())
     weights = None if teacher.weights is None else teacher.weights.clone()
-    return TeacherRows(_owned_tokens(teacher.tokens), owned, weights)
+    of_rollouts = None if teacher.rollout_weights is None else teacher.rollout_weights.clone()
+    return TeacherRows(_owned_tokens(teacher.tokens), owned, weights, of_rollouts)

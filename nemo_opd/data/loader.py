@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from typing import Self
 
@@ -17,7 +17,6 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample
-from nemo_opd.errors import CheckpointError
 from nemo_opd.types import Batch
 
 Samples = list[Sample]
@@ -45,6 +44,8 @@ class TrainLoader:
     That is done by `num_workers` spawned processes, or by a thread where there are none. The order depends neither on
     the number of workers nor on how batches are sharded. Close it, or use it as a context manager.
     """
+
+    timed_as = "data_wait_s"
 
     def __init__(
         self,
@@ -87,22 +88,16 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, int]:
         """The place in the run, and what it depends on."""
-        return {"num_batches": self._num_batches, **{name: int(value) for name, value in asdict(self._order).items()}}
+        return self._order.place(self._num_batches)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go to where the state was taken.
 
         Raises CheckpointError when that was with other data, batch size, seed or shuffling.
         """
-        for name, value in self.state_dict().items():
-            if name != "num_batches" and state.get(name) != value:
-                raise CheckpointError(
-                    f"the checkpoint's data order has {name}={state.get(name)}, this run has {name}={value}, so the"
-                    " next batch is not defined; restore the data settings, or set run.resume=never and a new"
-                    " run.output_dir"
-                )
+        num_batches = self._order.num_batches_at(state)
         self.close()
-        self._num_batches = state["num_batches"]
+        self._num_batches = num_batches
 
     def close(self) -> None:
         """End what reads ahead. Reading on starts anew, at the next batch."""

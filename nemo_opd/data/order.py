@@ -1,9 +1,11 @@
 """Which documents make up which batch: a function of the seed and of the batch's place in the run."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 
 import torch
+
+from nemo_opd.errors import CheckpointError
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,21 @@ class BatchOrder:
     @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_documents // self.batch_size)
+
+    def place(self, num_batches: int) -> dict[str, int]:
+        """Behind so many batches, with all that it depends on, to be stored."""
+        return {"num_batches": num_batches, **{name: int(value) for name, value in asdict(self).items()}}
+
+    def num_batches_at(self, place: Mapping[str, int]) -> int:
+        """Of a stored place. Raises CheckpointError when that was with other data, batch size, seed or shuffling."""
+        for name, value in self.place(0).items():
+            if name != "num_batches" and place.get(name) != value:
+                raise CheckpointError(
+                    f"the checkpoint's data order has {name}={place.get(name)}, this run has {name}={value}, so the"
+                    " next batch is not defined; restore the data settings, or set run.resume=never and a new"
+                    " run.output_dir"
+                )
+        return place["num_batches"]
 
     def starting_at(self, position: int) -> Iterator[list[int]]:
         """Document indices of batch `position` and all that follow."""

@@ -12,7 +12,8 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.loss import PKLTerm, SameVocabTerm
 from nemo_opd.errors import ConfigError, OPDError
 
-LOSSES = "'same_vocab', 'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
+TERMS = "'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
+LOSSES = f"'same_vocab', 'tcad', 'sampled_kl', 'grpo', {TERMS}"
 CROSS = {"name": "cross", "type": "cross_tokenizer", "model": "/c"}
 SAME = {"name": "same", "type": "same_tokenizer", "model": "/s"}
 VALID: dict[str, Any] = {
@@ -178,7 +179,7 @@ def test_a_wrong_value(key: str, value: Any, says: str) -> None:
         ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer'"),
         (
             "teachers.0.loss",
-            "'same_vocab', 'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'",
+            f"'same_vocab', 'tcad', 'sampled_kl', {TERMS}",
         ),
     ],
 )

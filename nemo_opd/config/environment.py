@@ -1,0 +1,30 @@
+"""Who answers the student between its turns."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+
+
+class EnvironmentBase(Settings):
+    max_turns: int = Field(4, ge=1)
+    """Of the student in one rollout."""
+    max_response_tokens: int = Field(256, ge=1)
+    """Of the environment between two turns; what is longer is cut, with a mark that says so."""
+
+
+class CalculatorEnvironment(EnvironmentBase):
+    """Answers calls of a tool that evaluates arithmetic."""
+
+    type: Literal["calculator"] = "calculator"
+
+
+class FunctionEnvironment(EnvironmentBase):
+    """Your own: `package.module:Class`, an Environment (nemo_opd.rollout.environment), made anew for each rollout."""
+
+    type: Literal["function"] = "function"
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+
+
+Environment = Annotated[CalculatorEnvironment | FunctionEnvironment, Field(discriminator="type")]

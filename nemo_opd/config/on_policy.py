@@ -1,0 +1,145 @@
+"""What settings of on-policy distillation demand of each other. Each check raises ValueError, with the way out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
+from nemo_opd.config.environment import CalculatorEnvironment
+from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
+from nemo_opd.config.reward import EnvironmentReward
+from nemo_opd.config.rollout import Rollouts
+
+if TYPE_CHECKING:
+    from nemo_opd.config.run import RunConfig
+
+ONLY_ON_POLICY = ("reward", "environment", "evaluation")
+
+
+def check_off_policy(config: RunConfig) -> None:
+    """Of a run without rollouts."""
+    for key in ONLY_ON_POLICY:
+        if getattr(config, key) is not None:
+            raise ValueError(f"{key} is about what the student samples, and this run samples nothing; add rollout=hf")
+    if isinstance(config.loss, GRPOLoss):
+        raise ValueError("loss.type=grpo learns from rollouts, and this run has none; add rollout=hf")
+    for i in range(len(config.active_teachers)):
+        if isinstance(config.term(i), SampledKLTerm):
+            raise ValueError(
+                f"{term_key(config, i)}.type=sampled_kl reads only tokens that the student sampled, and this run "
+                "samples none; add rollout=hf, or use loss=same_vocab"
+            )
+
+
+def check_on_policy(config: RunConfig) -> None:
+    rollout = config.rollout
+    assert rollout is not None
+    check_batch(config, rollout)
+    check_lengths(config, rollout)
+    check_responses(config, rollout)
+    check_environment(config)
+    check_reward(config)
+    check_rollout_weights(config)
+    check_group(config, rollout)
+
+
+def check_batch(config: RunConfig, rollout: Rollouts) -> None:
+    size, n = config.train.global_batch_size, rollout.n
+    if size % n:
+        raise ValueError(
+            f"train.global_batch_size={size} counts rollouts, {n} of each prompt (rollout.n), of which it is no "
+            f"multiple; write train.global_batch_size={-(-size // n) * n}"
+        )
+
+
+def check_lengths(config: RunConfig, rollout: Rollouts) -> None:
+    longest, new = config.train.max_length, rollout.max_new_tokens
+    if new >= longest:
+        raise ValueError(
+            f"rollout.max_new_tokens={new} leaves no room for a prompt in train.max_length={longest}; lower the one or "
+            "raise the other"
+        )
+    if (prompt := rollout.max_prompt_length) is not None and prompt >= longest:
+        raise ValueError(
+            f"rollout.max_prompt_length={prompt} leaves no room for a response in train.max_length={longest}; lower "
+            "the one or raise the other"
+        )
+
+
+def check_responses(config: RunConfig, rollout: Rollouts) -> None:
+    data = config.data
+    if data.response_key is not None and data.messages_key is not None:
+        raise ValueError(
+            f"data.response_key={data.response_key}: with data.messages_key the response is what the assistant says "
+            "last; leave one of the two out"
+        )
+    if rollout.on_policy_share < 1 and data.messages_key is None and data.response_key is None:
+        raise ValueError(
+            f"rollout.on_policy_share={rollout.on_policy_share:g} takes the other responses from the data; name their "
+            "column as data.response_key"
+        )
+
+
+def check_environment(config: RunConfig) -> None:
+    if config.environment is not None and config.data.messages_key is None:
+        raise ValueError("environment: turns need conversations; name their column as data.messages_key")
+
+
+def check_reward(config: RunConfig) -> None:
+    reward = config.reward
+    if reward is not None and reward.type == "environment" and config.environment is None:
+        raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
+    if (
+        isinstance(reward, EnvironmentReward)
+        and isinstance(config.environment, CalculatorEnvironment)
+        and reward.answer_key is None
+    ):
+        raise ValueError(
+            "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it; "
+            "write reward.answer_key=answer"
+        )
+    if reward is None and isinstance(config.loss, GRPOLoss):
+        raise ValueError("loss.type=grpo learns from rewards; set reward, such as reward=numeric")
+    if reward is None and config.evaluation is not None:
+        raise ValueError("evaluation: answers are scored by the reward; set reward, such as reward=numeric")
+
+
+def check_rollout_weights(config: RunConfig) -> None:
+    """A rollout's weight has one origin, and what the teachers say about a text is asked once."""
+    for i, alpha in enumerate(confidence_alphas(config)):
+        if alpha is None:
+            continue
+        key = f"{term_key(config, i)}.power_alpha"
+        if config.reward is not None and config.reward.weighting_beta is not None:
+            raise ValueError(
+                f"{key} and reward.weighting_beta both weigh rollouts; write {key}=null, or leave weighting_beta out"
+            )
+        aggregation = config.aggregation
+        if isinstance(aggregation, SelectTeacher) or (
+            isinstance(aggregation, WeightedSum) and aggregation.score is not None
+        ):
+            raise ValueError(
+                f"{key} weighs rollouts by the teacher's log-probability, and aggregation asks the teachers for "
+                f"another score; write {key}=null, or aggregation=weighted_sum"
+            )
+
+
+def check_group(config: RunConfig, rollout: Rollouts) -> None:
+    if isinstance(config.loss, GRPOLoss) and config.logging.gradients_every is not None:
+        raise ValueError(
+            "logging.gradients_every compares KD with CE, and loss.type=grpo has a third gradient; write "
+            "logging.gradients_every=null"
+        )
+    if isinstance(config.loss, GRPOLoss) and rollout.n == 1:
+        raise ValueError("rollout.n=1: loss.type=grpo compares the rollouts of a prompt; write rollout.n=4 or more")
+
+
+def confidence_alphas(config: RunConfig) -> list[float | None]:
+    """By active teacher: how sharply its own confidence weighs the rollouts of a prompt; None where it does not."""
+    terms = map(config.term, range(len(config.active_teachers)))
+    is_on_policy = config.rollout is not None
+    return [term.power_alpha if is_on_policy and isinstance(term, TCADTerm) else None for term in terms]
+
+
+def term_key(config: RunConfig, teacher: int) -> str:
+    return f"teachers.{teacher}.loss" if config.teachers[teacher].loss else "loss"

@@ -1,0 +1,59 @@
+"""What a rollout is worth."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from nemo_opd.config.base import Settings
+
+
+class RewardBase(Settings):
+    answer_key: str | None = None
+    """The column that becomes the prompt's `answer`; null: prompts have none."""
+    weighting_beta: float | None = Field(None, gt=0)
+    """Weigh the distillation of a rollout by n · softmax(reward / beta) among its prompt's (METHODS §10)."""
+
+
+class AnswerReward(RewardBase):
+    answer_key: str = "answer"
+    """The column that holds what is compared with."""
+
+
+class ExactReward(AnswerReward):
+    """1 where the last turn is the answer, else 0; surrounding white space aside."""
+
+    type: Literal["exact"] = "exact"
+    ignore_case: bool = False
+
+
+class NumericReward(AnswerReward):
+    """1 where the last number of the last turn is the answer within a relative tolerance, else 0."""
+
+    type: Literal["numeric"] = "numeric"
+    tolerance: float = Field(1e-6, ge=0)
+
+
+class MathReward(AnswerReward):
+    """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
+
+    type: Literal["math"] = "math"
+    timeout_s: float = Field(5, gt=0)
+    """For one comparison; one that takes longer counts as unequal."""
+
+
+class EnvironmentReward(RewardBase):
+    """What the environment paid."""
+
+    type: Literal["environment"] = "environment"
+
+
+class FunctionReward(RewardBase):
+    """Your own: `package.module:function`, called with a Rollout (nemo_opd.rollout.record), returns a number."""
+
+    type: Literal["function"] = "function"
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+
+
+Reward = Annotated[
+    ExactReward | NumericReward | MathReward | EnvironmentReward | FunctionReward, Field(discriminator="type")
+]

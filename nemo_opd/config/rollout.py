@@ -1,0 +1,87 @@
+"""How the student samples (METHODS §10)."""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from nemo_opd.config.base import Frozen, Settings
+
+
+class RolloutBase(Settings):
+    n: int = Field(4, ge=1)
+    """Rollouts of each prompt; `train.global_batch_size` counts rollouts."""
+    max_new_tokens: int = Field(256, ge=1)
+    """In one turn of the student."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Tokens. Longer prompts are dropped and counted; by default those that leave less than `max_new_tokens` of
+    `train.max_length`.
+    """
+    temperature: float = Field(1.0, gt=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int | None = Field(None, ge=1)
+    on_policy_share: float = Field(1.0, ge=0, le=1)
+    """Share of each batch's prompts that the student continues itself; the others come with the continuation that the
+    dataset has (the λ of GKD).
+    """
+    staleness: int = Field(0, ge=0)
+    """Optimizer steps that the sampling weights may be behind the student's."""
+    overlap: bool = False
+    """Sample the next batch while the student learns from this one; needs staleness of at least 1 and an engine with
+    its own process.
+    """
+
+
+class HFRollout(RolloutBase):
+    """transformers' generation in the student's own processes, with its weights as they are."""
+
+    type: Literal["hf"] = "hf"
+    batch_size: int = Field(64, ge=1)
+    """Sequences a rank samples at a time."""
+
+    @model_validator(mode="after")
+    def weights_are_the_students(self) -> Self:
+        for key, value in (("overlap", self.overlap), ("staleness", self.staleness)):
+            if value:
+                raise ValueError(
+                    f"{key}={value}: type=hf samples in the student's own processes, with its weights as they are; "
+                    f"leave {key} out, or use rollout=server"
+                )
+        return self
+
+
+class ServerRollout(RolloutBase):
+    """An OpenAI-compatible server with token ids and log-probabilities, in its own process."""
+
+    type: Literal["server"] = "server"
+    program: Literal["vllm", "sglang", "transformers"] = "vllm"
+    url: str | None = None
+    """Of a server that runs; by default one is started on this machine and ended with the run."""
+    command: tuple[str, ...] | None = Field(None, min_length=1)
+    """Starts the server, without model and port; by default the program's own command. For a program in a virtual
+    environment of its own: [.venv-vllm/bin/vllm, serve].
+    """
+    options: tuple[str, ...] = ()
+    """Further arguments of that command."""
+    environment: Frozen[str, str] = Field(default_factory=dict)
+    """Further variables of the server's environment, such as CUDA_VISIBLE_DEVICES."""
+    start_timeout_s: float = Field(600, gt=0)
+    request_timeout_s: float = Field(300, gt=0)
+    """For the completions of one prompt."""
+    retries: int = Field(3, ge=0)
+    """Of a request that failed or came back unusable."""
+    concurrency: int = Field(256, ge=1)
+    """Requests under way at once."""
+    weights_folder: Path | None = None
+    """Where the student is written for the server to load; by default in the run's directory. Server and student must
+    both see it.
+    """
+
+    @model_validator(mode="after")
+    def overlap_is_stale(self) -> Self:
+        if self.overlap and not self.staleness:
+            raise ValueError("overlap=true samples with weights one step old; write rollout.staleness=1 or more")
+        return self
+
+
+Rollouts = Annotated[HFRollout | ServerRollout, Field(discriminator="type")]

@@ -1,0 +1,118 @@
+"""Rows of a dataset as prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import pyarrow as pa
+
+from nemo_opd.alignment.chat_messages import plain_messages
+from nemo_opd.config.data import Data
+from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS, Columns, parsed
+from nemo_opd.data.layout import Layout, is_string, layout_of, type_of
+from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.rollout.record import Message, Prompt
+
+ANSWER = "answer"
+RESPONSE = "response"
+"""Columns of a dataset of prompts, beside those of documents."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """Texts or conversations, with what a verifiable reward compares with and what continues a text, where named."""
+
+    documents: Layout
+    answer_key: str | None = None
+    response_key: str | None = None
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Raises DataError where one column is to be two things."""
+        columns = dict(self.documents.columns)
+        for setting, name, ours in self._own:
+            if name in columns:
+                raise DataError(f"{setting}={name}: that column is the {columns[name]} of the prompts; name another")
+            columns[name] = ours
+        return columns
+
+    @property
+    def _own(self) -> list[tuple[str, str, str]]:
+        """Setting, the user's name, our name."""
+        named = (("reward.answer_key", self.answer_key, ANSWER), ("data.response_key", self.response_key, RESPONSE))
+        return [(setting, name, ours) for setting, name, ours in named if name is not None]
+
+    def require_columns(self, schema: pa.Schema, source: str) -> None:
+        self.documents.require_columns(schema, source)
+        for setting, name, ours in self._own:
+            dtype = type_of(schema, name, setting, source)
+            if not (is_string(dtype) or (ours == ANSWER and is_number(dtype))):
+                kinds = "strings or numbers" if ours == ANSWER else "strings"
+                raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
+
+    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+        self.documents.require_content(documents, source)
+
+
+def prompt_layout(data: Data, answer_key: str | None = None, response_key: str | None = None) -> PromptLayout:
+    """`answer_key`: None where no reward reads an answer."""
+    return PromptLayout(layout_of(data), answer_key, response_key)
+
+
+def is_number(dtype: pa.DataType) -> bool:
+    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
+
+
+def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
+    """The prompts of these rows, in order.
+
+    Messages have strings as contents; those of the assistant at the end are the response and no part of the prompt.
+    Raises DataError, naming the row, for a conversation that is malformed or without a user's message.
+    """
+    if not indices:
+        return []
+    rows = columns[list(indices)]
+    nothing = [None] * len(indices)
+    answers, responses = rows.get(ANSWER, nothing), rows.get(RESPONSE, nothing)
+    contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
+    tools = rows.get(TOOLS, nothing)
+    return [
+        text_prompt(*row) if TEXT in rows else chat_prompt(*row)
+        for row in zip(indices, contents, tools, answers, responses, strict=True)
+    ]
+
+
+def text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:
+    return Prompt(index, text, answer=written(answer), response=response)
+
+
+def chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | None) -> Prompt:
+    try:
+        plain = plain_messages(parsed(messages))
+        tools = parsed(tools) or None
+    except (AlignmentError, DataError) as error:
+        raise DataError(f"row {index} (counted from 0 over all files): {error}") from error
+    if not any(message["role"] == "user" for message in plain):
+        raise DataError(
+            f"row {index} (counted from 0 over all files) has no message of a user for the student to answer (roles: "
+            f"{', '.join(str(message['role']) for message in plain)}); leave it out of the data"
+        )
+    asked, answered = without_last_turn(plain)
+    return Prompt(index, asked, tools=tools, answer=written(answer), response=answered)
+
+
+def without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
+    """The messages before those of the assistant at the end, and what these say."""
+    stop = len(messages)
+    while stop and messages[stop - 1]["role"] == "assistant":
+        stop -= 1
+    said = "\n".join(message["content"] for message in messages[stop:] if message["content"])
+    return list(messages[:stop]), said or None
+
+
+def written(answer: object) -> str | None:
+    """An answer as text; 72.0 is 72."""
+    if answer is None:
+        return None
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -1,0 +1,70 @@
+"""What a rollout engine is asked for, and what it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length"]
+"""stop: the model ended its turn, with a token that is among the sampled ones; length: it was cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Temperature 0 takes the likeliest."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One continuation of one prompt."""
+
+    prompt_ids: NDArray[np.int32]
+    """[P], at least one."""
+    max_new_tokens: int
+    seed: int
+    """Decides all that is random about it, whatever it is batched with; 0 ≤ seed < 2^63."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What an engine sampled for a request."""
+
+    ids: NDArray[np.int32]
+    """[R]: the sampled tokens; the one that ended the turn, such as EOS, is the last of them."""
+    logprobs: NDArray[np.float32]
+    """[R]: log-probability of each by the model that sampled it, at temperature 1 and before top-p or top-k."""
+    finish_reason: FinishReason
+    version: int
+    """Of the weights."""
+
+
+class Generator(Protocol):
+    """Continues prompts."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion a request, in order. Raises RolloutError where the engine fails for good."""
+        ...
+
+
+class Engine(Generator, Protocol):
+    """Samples from one version of the student's weights at a time."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights it samples with: the number of optimizer steps they have seen."""
+        ...
+
+    def update_weights(self, folder: Path, version: int) -> None:
+        """Sample from now on with the model in a Hugging Face folder. Raises RolloutError."""
+        ...
+
+    def close(self) -> None:
+        """Free what it holds; processes it started are gone afterwards."""
+        ...

@@ -1,0 +1,145 @@
+"""From prompts to rollouts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from nemo_opd.errors import DataError, RolloutError
+from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
+from nemo_opd.rollout.environment import Environment, Played
+from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
+from nemo_opd.rollout.prompts import Renderer
+from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt, Rollout
+from nemo_opd.rollout.seeds import turn_seed
+
+_log = logging.getLogger(__name__)
+
+
+class Collector:
+    """Has the engine sample the turns of all rollouts at once, and their environments answer between them."""
+
+    def __init__(
+        self,
+        engine: Generator,
+        renderer: Renderer,
+        *,
+        sampling: Sampling,
+        max_new_tokens: int,
+        max_length: int,
+        environment: Callable[[], Environment] | None = None,
+        max_turns: int = 1,
+        max_response_tokens: int = 256,
+        seed: int = 0,
+    ) -> None:
+        """`max_new_tokens`: of a turn, less where `max_length` tokens of the whole sequence are reached before;
+        `max_response_tokens`: of what an environment says between two turns, without the template's tokens.
+
+        Raises RolloutError for an environment and a renderer of texts.
+        """
+        if environment is not None and not renderer.takes_turns:
+            raise RolloutError("an environment answers in conversations, not in texts; set data.messages_key")
+        self._engine, self._renderer, self._sampling = engine, renderer, sampling
+        self._max_new_tokens, self._max_length = max_new_tokens, max_length
+        self._environment = environment
+        self._max_turns = max_turns if environment is not None else 1
+        self._max_response_tokens = max_response_tokens
+        self._seed = seed
+        self._has_asked = False
+
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
+        """n rollouts of each prompt: those of the first prompt, those of the second, …
+
+        What is random depends on the run's seed, the step, the prompt's row, the sample and the turn.
+
+        Raises RolloutError from engine and environment, DataError for a prompt without room for a response.
+        """
+        episodes = list(self._opened(prompts, n))
+        for turn in range(self._max_turns):
+            active = [episode for episode in episodes if not episode.is_over]
+            if not active:
+                break
+            self._sample(active, step, turn)
+            for episode in active:
+                self._answer(episode, is_last=turn + 1 == self._max_turns)
+        return [episode.rollout() for episode in episodes]
+
+    def _opened(self, prompts: Sequence[Prompt], n: int) -> Iterator[Episode]:
+        for prompt in prompts:
+            before: tuple[Prompt, Episode] | None = None
+            for sample in range(n):
+                environment = None if self._environment is None else Played(self._environment, prompt.index)
+                seen = prompt if environment is None else with_opening(prompt, environment)
+                self._warn_of_hidden_tools(seen)
+                messages = [] if isinstance(seen.content, str) else list(seen.content)
+                episode = Episode(seen, sample, environment, messages)
+                # Rendered once where the environment opens all samples alike.
+                is_same = before is not None and before[0] == seen
+                ids = before[1].ids[0] if before is not None and is_same else self._renderer.prompt_ids(seen)
+                self._require_room(seen, len(ids))
+                episode.extend(ids)
+                before = seen, episode
+                yield episode
+
+    def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
+        if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):
+            _log.warning(
+                "the student's chat template does not show tools, so only a prompt that tells of them leads to calls; "
+                "set student.chat_template to one that does"
+            )
+        self._has_asked = True
+
+    def _require_room(self, prompt: Prompt, length: int) -> None:
+        if length >= self._max_length:
+            raise DataError(
+                f"prompt {prompt.index} (row, counted from 0) has {length} tokens, with what an environment adds to "
+                f"it, and leaves no room for a response in {self._max_length}; lower rollout.max_prompt_length, or "
+                "raise train.max_length"
+            )
+
+    def _sample(self, active: Sequence[Episode], step: int, turn: int) -> None:
+        requests = [self._request(episode, step, turn) for episode in active]
+        completions = self._engine.generate(requests, self._sampling)
+        if len(completions) != len(requests):
+            raise RolloutError(f"the engine answered {len(requests)} requests with {len(completions)} completions")
+        for episode, request, completion in zip(active, requests, completions, strict=True):
+            require_completion(completion, episode, request.max_new_tokens)
+            episode.add_turn(completion, self._renderer)
+
+    def _request(self, episode: Episode, step: int, turn: int) -> Request:
+        room = self._max_length - episode.length
+        seed = turn_seed(self._seed, step, episode.prompt.index, episode.sample, turn)
+        return Request(episode.all_ids(), min(self._max_new_tokens, room), seed)
+
+    def _answer(self, episode: Episode, *, is_last: bool) -> None:
+        """Ends the episode, or takes it to the next turn."""
+        completion = episode.last
+        assert isinstance(completion, Completion)
+        episode.is_over = True
+        if episode.environment is None:
+            return
+        answer = episode.environment.step(tuple(episode.messages))
+        episode.add_step(answer)
+        if not (answer.done or is_last or completion.finish_reason == "length"):
+            episode.is_over = not self._continued(episode, answer)
+
+    def _continued(self, episode: Episode, answer: EnvironmentStep) -> bool:
+        """False where the answer leaves no room for another turn."""
+        said: list[Message] = [dict(message) for message in answer.messages]
+        said, num_cut = shortened_messages(said, self._renderer, self._max_response_tokens)
+        ids = self._renderer.between(episode.messages, said, episode.prompt.tools)
+        if episode.length + len(ids) >= self._max_length:
+            return False
+        episode.answer(said, ids, num_cut)
+        return True
+
+
+def with_opening(prompt: Prompt, environment: Played) -> Prompt:
+    """The prompt with the messages and the tools of its environment."""
+    assert not isinstance(prompt.content, str)
+    opening = environment.reset(prompt)
+    system = [message for message in opening.messages if message["role"] == "system"]
+    others = [message for message in opening.messages if message["role"] != "system"]
+    tools = [*(prompt.tools or ()), *opening.tools]
+    return replace(prompt, content=[*system, *prompt.content, *others], tools=tools or None)

@@ -1,0 +1,138 @@
+"""Who answers the student between its turns."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import numbers
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from nemo_opd.config.environment import CalculatorEnvironment
+from nemo_opd.config.environment import Environment as Settings
+from nemo_opd.errors import ConfigError, RolloutError
+from nemo_opd.rollout.calculator import Calculator
+from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
+
+__all__ = ["Environment", "EnvironmentStep", "Opening", "Played", "build_environment"]
+
+
+class Environment(Protocol):
+    """One conversation: made anew for each rollout."""
+
+    tools: Sequence[dict[str, Any]] = ()
+    """Schemas that the chat template shows to the student, beside those of the prompt. May be left out."""
+
+    def reset(self, prompt: Prompt) -> list[Message]:
+        """Messages before the student's first turn, or none: system messages go in front of the prompt's, others
+        behind them.
+        """
+        ...
+
+    def step(self, messages: Sequence[Message]) -> EnvironmentStep:
+        """The answer to the student's turn, which is the last of the whole conversation's messages.
+
+        Its content is the text as the student wrote it; `tool_calls` are the calls in it, in order, where there are
+        any, as nemo_opd.rollout.tool_calls describes them. Called after every turn, also one that was cut: what is
+        answered when turns or tokens have run out is paid, but not said.
+        """
+        ...
+
+
+def build_environment(settings: Settings) -> Callable[[], Environment]:
+    """Makes the environment of one rollout. Raises ConfigError for a class that cannot be imported or is none."""
+    return Calculator if isinstance(settings, CalculatorEnvironment) else imported(settings.function)
+
+
+def imported(reference: str) -> Callable[[], Environment]:
+    """The class that `package.module:Class` names; the working folder is looked in too."""
+    module, _, name = reference.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except Exception as error:  # what a module raises when imported shares no base class
+        raise ConfigError(
+            f"environment.function={reference}: cannot be imported ({type(error).__name__}: {error}); give "
+            "`package.module:Class`, with the package installed or in the working folder"
+        ) from error
+    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if not isinstance(found, type) or missing:
+        what = f"a {type(found).__name__}" if not isinstance(found, type) else f"without {' and '.join(missing)}"
+        raise ConfigError(
+            f"environment.function={reference}: it is {what}; name a class with the methods of "
+            "nemo_opd.rollout.environment.Environment"
+        )
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    messages: list[Message]
+    tools: list[dict[str, Any]]
+
+
+class Played:
+    """The environment of one rollout, whose answers are checked.
+
+    Raises RolloutError that names the environment, the prompt's row and the turn, for what it raises and for answers
+    that are none.
+    """
+
+    def __init__(self, make: Callable[[], Environment], index: int) -> None:
+        self._name = getattr(make, "__qualname__", type(make).__name__)
+        self._index = index
+        self._turn = 0
+        try:
+            self._environment = make()
+        except Exception as error:
+            self._raised("making it", error)
+
+    def reset(self, prompt: Prompt) -> Opening:
+        try:
+            messages = self._environment.reset(prompt)
+            tools = list(getattr(self._environment, "tools", None) or ())
+        except Exception as error:
+            self._raised("reset", error)
+        self._require_messages(messages)
+        return Opening([dict(message) for message in messages], tools)
+
+    def step(self, messages: Sequence[Message]) -> EnvironmentStep:
+        self._turn += 1
+        try:
+            step = self._environment.step(messages)
+        except Exception as error:
+            self._raised("step", error)
+        if not isinstance(step, EnvironmentStep):
+            self._refuse(f"step returned {shown(step)}, no EnvironmentStep")
+        self._require_messages(step.messages)
+        if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
+            self._refuse(f"it paid {step.reward!r}; pay a finite number")
+        if not step.done and not step.messages:
+            self._refuse("it is not done and says nothing; answer with a message, or with done=True")
+        return step
+
+    def _require_messages(self, messages: object) -> None:
+        if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+            self._refuse(f"it says {shown(messages)}, no list of messages")
+        for message in messages:
+            is_message = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not is_message or not isinstance(message.get("content"), str):
+                self._refuse(f"it says {shown(message)}, no message with strings as `role` and `content`")
+            if message["role"] == "assistant":
+                self._refuse(f"it says {shown(message)} as the assistant, which is the student's role")
+
+    def _raised(self, call: str, error: Exception) -> NoReturn:
+        self._refuse(f"{call} raised {type(error).__name__}: {error}", error)
+
+    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        where = f"turn {self._turn}" if self._turn else "before the first turn"
+        raise RolloutError(f"environment {self._name}, prompt {self._index}, {where}: {reason}") from cause
+
+
+def shown(value: object) -> str:
+    written = repr(value)
+    return written if len(written) <= 80 else written[:77] + "..."

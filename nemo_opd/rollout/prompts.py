@@ -1,0 +1,92 @@
+"""Prompts as the student reads them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.errors import DataError
+from nemo_opd.rollout.record import Message, Prompt
+
+Ids = NDArray[np.int32]
+Tools = Sequence[dict[str, Any]] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Continued:
+    """A prompt with the continuation that the dataset has."""
+
+    ids: Ids
+    """[S]"""
+    start: int
+    """Where the continuation starts."""
+    is_ended: bool
+    """The last token ends the turn."""
+
+
+class Renderer(Protocol):
+    """The student's tokenizer around what it samples: token in, token out."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Prompts are conversations, so that somebody can answer the student."""
+        ...
+
+    def prompt_ids(self, prompt: Prompt) -> Ids:
+        """[P] tokens up to where the student takes over. Raises DataError, naming the prompt's row."""
+        ...
+
+    def continued(self, prompt: Prompt) -> Continued:
+        """The prompt and its `response`. Raises DataError, naming the prompt's row."""
+        ...
+
+    def text(self, ids: Ids) -> str:
+        """The exact text of sampled tokens; special tokens have none, bytes that are no character become U+FFFD."""
+        ...
+
+    def tool_calls(self, ids: Ids, start: int, tools: Tools) -> list[Message]:
+        """The calls in the turn [start, S) of ids [S], as of a message; see nemo_opd.rollout.tool_calls."""
+        ...
+
+    def between(self, messages: Sequence[Message], new: Sequence[Message], tools: Tools) -> Ids:
+        """Tokens from the end of the last of `messages`, the student's turn, over the new ones to its next turn.
+
+        Raises RolloutError where the chat template refuses them.
+        """
+        ...
+
+    def shows_tools(self, tools: Tools) -> bool:
+        """Whether the chat template tells the student of them."""
+        ...
+
+    def num_tokens(self, text: str) -> int:
+        """Of a text on its own."""
+        ...
+
+    def shortened(self, text: str, max_tokens: int) -> str:
+        """The longest beginning of a text that has so many tokens at most; the text itself where it fits."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+
+
+def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int, *, key: str = "data.train") -> Kept:
+    """The prompts of `max_tokens` at most, in order and uncut. `key` is where they stand in the config.
+
+    Raises DataError where none is left.
+    """
+    lengths = [len(renderer.prompt_ids(prompt)) for prompt in prompts]
+    kept = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
+    if not kept:
+        shortest = f"; the shortest has {min(lengths)}" if lengths else ""
+        raise DataError(
+            f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; raise "
+            "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
+        )
+    return Kept(kept, len(prompts) - len(kept))

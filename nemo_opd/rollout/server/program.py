@@ -1,0 +1,90 @@
+"""What the programs that serve a model have in common, seen from here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.server.http import Http
+
+Json = dict[str, Any]
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be served, and where."""
+
+    model: str
+    """A folder or a hub name."""
+    dtype: str
+    max_length: int | None
+    """Tokens of prompt and response together; by default the model's own limit."""
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What is the same in all requests."""
+
+    model: str
+    """The name the server gives it."""
+    end_ids: Sequence[int]
+    vocab_size: int
+    """Rows of the head that are tokens; those behind them must not be sampled."""
+    head_size: int
+    """Rows of the head; `vocab_size` where it is not known."""
+
+    @property
+    def bias(self) -> Json:
+        """In the form of OpenAI's `logit_bias`, what keeps those out that are no tokens; nothing where all are."""
+        no_tokens = range(self.vocab_size, self.head_size)
+        return {"logit_bias": {str(each): -100.0 for each in no_tokens}} if no_tokens else {}
+
+
+class Program(Protocol):
+    """One of the programs: its command line, its requests, its answers, and how it takes new weights."""
+
+    command: tuple[str, ...]
+    """Starts it where the user names no other."""
+    environment: Mapping[str, str]
+    path: str
+    """Of the requests for a completion."""
+    max_concurrency: int | None
+    hint: str
+    """How it must have been started, for errors about one that was not started by us."""
+
+    def name(self, model: str) -> str:
+        """What it calls the model when started by us."""
+        ...
+
+    def arguments(self, launch: Launch) -> list[str]:
+        """Follow the command."""
+        ...
+
+    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+        """Of a request for a completion."""
+        ...
+
+    def answer(self, reply: Json) -> Answer:
+        """Of the reply to it. Raises KeyError, TypeError or IndexError where the reply is of another form."""
+        ...
+
+    def served(self, http: Http) -> dict[str, str] | None:
+        """Name → what was loaded, of the models it serves; None where it loads whatever a request names."""
+        ...
+
+    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
+        """Have it sample with the weights in a folder from now on, and with nothing cached of the old ones.
+
+        Returns the model's name from now on. Raises RolloutError.
+        """
+        ...
+
+
+def openai_models(http: Http) -> dict[str, str]:
+    """What `/v1/models` lists."""
+    listed = http.get("/v1/models").get("data", [])
+    return {each["id"]: each.get("root") or each["id"] for each in listed}

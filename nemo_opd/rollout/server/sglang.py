@@ -1,0 +1,89 @@
+"""SGLang's server."""
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models
+
+NAME = "student"
+SEED_BITS = 31
+"""It hashes a seed of 32 bits with the token's position."""
+
+
+class SGLang(Program):
+    """SGLang by its native `/generate`, which takes and gives token ids; weights from a folder.
+
+    Log-probabilities are those before the temperature only where the environment says so, and seeds count only with
+    deterministic inference; both are switched on at its start.
+    """
+
+    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
+    environment: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    path = "/generate"
+    max_concurrency = None
+    hint = (
+        "an SGLang server must run with SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment and with "
+        "--enable-deterministic-inference"
+    )
+
+    def name(self, model: str) -> str:
+        return NAME
+
+    def arguments(self, launch: Launch) -> list[str]:
+        model = ["--model-path", launch.model, "--served-model-name", NAME, "--dtype", launch.dtype]
+        if launch.max_length is not None:
+            model += ["--context-length", str(launch.max_length)]
+        return [*model, "--host", HOST, "--port", str(launch.port), "--enable-deterministic-inference"]
+
+    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+        return {
+            "input_ids": request.prompt_ids.tolist(),
+            "return_logprob": True,
+            "sampling_params": {
+                "max_new_tokens": request.max_new_tokens,
+                "sampling_seed": short_seed(request.seed),
+                "temperature": sampling.temperature,
+                "top_p": sampling.top_p,
+                "top_k": -1 if sampling.top_k is None else sampling.top_k,
+                "min_p": 0.0,
+                "repetition_penalty": 1.0,
+                "ignore_eos": True,
+                "stop_token_ids": list(terms.end_ids),
+                "skip_special_tokens": False,
+                **terms.bias,
+            },
+        }
+
+    def answer(self, reply: Json) -> Answer:
+        about = reply["meta_info"]
+        # A list of (log-probability, id, text or None).
+        sampled = about.get("output_token_logprobs")
+        finish = about.get("finish_reason") or {}
+        return Answer(
+            ids=None if sampled is None else [each[1] for each in sampled],
+            logprobs=None if sampled is None else [each[0] for each in sampled],
+            finish_reason=finish.get("type"),
+            model=None,
+        )
+
+    def served(self, http: Http) -> dict[str, str] | None:
+        return openai_models(http)
+
+    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
+        body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
+        said = http.post("/update_weights_from_disk", body) or {}
+        if not said.get("success"):
+            raise RolloutError(f"{http.url} did not take the weights in {folder}: {said.get('message')}")
+        return name
+
+
+def short_seed(seed: int) -> int:
+    """Of all of the seed's bits."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - SEED_BITS)

@@ -1,0 +1,72 @@
+"""`transformers serve`, whose completions also take and give token ids: run as a module, with its options.
+
+A request whose prompt is a list of token ids is answered in the form vLLM has: `token_ids`, and in `logprobs` the
+log-probability of each at temperature 1, before top-p and top-k. Besides OpenAI's keys it takes `top_k`,
+`stop_token_ids` and `vocab_size`, the rows of the head that are tokens. A prompt that is a text goes its usual way.
+"""
+
+from typing import Any
+
+import numpy as np
+import typer
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from transformers.cli.serve import Serve
+from transformers.cli.serving import completion
+
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.hf import Sampler
+
+
+class TokenCompletions(completion.CompletionHandler):
+    """Samples what the request's own seed says, one sequence at a time in the model's thread."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        """Raises HTTPException with status 400 for a request that does not fit the model."""
+        if isinstance(body.get("prompt"), str):
+            return await super().handle_request(body, request_id)
+        model_id, model, _ = self._resolve_model(body)
+        manager: Any = self.generation_state.get_manager(model_id)
+        try:
+            sampled = await manager.async_submit(sample, model, body)
+        except (RolloutError, KeyError, TypeError, ValueError) as error:
+            raise HTTPException(400, detail=f"{type(error).__name__}: {error}") from error
+        return JSONResponse(reply(request_id, model_id.split("@")[0], sampled))
+
+
+def sample(model: Any, body: dict[str, Any]) -> Completion:
+    """Raises RolloutError as `Sampler.generate` does, KeyError for a request with a key missing."""
+    sampler = Sampler(
+        model,
+        end_ids=body["stop_token_ids"],
+        vocab_size=body["vocab_size"],
+        batch_size=1,
+        device=str(model.device),
+    )
+    request = Request(np.array(body["prompt"], np.int32), max_new_tokens=body["max_tokens"], seed=body["seed"])
+    sampling = Sampling(body["temperature"], body["top_p"], body["top_k"])
+    return sampler.generate([request], sampling, version=0)[0]
+
+
+def reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": "",
+        "token_ids": sampled.ids.tolist(),
+        "logprobs": {"token_logprobs": sampled.logprobs.tolist()},
+        "finish_reason": sampled.finish_reason,
+    }
+    return {"id": request_id, "object": "text_completion", "model": model, "choices": [choice]}
+
+
+def main() -> None:
+    # `Serve` looks the handler up when it is made.
+    completion.CompletionHandler = TokenCompletions  # type: ignore[misc]
+    app = typer.Typer()
+    app.command()(Serve)
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""vLLM's server."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.server.http import Http
+from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models
+
+NAME = "student"
+RESET_S = 30.0
+"""For requests that were given up to leave the cache."""
+
+
+class VLLM(Program):
+    """vLLM: token ids on request, log-probabilities as configured at its start, weights reloaded from a folder.
+
+    Its generators are seeded request by request, so what is batched together does not matter.
+    """
+
+    command: tuple[str, ...] = ("vllm", "serve")
+    # The calls for new weights are among those it has for development only.
+    environment: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    path = "/v1/completions"
+    max_concurrency = None
+    hint = (
+        "a vLLM server must run with VLLM_SERVER_DEV_MODE=1 in its environment and with --logprobs-mode raw_logprobs "
+        "--generation-config vllm"
+    )
+
+    def name(self, model: str) -> str:
+        return NAME
+
+    def arguments(self, launch: Launch) -> list[str]:
+        # The model's own generation settings would change how it samples where a request leaves something open.
+        options = ["--logprobs-mode", "raw_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
+        if launch.max_length is not None:
+            options += ["--max-model-len", str(launch.max_length)]
+        return [launch.model, "--host", HOST, "--port", str(launch.port), "--served-model-name", NAME, *options]
+
+    def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
+        return {
+            "model": terms.model,
+            "prompt": request.prompt_ids.tolist(),
+            "max_tokens": request.max_new_tokens,
+            "seed": request.seed,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": -1 if sampling.top_k is None else sampling.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "logprobs": 0,
+            "return_token_ids": True,
+            # Ours decide, and not what the folder's files say.
+            "ignore_eos": True,
+            "stop_token_ids": list(terms.end_ids),
+            **terms.bias,
+        }
+
+    def answer(self, reply: Json) -> Answer:
+        choice = reply["choices"][0]
+        logprobs = choice.get("logprobs") or {}
+        return Answer(
+            ids=choice.get("token_ids"),
+            logprobs=logprobs.get("token_logprobs"),
+            finish_reason=choice.get("finish_reason"),
+            model=reply.get("model"),
+        )
+
+    def served(self, http: Http) -> dict[str, str] | None:
+        return openai_models(http)
+
+    def load(self, http: Http, name: str, folder: Path, version: int) -> str:
+        http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        deadline = time.monotonic() + RESET_S
+        # Refused while a request that was given up still holds some of it.
+        while not (http.post("/reset_prefix_cache") or {}).get("success", True):
+            if time.monotonic() > deadline:
+                raise RolloutError(f"{http.url} cannot empty its prefix cache, which is of the old weights")
+            time.sleep(0.2)
+        return name

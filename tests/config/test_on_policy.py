@@ -1,0 +1,117 @@
+"""On-policy settings that cannot work together, each with the key, the value, the reason and the way out."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.load import from_dict, from_yaml, to_yaml
+from nemo_opd.config.loss import SameVocabTerm, TCADTerm
+from nemo_opd.config.on_policy import confidence_alphas
+from tests.config.test_validation import CROSS, SAME, VALID, message_of
+
+HF = {"type": "hf", "n": 4, "max_new_tokens": 16}
+NUMERIC = {"type": "numeric"}
+
+
+def on_policy(**sections: Any) -> dict[str, Any]:
+    data = copy.deepcopy(VALID) | {"teachers": [SAME], "loss": {"type": "same_vocab"}, "rollout": HF}
+    for name, section in sections.items():
+        data[name] = data[name] | section if name in ("data", "train") else section
+    return data
+
+
+def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
+    config = from_dict(on_policy(reward=NUMERIC, loss={"type": "tcad", "support_size": 8, "ce_weight": 0}))
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+    assert from_yaml(tmp_path / "config.yaml") == config
+    assert isinstance(config.term(0), TCADTerm)
+    assert confidence_alphas(config) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"train": {"global_batch_size": 18}},
+            "train.global_batch_size=18 counts rollouts, 4 of each prompt (rollout.n), of which it is no multiple; "
+            "write train.global_batch_size=20",
+        ),
+        ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
+        ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
+        ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes the other responses from"),
+        ({"rollout": HF | {"staleness": 1}}, "rollout: staleness=1: type=hf samples in the student's own processes"),
+        ({"rollout": {"type": "server", "overlap": True}}, "rollout: overlap=true samples with weights one step old"),
+        (
+            {"data": {"messages_key": "messages", "response_key": "response"}},
+            "data.response_key=response: with data.messages_key the response is what the assistant says last",
+        ),
+        ({"environment": {"type": "calculator"}}, "environment: turns need conversations; name their column"),
+        ({"reward": {"type": "environment"}}, "reward.type=environment: there is no environment"),
+        (
+            {
+                "data": {"messages_key": "messages"},
+                "environment": {"type": "calculator"},
+                "reward": {"type": "environment"},
+            },
+            "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it",
+        ),
+        ({"evaluation": {}}, "evaluation: answers are scored by the reward; set reward"),
+        ({"loss": {"type": "grpo"}}, "loss.type=grpo learns from rewards; set reward"),
+        (
+            {"loss": {"type": "grpo"}, "reward": NUMERIC, "rollout": HF | {"n": 1}},
+            "rollout.n=1: loss.type=grpo compares the rollouts of a prompt",
+        ),
+        (
+            {"loss": {"type": "grpo"}, "reward": NUMERIC, "logging": {"gradients_every": 5}},
+            "logging.gradients_every=5 compares the KD gradient with the CE gradient, but loss.kd_weight=0",
+        ),
+        (
+            {"loss": {"type": "tcad"}, "reward": NUMERIC | {"weighting_beta": 1.0}},
+            "loss.power_alpha and reward.weighting_beta both weigh rollouts; write loss.power_alpha=null",
+        ),
+        (
+            {
+                "teachers": [SAME, SAME | {"name": "b"}],
+                "loss": {"type": "tcad"},
+                "aggregation": {"type": "select_teacher"},
+            },
+            "loss.power_alpha weighs rollouts by the teacher's log-probability, and aggregation asks",
+        ),
+        (
+            {"teachers": [CROSS], "loss": {"type": "tcad"}},
+            "loss.type=tcad compares equal vocabularies, but teachers.0 (cross) is of type cross_tokenizer; use "
+            "loss=p_kl, write teachers.0.loss.type=p_kl",
+        ),
+        (
+            {"teachers": [CROSS], "loss": {"type": "grpo", "kd_weight": 0.1}, "reward": NUMERIC},
+            "loss.type=grpo compares equal vocabularies",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
+    assert message_of(on_policy(**sections)).startswith(message)
+
+
+@pytest.mark.parametrize("section", [{"reward": NUMERIC}, {"environment": {"type": "calculator"}}, {"evaluation": {}}])
+def test_a_run_without_rollouts_has_no_settings_for_them(section: dict[str, Any]) -> None:
+    key = next(iter(section))
+
+    assert message_of(on_policy(rollout=None, **section)).startswith(
+        f"{key} is about what the student samples, and this run samples nothing; add rollout=hf"
+    )
+
+
+@pytest.mark.parametrize("type_", ["grpo", "sampled_kl"])
+def test_losses_of_samples_need_rollouts(type_: str) -> None:
+    assert "add rollout=hf" in message_of(on_policy(rollout=None, loss={"type": type_}))
+
+
+def test_a_teacher_beside_grpo_is_an_exact_kl() -> None:
+    """The teacher's own loss, where it has none, is the divergence over the whole vocabulary."""
+    config = from_dict(on_policy(reward=NUMERIC, loss={"type": "grpo", "kd_weight": 0.1}))
+
+    assert config.term(0) == SameVocabTerm(divergence="reverse_kl")
+    assert config.active_names == ("same",)
+    assert from_dict(on_policy(reward=NUMERIC, loss={"type": "grpo"})).active_teachers == ()

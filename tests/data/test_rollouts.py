@@ -1,0 +1,243 @@
+"""Rollouts as samples: the ids that were sampled stay, and what each teacher learns from is the same text."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
+from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker, dataset_rollout
+from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
+from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.calculator import Calculator
+from nemo_opd.rollout.chat import ConversationRenderer
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.rollout.text import TextRenderer
+from tests.alignment.chat_fixture import with_template
+from tests.rollout.scripted import Scripted, asking, encoded, speaking
+from tests.rollout.templates import TAGGED, talking
+from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, real_tokenizer, sentencepiece
+
+STUDENT = byte_level(610)
+TEACHER = byte_level(455, DIGITS_ONE_BY_ONE, "<|im_end|>", ("<|endoftext|>",))
+PIECES = pieces_of(STUDENT)
+TEXT_CHARACTERS = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), max_size=30)
+
+
+def collected(ids: list[int], finish_reason: Any, prompt: str = "The quick") -> Rollout:
+    engine = Scripted(lambda request: (ids, finish_reason))
+    collector = Collector(
+        engine, TextRenderer(STUDENT), sampling=Sampling(), max_new_tokens=500, max_length=999, seed=0
+    )
+    return collector.collect([Prompt(6, prompt)], 1, 0)[0]
+
+
+def text_maker(teacher: Any = TEACHER, max_length: int = 999) -> RolloutSampleMaker:
+    cross = CrossTokenizerText.of(teacher, max_length, TokenAligner(STUDENT, teacher))
+    return RolloutSampleMaker(PIECES.lengths, (cross, SameTokenizer()))
+
+
+def learned(tokenizer: Any, tokens: Tokens) -> str:
+    """With special tokens by name."""
+    return tokenizer.decode(tokens.ids[tokens.loss_mask])
+
+
+def shuffled_tokens(text: str, seed: int) -> list[int]:
+    """Ids that spell the text, canonical or not: cut anywhere, also within a character."""
+    data, random = text.encode(), np.random.default_rng(seed)
+    by_bytes = {piece: i for i, piece in enumerate(PIECES.as_list()) if piece}
+    ids, start = [], 0
+    while start < len(data):
+        lengths = [n for n in range(1, 9) if data[start : start + n] in by_bytes and start + n <= len(data)]
+        length = int(random.choice(lengths))
+        ids.append(by_bytes[data[start : start + length]])
+        start += length
+    return ids
+
+
+@given(TEXT_CHARACTERS, st.integers(0, 2**32), st.sampled_from(["stop", "length"]))
+@settings(deadline=None, max_examples=60)
+def test_every_sampled_token_lies_in_a_chunk(text: str, seed: int, finish_reason: str) -> None:
+    """Of two byte-level tokenizers, where the bytes are text: nothing that the student said is lost, its end included.
+
+    The prompt ends with a digit, which the teacher's tokenizer keeps apart.
+    """
+    ids = shuffled_tokens(text, seed) + [STUDENT.eos_token_id] * (finish_reason == "stop")
+    if not ids:
+        return
+    sample = text_maker()(collected(ids, finish_reason, prompt="Fox 1"))
+    tokens = sample.teachers[0].tokens
+    assert sample.student.ids.tolist() == [*encoded(STUDENT, "Fox 1"), *ids]
+    assert sample.student.loss_mask.tolist() == [False] * len(encoded(STUDENT, "Fox 1")) + [True] * len(ids)
+    assert learned(TEACHER, tokens) == text + "<|im_end|>" * (finish_reason == "stop")
+    ours, theirs = aligned(sample)
+    assert (ours == sample.student.loss_mask).all()
+    assert (theirs == tokens.loss_mask).all()
+
+
+def test_a_teachers_token_across_the_prompts_end_is_not_learned() -> None:
+    assert len(encoded(TEACHER, "The")) == 1
+    sample = text_maker()(collected([*encoded(STUDENT, "e"), *encoded(STUDENT, " fox")], "length", prompt="Th"))
+    ours, theirs = aligned(sample)
+    assert learned(TEACHER, sample.teachers[0].tokens) == " fox"
+    assert STUDENT.decode(sample.student.ids[ours]) == TEACHER.decode(sample.teachers[0].tokens.ids[theirs]) == " fox"
+
+
+@given(st.lists(st.integers(0, PIECES.vocab_size - 1), min_size=1, max_size=25))
+@settings(deadline=None, max_examples=60)
+def test_whatever_was_sampled_is_a_sample(ids: list[int]) -> None:
+    """Invalid UTF-8 and special tokens anywhere; chunks hold the same bytes on both sides."""
+    for teacher in (TEACHER, sentencepiece()):
+        sample = text_maker(teacher)(collected(ids, "length"))
+        tokens, chunks = sample.teachers[0].tokens, sample.teachers[0].chunks
+        assert chunks is not None
+        for chunk in set(chunks.student.tolist()) - {-1}:
+            ours = b"".join(map(PIECES.bytes_of, sample.student.ids[chunks.student == chunk].tolist()))
+            theirs = b"".join(map(pieces_of(teacher).bytes_of, tokens.ids[chunks.teacher == chunk].tolist()))
+            assert ours == theirs
+
+
+def test_the_same_tokenizer_reads_the_same() -> None:
+    sample = text_maker()(collected([*encoded(STUDENT, " brown"), STUDENT.eos_token_id], "stop"))
+    assert sample.teachers[1].tokens is sample.student
+    assert sample.student.num_bytes.tolist() == PIECES.lengths[sample.student.ids].tolist()
+
+
+def test_a_teacher_reads_no_more_than_it_may() -> None:
+    rollout = collected(encoded(STUDENT, " brown fox jumps over 123 dogs"), "length")
+    whole, cut = text_maker()(rollout).teachers[0], text_maker(max_length=9)(rollout).teachers[0]
+    assert cut.tokens.ids.tolist() == whole.tokens.ids[:9].tolist()
+    assert cut.chunks is not None
+    assert whole.chunks is not None
+    assert cut.chunks.teacher.max() <= whole.chunks.teacher.max()
+    gone = set(whole.chunks.teacher[9:].tolist())
+    expected = np.where(np.isin(whole.chunks.student, list(gone)), -1, whole.chunks.student)
+    assert cut.chunks.student.tolist() == expected.tolist()
+
+
+def test_a_token_that_a_teacher_cannot_read_is_refused() -> None:
+    cross = CrossTokenizerText.of(TEACHER, 99, TokenAligner(STUDENT, TEACHER), vocab_size=300)
+    with pytest.raises(DataError, match="no embedding"):
+        RolloutSampleMaker(PIECES.lengths, (cross,))(collected(encoded(STUDENT, " the"), "length"))
+
+
+ROLES = """{% for m in messages %}<|endoftext|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|endoftext|>assistant
+{% endif %}"""
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
+EARLIER = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello, 東京"}]
+
+
+def conversation(tokenizer: Any, *turns: str, finish_reason: Any = "stop") -> Rollout:
+    engine = speaking(tokenizer, tokenizer.eos_token_id, *turns)
+    if finish_reason == "length":
+        engine = Scripted(lambda request: (encoded(tokenizer, turns[0]), "length"))
+    collector = Collector(
+        engine,
+        ConversationRenderer(tokenizer),
+        sampling=Sampling(),
+        max_new_tokens=99,
+        max_length=999,
+        environment=Calculator,
+        max_turns=3,
+    )
+    asked = [*EARLIER, {"role": "user", "content": "6 * 7?"}]
+    return collector.collect([Prompt(6, asked, answer="42")], 1, 0)[0]
+
+
+def chat_maker(student: Any, teacher: Any) -> RolloutSampleMaker:
+    cross = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    return RolloutSampleMaker(pieces_of(student).lengths, (cross,))
+
+
+def aligned(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    chunks = sample.teachers[0].chunks
+    assert chunks is not None
+    return chunks.student >= 0, chunks.teacher >= 0
+
+
+def test_a_teachers_template_around_the_students_turns() -> None:
+    """Only turns that were sampled are learned, with their ends; the assistant's earlier message is not."""
+    student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
+    rollout = conversation(student, f"I ask. {CALL}", "It is 42.")
+    assert (len(rollout.turns), rollout.env_reward) == (2, 1.0)
+    sample = chat_maker(student, teacher)(rollout)
+    tokens = sample.teachers[0].tokens
+    assert learned(student, sample.student) == f"I ask. {CALL}<|im_end|>It is 42.<|im_end|>"
+    assert learned(teacher, tokens) == f"I ask. {CALL}<|im_end|>It is 42.<|im_end|>"
+    ours, theirs = aligned(sample)
+    assert (ours == sample.student.loss_mask).all()
+    assert (theirs == tokens.loss_mask).all()
+    whole = teacher.apply_chat_template(list(rollout.messages), tokenize=False)
+    assert teacher.decode(tokens.ids) == whole.rstrip("\n")
+
+
+def test_a_turn_that_was_cut_has_no_end() -> None:
+    student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
+    sample = chat_maker(student, teacher)(conversation(student, "It is 4", finish_reason="length"))
+    assert learned(student, sample.student) == "It is 4"
+    assert learned(teacher, sample.teachers[0].tokens) == "It is 4"
+    assert sample.teachers[0].tokens.loss_mask[-1]
+
+
+def test_a_teacher_whose_template_takes_thinking_apart() -> None:
+    """Qwen's writes it anew, around what is trimmed; the sampled ids stay as they are."""
+    student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")
+    engine = speaking(student, student.eos_token_id, "<think>\nhm\n</think>\n\nIt is 42.")
+    collector = Collector(engine, ConversationRenderer(student), sampling=Sampling(), max_new_tokens=99, max_length=999)
+    (rollout,) = collector.collect([asking("6 * 7?")], 1, 0)
+    sample = chat_maker(student, teacher)(rollout)
+    ours, theirs = aligned(sample)
+    end = teacher.convert_ids_to_tokens(teacher.eos_token_id)
+    assert learned(teacher, sample.teachers[0].tokens) == f"<think>\nhm\n</think>\n\nIt is 42.{end}"
+    assert (ours == sample.student.loss_mask).all()
+    assert (theirs == sample.teachers[0].tokens.loss_mask).all()
+
+
+def test_nothing_said_but_the_end() -> None:
+    student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
+    sample = chat_maker(student, teacher)(conversation(student, ""))
+    assert learned(student, sample.student) == learned(teacher, sample.teachers[0].tokens) == "<|im_end|>"
+    assert aligned(sample)[0].sum() == 1
+
+
+def test_a_template_that_refuses_names_the_prompt() -> None:
+    student = talking("tagged")
+    teacher = with_template(TEACHER, TAGGED.replace("# system", "# s") + "{{ raise_exception('not me') }}")
+    rollout = conversation(student, "It is 42.")
+    with pytest.raises(AlignmentError, match=r"prompt 6 \(row\), sample 0: .*not me"):
+        chat_maker(student, teacher)(rollout)
+
+
+def test_a_dataset_text_is_made_the_same_way() -> None:
+    """Prompt and response in canonical tokens; cut, it has no end."""
+    prompt = Prompt(6, "The quick", response=" brown fox 123")
+    renderer = TextRenderer(STUDENT)
+    rollout = dataset_rollout(prompt, renderer, 999)
+    assert rollout.ids.tolist() == [*encoded(STUDENT, "The quick brown fox 123"), STUDENT.eos_token_id]
+    assert (rollout.version, rollout.finish_reason, rollout.responses) == (-1, "stop", (" brown fox 123",))
+    assert not rollout.logprobs.any()
+    sample = text_maker()(rollout)
+    assert learned(TEACHER, sample.teachers[0].tokens) == " brown fox 123<|im_end|>"
+    assert (aligned(sample)[0] == sample.student.loss_mask).all()
+    cut = dataset_rollout(prompt, renderer, len(rollout.ids) - 1)
+    assert (cut.finish_reason, cut.ids.tolist()) == ("length", rollout.ids[:-1].tolist())
+    assert learned(TEACHER, text_maker()(cut).teachers[0].tokens) == " brown fox 123"
+
+
+def test_a_dataset_conversation_is_made_the_same_way() -> None:
+    student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
+    prompt = Prompt(6, [*EARLIER, {"role": "user", "content": "6 * 7?"}], response="It is 42.")
+    rollout = dataset_rollout(prompt, ConversationRenderer(student), 999)
+    sample = chat_maker(student, teacher)(rollout)
+    assert learned(student, sample.student) == "It is 42.<|im_end|>"
+    assert learned(teacher, sample.teachers[0].tokens) == "It is 42.<|im_end|>"
+    assert rollout.messages[-1] == {"role": "assistant", "content": "It is 42."}
+    with pytest.raises(DataError, match=r"prompt 6 .* no response"):
+        dataset_rollout(Prompt(6, "a"), TextRenderer(STUDENT), 99)

@@ -1,0 +1,208 @@
+"""What every rollout engine does: a class of tests, of which each engine's own file makes a subclass with a fixture.
+
+    @pytest.fixture(scope="module")
+    def subject(tmp_path_factory) -> Iterator[Subject]: ...
+
+    class TestServerEngine(EngineContract): ...
+
+All tests of the class share one engine, since starting one may take long; the last of them closes it.
+"""
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
+from tests.tiny import save_model, train_tokenizer
+
+MAX_POSITIONS = 128
+NUM_MORE_ENDS = 12
+"""Ids that the generation config ends at beside EOS, so that sequences of random models do end."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Two random models in one shape with one tokenizer."""
+
+    first: Path
+    second: Path
+    vocab_size: int
+    end_ids: frozenset[int]
+
+
+@dataclass(frozen=True)
+class Subject:
+    engine: Engine
+    """Loaded with `folders.first`, as version 0."""
+    folders: Folders
+    tolerance: float = 1e-4
+    """Of a log-probability: float32 sums some hundred terms, whose rounding two layers of random weights enlarge."""
+
+
+def save_folders(folder: Path, extra_rows: int = 0) -> Folders:
+    """extra_rows: columns of the head beyond the tokenizer's vocabulary."""
+    tokenizer = train_tokenizer(r"\p{N}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", 300, "<|end|>")
+    ends = [int(tokenizer.eos_token_id), *range(100, 100 + NUM_MORE_ENDS)]
+    for seed, name in enumerate(("first", "second")):
+        save_model(folder / name, tokenizer, width=16, seed=seed, extra_rows=extra_rows)
+        (folder / name / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return Folders(folder / "first", folder / "second", len(tokenizer), frozenset(ends))
+
+
+def requests(count: int, *, max_new_tokens: int = 16) -> list[Request]:
+    """Prompts of different lengths; each its own seed."""
+    random = np.random.default_rng(3)
+    lengths = random.integers(1, 30, count)
+    prompts = [random.integers(120, 250, length).astype(np.int32) for length in lengths]
+    return [Request(prompt, max_new_tokens, i) for i, prompt in enumerate(prompts)]
+
+
+@cache
+def model_of(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+
+
+def forward_logprobs(folder: Path, ids: NDArray[np.int32], vocab_size: int) -> NDArray[np.float64]:
+    """[S, V]: row i is of what follows token i. One sequence, no cache, no padding."""
+    with torch.no_grad():
+        logits = model_of(folder)(torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[
+            0, :, :vocab_size
+        ]
+    return logits.log_softmax(-1).numpy()
+
+
+def forward_of(folder: Path, request: Request, ids: NDArray[np.int32], vocab_size: int) -> NDArray[np.float64]:
+    """[R, V]: the raw distribution that each of the sampled ids was drawn from."""
+    whole = np.concatenate([request.prompt_ids, ids])
+    return forward_logprobs(folder, whole, vocab_size)[len(request.prompt_ids) - 1 : -1]
+
+
+def assert_logprobs(subject: Subject, folder: Path, asked: list[Request], made: list[Completion]) -> None:
+    for request, completion in zip(asked, made, strict=True):
+        rows = forward_of(folder, request, completion.ids, subject.folders.vocab_size)
+        wanted = rows[np.arange(len(completion.ids)), completion.ids]
+        assert completion.logprobs.dtype == np.float32
+        np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=subject.tolerance)
+
+
+def same(left: list[Completion], right: list[Completion]) -> bool:
+    return [each.ids.tolist() for each in left] == [each.ids.tolist() for each in right]
+
+
+class EngineContract:
+    """Needs a fixture `subject`, of the module's scope, that gives a `Subject`."""
+
+    def test_nothing_is_asked(self, subject: Subject) -> None:
+        assert subject.engine.generate([], Sampling()) == []
+
+    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_p=0.8, top_k=20)], ids=["raw", "warped"])
+    def test_log_probabilities_are_raw_and_those_of_the_request_in_its_place(
+        self, subject: Subject, sampling: Sampling
+    ) -> None:
+        """Also where another distribution was drawn from, and with prompts that had to be padded or sorted."""
+        asked = requests(8)
+
+        made = subject.engine.generate(asked, sampling)
+
+        assert len(made) == len(asked)
+        assert_logprobs(subject, subject.folders.first, asked, made)
+
+    def test_a_sequence_ends_with_its_first_end_or_at_its_own_length(self, subject: Subject) -> None:
+        asked = [
+            Request(each.prompt_ids, limit, each.seed)
+            for each, limit in zip(requests(16), [1, 2, 5, 20] * 4, strict=True)
+        ]
+
+        made = subject.engine.generate(asked, Sampling())
+
+        assert {each.finish_reason for each in made} == {"stop", "length"}
+        for request, completion in zip(asked, made, strict=True):
+            ends = [int(each) in subject.folders.end_ids for each in completion.ids]
+            assert completion.ids.dtype == np.int32
+            assert len(completion.logprobs) == len(completion.ids)
+            assert not any(ends[:-1])
+            assert ends[-1] == (completion.finish_reason == "stop")
+            assert ends[-1] or len(completion.ids) == request.max_new_tokens
+
+    def test_ids_are_tokens(self, subject: Subject) -> None:
+        made = subject.engine.generate(requests(16), Sampling(temperature=3.0))
+
+        sampled = np.concatenate([each.ids for each in made])
+        assert 0 <= sampled.min() <= sampled.max() < subject.folders.vocab_size
+
+    def test_a_seed_decides_whatever_it_is_asked_with(self, subject: Subject) -> None:
+        asked = requests(8)
+        made = subject.engine.generate(asked, Sampling())
+
+        assert same(subject.engine.generate(asked, Sampling()), made)
+        assert same(subject.engine.generate(asked[::-1], Sampling()), made[::-1])
+        assert same(subject.engine.generate(asked[2:3], Sampling()), made[2:3])
+
+    def test_other_seeds_give_other_samples(self, subject: Subject) -> None:
+        prompt = requests(1)[0].prompt_ids
+        seeds = [0, 1, 2, 2**32, 2**63 - 1]
+
+        made = subject.engine.generate([Request(prompt, 12, seed) for seed in seeds], Sampling())
+
+        assert len({tuple(each.ids.tolist()) for each in made}) == len(seeds)
+
+    @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(top_k=1)], ids=["zero", "top 1"])
+    def test_greedy_takes_the_likeliest(self, subject: Subject, sampling: Sampling) -> None:
+        asked = requests(4)
+
+        made = subject.engine.generate(asked, sampling)
+
+        for request, completion in zip(asked, made, strict=True):
+            rows = forward_of(subject.folders.first, request, completion.ids, subject.folders.vocab_size)
+            assert completion.ids.tolist() == rows.argmax(-1).tolist()
+
+    def test_a_request_beyond_the_models_positions_is_refused(self, subject: Subject) -> None:
+        long = Request(np.full(MAX_POSITIONS - 3, 130, np.int32), 4, 0)
+
+        with pytest.raises(RolloutError, match=str(MAX_POSITIONS)):
+            subject.engine.generate([*requests(2), long], Sampling())
+
+    def test_weights_are_those_of_the_version(self, subject: Subject) -> None:
+        engine, folders, asked = subject.engine, subject.folders, requests(4)
+        assert engine.version == 0
+
+        engine.update_weights(folders.second, 7)
+        made = engine.generate(asked, Sampling())
+        assert engine.version == 7
+        assert {each.version for each in made} == {7}
+        assert_logprobs(subject, folders.second, asked, made)
+
+        engine.update_weights(folders.first, 0)
+        assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
+
+    def test_a_broken_folder_is_refused_and_the_weights_stay(self, subject: Subject, tmp_path: Path) -> None:
+        engine, asked = subject.engine, requests(4)
+        broken = tmp_path / "broken"
+        broken.mkdir()
+        for file in subject.folders.second.iterdir():
+            whole = file.read_bytes()
+            (broken / file.name).write_bytes(whole[: len(whole) // 2] if file.suffix == ".safetensors" else whole)
+
+        for folder in (broken, tmp_path / "none"):
+            with pytest.raises(RolloutError, match=folder.name):
+                engine.update_weights(folder, 9)
+
+        assert engine.version == 0
+        assert_logprobs(subject, subject.folders.first, asked, engine.generate(asked, Sampling()))
+
+    def test_zz_closed_it_samples_no_more(self, subject: Subject) -> None:
+        """The last: the engine is of no use to other tests afterwards."""
+        subject.engine.close()
+        subject.engine.close()
+
+        with pytest.raises(RolloutError, match="closed"):
+            subject.engine.generate(requests(1), Sampling())

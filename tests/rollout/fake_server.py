@@ -1,0 +1,102 @@
+"""A server that talks as vLLM does, and does what it is told: in a thread of a test, or run as a script.
+
+    python fake_server.py [anything] --port PORT
+
+As a script it does what the variable FAKE says.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+Json = dict[str, Any]
+Says = Callable[[Json], tuple[int, Json]]
+"""Status and body of the answer to a request for a completion."""
+LOGPROB = -0.5
+
+
+def fine(body: Json, **changes: Any) -> tuple[int, Json]:
+    """As many tokens as were asked for, the request's seed among them."""
+    ids = [body["seed"] % 50 + 1] * body["max_tokens"]
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [LOGPROB] * len(ids)}, "finish_reason": "length"}
+    return 200, {"model": changes.pop("model", "student"), "choices": [choice | changes]}
+
+
+class Handler(BaseHTTPRequestHandler):
+    says: Says
+    calls: list[tuple[str, Json]]
+
+    def do_GET(self) -> None:
+        self._reply(200, {"data": [{"id": "student", "root": "/models/student"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
+        self.calls.append((self.path, body))
+        self._reply(*(type(self).says(body) if self.path == "/v1/completions" else (200, {"success": True})))
+
+    def _reply(self, status: int, body: Json) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def make_server(port: int, says: Says) -> ThreadingHTTPServer:
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", port), type("Said", (Handler,), {"says": staticmethod(says), "calls": []})
+    )
+    server.daemon_threads = True
+    return server
+
+
+@contextmanager
+def fake_server(says: Says = fine) -> Iterator[tuple[str, list[tuple[str, Json]]]]:
+    """Its address, and the paths and bodies of what was posted to it."""
+    server = make_server(0, says)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", server.RequestHandlerClass.calls  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def dies(body: Json) -> tuple[int, Json]:
+    """But for a first request, the probe."""
+    if body["max_tokens"] == 1:
+        return fine(body)
+    print("out of memory, says the fake", flush=True)
+    os._exit(3)
+
+
+def main() -> None:
+    how = os.environ.get("FAKE", "")
+    print("environment:", json.dumps(dict(os.environ)), flush=True)
+    if how == "dies at once":
+        sys.exit("no such model, says the fake")
+    if how == "is never ready":
+        time.sleep(600)
+    if how == "has children":
+        # One in its own session that does not end when asked, and whose parent is gone.
+        stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+        orphaned = (
+            f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
+        )
+        subprocess.run([sys.executable, "-c", orphaned], check=True)
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    make_server(port, dies if how == "dies" else fine).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

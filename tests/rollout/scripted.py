@@ -1,0 +1,45 @@
+"""An engine that says what a table tells it, and prompts."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nemo_opd.rollout.base import Completion, FinishReason, Request, Sampling
+from nemo_opd.rollout.record import Prompt
+
+
+class Scripted:
+    """answer: request → the turn's ids and how it ended; log-probabilities count down from −1. Calls are kept."""
+
+    version = 7
+
+    def __init__(self, answer: Callable[[Request], tuple[Sequence[int], FinishReason]]) -> None:
+        self.answer, self.calls = answer, list[list[Request]]()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        self.calls.append(list(requests))
+        return [self.completion(*self.answer(request)) for request in requests]
+
+    def completion(self, ids: Sequence[int], finish_reason: FinishReason) -> Completion:
+        logprobs = -1 - np.arange(len(ids), dtype=np.float32)
+        return Completion(np.array(ids, np.int32), logprobs, finish_reason, self.version)
+
+    def update_weights(self, folder: Path, version: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def speaking(tokenizer: Any, end: int, *turns: str) -> Scripted:
+    """Each call says the next of the turns, in canonical tokens, and ends it."""
+    said = iter(turns)
+    return Scripted(lambda request: ([*encoded(tokenizer, next(said)), end], "stop"))
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def asking(text: str, index: int = 3, **others: Any) -> Prompt:
+    return Prompt(index, [{"role": "user", "content": text}], **others)

@@ -1,0 +1,123 @@
+"""Arithmetic: against Python's own, its limits, and what the environment pays."""
+
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.rollout.calculator import Calculator, evaluated, has_answer, result_of, written
+from nemo_opd.rollout.record import Prompt
+
+NUMBERS = st.one_of(st.integers(0, 999).map(str), st.decimals(0, 99, places=2).map(str))
+EXPRESSIONS = st.recursive(
+    NUMBERS,
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from("+-*/"), inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        inner.map(lambda e: f"-{e}"),
+    ),
+    max_leaves=6,
+)
+
+
+@given(EXPRESSIONS)
+@settings(deadline=None)
+def test_values_are_exact(expression: str) -> None:
+    """Against Python's evaluator with every literal made a fraction."""
+    exact = re.sub(r"\d+(?:\.\d+)?", lambda found: f"Fraction('{found[0]}')", expression)
+    try:
+        expected = eval(exact, {"Fraction": Fraction})
+    except ZeroDivisionError:
+        with pytest.raises(ArithmeticError, match="division by zero"):
+            evaluated(expression)
+        return
+    assert evaluated(expression) == expected
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("(12 + 3.5) * 4", "62"),
+        ("0.1 + 0.2", "0.3"),
+        ("1 / 3", "0.333333333333"),
+        ("2 ** 100", str(2**100)),
+        ("2 ** -2", "0.25"),
+        ("2 ** 0.5", "1.41421356237"),
+        ("6 × 7 ÷ 2 − 1", "20"),
+        (7, "7"),
+    ],
+)
+def test_results(expression: object, result: str) -> None:
+    assert result_of(calling(expression)) == result
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("1 / (2 - 2)", "division by zero"),
+        ("0 ** -1", "division by zero"),
+        ("9 ** 9 ** 9 ** 9", "too large"),
+        ("(10 ** 600) ** 0.5 * 10 ** 900 * 10 ** 900", "too large"),
+        ("2 ** 3000 * 2 ** 3000", "too large"),
+        ("1e999", "too large"),
+        ("(-8) ** 0.5", "root of a negative"),
+        ("__import__('os').system('true')", "no arithmetic"),
+        ("x + 1", "no arithmetic"),
+        ("True + 1", "no arithmetic"),
+        ("1 if 2 else 3", "no arithmetic"),
+        ("2 ^ 3", "no arithmetic"),
+        ("1 +", "cannot be read"),
+        ("", "cannot be read"),
+        ("(" * 250 + "1", "cannot be read"),
+        ("1+" * 200 + "1", "more than 300 characters"),
+        (None, "needs a string"),
+        (True, "needs a string"),
+    ],
+)
+def test_failures_are_told(expression: object, reason: str) -> None:
+    result = result_of(calling(expression))
+    assert result.startswith("error: ")
+    assert reason in result
+
+
+def test_unknown_tools_and_unreadable_calls_are_told() -> None:
+    assert "no tool 'search'" in result_of({"type": "function", "function": {"name": "search", "arguments": {}}})
+    assert "no JSON" in result_of({"type": "malformed", "text": "{", "error": "no JSON"})
+
+
+def test_large_numbers_are_written() -> None:
+    assert written(Fraction(10) ** 1000) == "1" + "0" * 1000
+    with pytest.raises(ArithmeticError, match="too large"):
+        written(Fraction(10**1000 + 1, 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "answer", "is_right"),
+    [
+        ("So 3 + 4 is 7.", "7", True),
+        ("First 7, then 8", "7", False),
+        ("It is 1,234.50", "1234.5", True),
+        ("-5", "#### -5", True),
+        ("seven", "7", False),
+        ("7", None, False),
+        ("7", "seven", False),
+    ],
+)
+def test_the_last_number_is_the_answer(text: str, answer: str | None, is_right: bool) -> None:
+    assert has_answer(text, answer) == is_right
+
+
+def test_turns_with_calls_go_on_and_the_others_are_paid() -> None:
+    calculator = Calculator()
+    assert calculator.reset(Prompt(0, [], answer="42")) == []
+    calls = [calling("6 * 7"), calling("1 / 0")]
+    step = calculator.step([{"role": "assistant", "content": "", "tool_calls": calls}])
+    assert [message["content"] for message in step.messages] == ["42", "error: division by zero"]
+    assert (step.done, step.reward, step.num_calls, step.num_failed_calls) == (False, 0.0, 2, 1)
+    step = calculator.step([{"role": "assistant", "content": "It is 42."}])
+    assert (step.done, step.reward, step.messages) == (True, 1.0, ())
+
+
+def calling(expression: object) -> dict[str, object]:
+    return {"type": "function", "function": {"name": "calculator", "arguments": {"expression": expression}}}

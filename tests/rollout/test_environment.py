@@ -1,0 +1,83 @@
+"""Environments that are loaded by name, and those that do not do their part."""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.environment import CalculatorEnvironment, FunctionEnvironment
+from nemo_opd.errors import ConfigError, RolloutError
+from nemo_opd.rollout.calculator import Calculator
+from nemo_opd.rollout.environment import EnvironmentStep, Played, build_environment
+from nemo_opd.rollout.record import Message, Prompt
+
+PROMPT = Prompt(11, [{"role": "user", "content": "?"}])
+
+
+class Echo:
+    """Answers whatever it was made with, once as the opening and once as the step."""
+
+    def __init__(self, opening: Any = (), step: Any = None) -> None:
+        self.opening, self.answer = opening, step
+
+    def reset(self, prompt: Prompt) -> list[Message]:
+        return self.opening
+
+    def step(self, messages: Sequence[Message]) -> EnvironmentStep:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The working folder is looked in, as with `python -m`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_own_world.py").write_text("from tests.rollout.test_environment import Echo as World\nx = 3\n")
+    assert build_environment(FunctionEnvironment(type="function", function="my_own_world:World")) is Echo
+    assert build_environment(CalculatorEnvironment(type="calculator")) is Calculator
+    for reference, reason in (
+        ("my_own_world:Nothing", "cannot be imported .AttributeError"),
+        ("no_such_world:World", "cannot be imported .ModuleNotFoundError"),
+        ("my_own_world:x", "it is a int"),
+        ("pathlib:Path", "without reset and step"),
+    ):
+        with pytest.raises(ConfigError, match=f"environment.function={reference}: .*{reason}"):
+            build_environment(FunctionEnvironment(type="function", function=reference))
+
+
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [
+        (KeyError("boom"), "step raised KeyError: 'boom'"),
+        (EnvironmentStep((), done=True, reward=math.nan), "it paid nan"),
+        (EnvironmentStep((), done=True, reward="1"), "it paid '1'"),  # type: ignore[arg-type]
+        (EnvironmentStep((), done=False), "says nothing"),
+        (EnvironmentStep("hello", done=False), "it says 'hello', no list"),  # type: ignore[arg-type]
+        (EnvironmentStep([{"role": "user"}], done=False), "no message with strings"),
+        (EnvironmentStep([{"role": "tool", "content": 3}], done=False), "no message with strings"),
+        (EnvironmentStep([{"role": "assistant", "content": "I"}], done=False), "as the assistant"),
+        (None, "step returned None"),
+    ],
+)
+def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str) -> None:
+    played = Played(lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11)
+    played.step([])
+    played._environment.answer = step  # type: ignore[attr-defined]
+    with pytest.raises(RolloutError, match=f"prompt 11, turn 2: .*{reason}"):
+        played.step([])
+
+
+def test_failing_before_the_first_turn() -> None:
+    with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it says 3"):
+        Played(Mute, 11).reset(PROMPT)
+    with pytest.raises(RolloutError, match="prompt 11, before the first turn: making it raised ZeroDivisionError"):
+        Played(lambda: 1 / 0, 11)  # type: ignore[arg-type, return-value]
+
+
+class Mute(Echo):
+    def reset(self, prompt: Prompt) -> Any:
+        return 3

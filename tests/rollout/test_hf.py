@@ -1,0 +1,204 @@
+"""transformers' generation as an engine: the contract, and what only this engine can do wrong."""
+
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
+
+from nemo_opd.demo import model_path
+from nemo_opd.errors import ModelError, RolloutError
+from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.hf import HFEngine, Sampler, end_ids
+from tests.models.families import VOCABULARY, model_of
+from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
+from tests.tokenizers_fixture import byte_level
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return save_folders(tmp_path_factory.mktemp("models"), extra_rows=20)
+
+
+@pytest.fixture(scope="module")
+def subject(folders: Folders) -> Iterator[Subject]:
+    engine = HFEngine(str(folders.first), dtype=torch.float32, device="cpu", batch_size=3)
+    yield Subject(engine, folders)
+    engine.close()
+
+
+class TestHFEngine(EngineContract):
+    """With a head that is wider than the vocabulary, and fewer rows in a batch than are asked for."""
+
+
+def sampler(model: PreTrainedModel, *, ends: tuple[int, ...] = (2,), batch_size: int = 16) -> Sampler:
+    return Sampler(model, end_ids=ends, vocab_size=VOCABULARY, batch_size=batch_size, device="cpu")
+
+
+def of_family(count: int, max_new_tokens: int = 12) -> list[Request]:
+    return [
+        Request(each.prompt_ids % VOCABULARY, max_new_tokens, each.seed)
+        for each in requests(count, max_new_tokens=max_new_tokens)
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "qwen3, norms of heads", "gemma3, two rotary embeddings"])
+def test_alone_and_in_batches_of_any_size_a_seed_gives_the_same(family: str) -> None:
+    """Padding on the left and sliding windows change nothing; nor does where a batch ends."""
+    model, asked = model_of(family), of_family(7)
+    alone = [sampler(model).generate([each], Sampling(), 3)[0] for each in asked]
+
+    for batch_size in (2, 16):
+        made = sampler(model, batch_size=batch_size).generate(asked, Sampling(), 3)
+        assert same(made, alone)
+        for left, right in zip(made, alone, strict=True):
+            # float32 rounding of logits of about 10, through two layers.
+            np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-4)
+
+
+def test_the_first_end_counts_where_padding_is_an_end_as_well() -> None:
+    """Id 0 pads what has ended; here it is sampled, too."""
+    model, asked = model_of("llama, tied"), of_family(12)
+    free = sampler(model, ends=()).generate(asked, Sampling(), 0)
+
+    made = sampler(model, ends=(0, 5, 9)).generate(asked, Sampling(), 0)
+
+    assert {each.finish_reason for each in free} == {"length"}
+    assert any(0 in each.ids for each in made)
+    for cut, whole in zip(made, free, strict=True):
+        at = np.flatnonzero(np.isin(whole.ids, (0, 5, 9)))
+        length = at[0] + 1 if len(at) else len(whole.ids)
+        np.testing.assert_array_equal(cut.ids, whole.ids[:length])
+        assert len(cut.logprobs) == length
+
+
+def test_an_end_in_the_prompt_ends_nothing() -> None:
+    model = model_of("llama, tied")
+    asked = [Request(np.array([2, 5, 2], np.int32), 5, seed) for seed in range(3)]
+
+    made = sampler(model).generate(asked, Sampling(), 0)
+
+    assert all(len(each.ids) == 5 or each.ids[-1] == 2 for each in made)
+    assert any(len(each.ids) > 1 for each in made)
+
+
+def test_nothing_that_comes_with_the_model_changes_how_it_samples() -> None:
+    """And it comes with the model again afterwards."""
+    model: Any = model_of("llama, tied")
+    wanted = sampler(model).generate(of_family(6), Sampling(), 0)
+    of_model = GenerationConfig(
+        do_sample=True,
+        temperature=0.1,
+        top_p=0.2,
+        top_k=3,
+        repetition_penalty=3.0,
+        no_repeat_ngram_size=1,
+        min_new_tokens=11,
+        max_length=7,
+        forced_eos_token_id=4,
+        suppress_tokens=list(range(5, 20)),
+        eos_token_id=[2, 7],
+        num_return_sequences=2,
+        use_cache=False,
+    )
+    model.generation_config = of_model
+    model.config.use_cache = False
+
+    made = sampler(model).generate(of_family(6), Sampling(), 0)
+
+    assert same(made, wanted)
+    assert model.generation_config is of_model
+
+
+def test_samples_are_distributed_as_the_model_says() -> None:
+    """χ² of the first token over the model's own probabilities; its 99.9 % quantile for 40 degrees is 73.4."""
+    model: Any = model_of("llama, tied")
+    # Flat, so that every token is expected some twenty times at least.
+    model.get_output_embeddings().weight.data *= 0.05
+    prompt, count = np.array([5, 6, 7], np.int32), 4000
+    with torch.no_grad():
+        expected = model(torch.tensor([[5, 6, 7]])).logits[0, -1].softmax(-1).numpy() * count
+
+    made = sampler(model, batch_size=1000).generate([Request(prompt, 1, seed) for seed in range(count)], Sampling(), 0)
+
+    found = np.bincount([each.ids[0] for each in made], minlength=VOCABULARY)
+    assert expected.min() > 20
+    assert ((found - expected) ** 2 / expected).sum() < 73.4
+
+
+def test_logits_that_are_not_finite_are_reported() -> None:
+    model: Any = model_of("llama, tied")
+    model.get_output_embeddings().weight.data.fill_(torch.nan)
+
+    with pytest.raises(RolloutError, match=r"not finite after \d+ tokens"):
+        sampler(model).generate(of_family(2), Sampling(), 0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "new", "told"),
+    [(60, 5, "make 65, and the model has 64"), (0, 5, "0 prompt"), (3, 0, "max_new_tokens=0")],
+)
+def test_requests_that_cannot_be_met_are_refused(prompt: int, new: int, told: str) -> None:
+    with pytest.raises(RolloutError, match=told):
+        sampler(model_of("llama, tied")).generate([Request(np.ones(prompt, np.int32), new, 0)], Sampling(), 0)
+
+
+def test_a_request_may_fill_the_models_positions() -> None:
+    made: list[Completion] = sampler(model_of("llama, tied"), ends=()).generate(
+        [Request(np.ones(60, np.int32), 4, 0)], Sampling(), 0
+    )
+
+    assert len(made[0].ids) == 4
+
+
+def test_the_demo_student_is_an_engine_by_its_name() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
+    prompt = np.array(tokenizer.encode("The answer"), np.int32)
+    engine = HFEngine("demo:student", dtype=torch.float32, device="cpu", batch_size=4, version=5)
+
+    made = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
+
+    assert engine.version == 5
+    assert [each.version for each in made] == [5, 5, 5]
+    engine.close()
+
+
+def test_weights_of_another_model_are_refused(folders: Folders) -> None:
+    engine = HFEngine(str(folders.first), dtype=torch.float32, device="cpu", batch_size=4)
+    made = engine.generate(requests(2), Sampling())
+
+    with pytest.raises(RolloutError, match=r"version 1 .* is another model than"):
+        engine.update_weights(model_path("student"), 1)
+
+    assert engine.version == 0
+    assert same(engine.generate(requests(2), Sampling()), made)
+
+
+def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        HFEngine(str(tmp_path / "nowhere"), dtype=torch.float32, device="cpu", batch_size=4)
+
+
+def test_ends_are_those_of_both_generation_configs_and_the_tokenizer(folders: Folders) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders.first)
+
+    assert end_ids(tokenizer) == folders.end_ids
+    assert end_ids(tokenizer, GenerationConfig(eos_token_id=7)) == folders.end_ids | {7}
+    assert end_ids(tokenizer, GenerationConfig(eos_token_id=[7, 8])) == folders.end_ids | {7, 8}
+
+
+def test_what_the_chat_template_ends_turns_with_is_an_end() -> None:
+    """Also where the tokenizer's EOS is another, as that of base models is."""
+    tokenizer = copy(byte_level(eos="<|endoftext|>", extra=("<|im_start|>", "<|im_end|>")))
+    own = {tokenizer.eos_token_id}
+    assert end_ids(tokenizer) == own
+
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    )
+
+    assert end_ids(tokenizer) == own | {tokenizer.convert_tokens_to_ids("<|im_end|>")}

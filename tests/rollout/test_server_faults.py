@@ -1,0 +1,245 @@
+"""A server that does not do its part: each fault is one clear error or a counted retry, in time."""
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.server.program import Terms
+from nemo_opd.rollout.server.sglang import SGLang
+from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine
+from tests.tiny import Tiny
+
+VOCAB = 64
+END = 60
+
+
+def asked(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
+    return [Request(np.array([1, 2, 3], np.int32), max_new_tokens, seed) for seed in range(count)]
+
+
+def engine_of(url: str, folder: Path, model: str | Path = "student", **settings: Any) -> ServerEngine:
+    return ServerEngine(
+        ServerRollout(url=url, **({"retries": 2, "request_timeout_s": 20} | settings)),
+        model=model,
+        vocab_size=VOCAB,
+        end_ids=[END],
+        dtype="float32",
+        workdir=folder,
+    )
+
+
+def after_the_probe(says: Says) -> Says:
+    """What is asked for one token gets it."""
+    return lambda body: fine(body) if body["max_tokens"] == 1 else says(body)
+
+
+def changed(**changes: Any) -> Says:
+    return lambda body: fine(body, **changes)
+
+
+def logprobs(*values: float) -> Json:
+    return {"logprobs": {"token_logprobs": list(values)}}
+
+
+def test_completions_are_in_the_requests_order(tmp_path: Path) -> None:
+    """The later ones are answered first."""
+
+    def says(body: Json) -> tuple[int, Json]:
+        time.sleep(0.1 / (1 + body["seed"]))
+        return fine(body)
+
+    with fake_server(says) as (url, _), engine_of(url, tmp_path, concurrency=4) as engine:
+        made = engine.generate(asked(8), Sampling())
+
+    assert [each.ids.tolist() for each in made] == [[seed + 1] * 4 for seed in range(8)]
+    assert all(each.logprobs.tolist() == [LOGPROB] * 4 for each in made)
+    assert {each.finish_reason for each in made} == {"length"}
+
+
+UNUSABLE = {
+    "no token ids": changed(token_ids=None),
+    "no log-probabilities": changed(logprobs=None),
+    "4 tokens and 3 log-probabilities": changed(**logprobs(-1, -1, -1)),
+    "5 tokens where at most 4": changed(token_ids=[1] * 5, **logprobs(*[-1.0] * 5)),
+    "outside the vocabulary of 64": changed(token_ids=[1, 2, 3, VOCAB]),
+    "nan is no log-probability": changed(**logprobs(-1, math.nan, -1, -1)),
+    "0.5 is no log-probability": changed(**logprobs(-1, 0.5, -1, -1)),
+    "'other' and not by 'student'": changed(model="other"),
+    "goes on after a token that ends": changed(token_ids=[1, END, 3, 4]),
+    r"ended \(stop\) with token 3": changed(token_ids=[1, 2, 3], finish_reason="stop", **logprobs(-1, -1, -1)),
+    "answer of another form": lambda body: (200, {"choices": []}),
+    "status 500": lambda body: (500, {"error": "again"}),
+}
+
+
+@pytest.mark.parametrize("reason", UNUSABLE)
+def test_an_unusable_answer_is_asked_for_again_and_then_an_error(reason: str, tmp_path: Path) -> None:
+    with fake_server(after_the_probe(UNUSABLE[reason])) as (url, calls), engine_of(url, tmp_path, retries=1) as engine:
+        with pytest.raises(RolloutError, match=reason) as caught:
+            engine.generate(asked(1), Sampling())
+
+        assert engine.retried == 1
+        assert len(calls) == 1 + 2
+
+    assert url in str(caught.value)
+    assert "prompt 0" in str(caught.value)
+    assert "rollout.retries=1" in str(caught.value)
+
+
+def test_what_fails_twice_and_then_works_is_counted(tmp_path: Path) -> None:
+    tries: dict[int, int] = {}
+
+    def says(body: Json) -> tuple[int, Json]:
+        tries[body["seed"]] = tries.get(body["seed"], 0) + 1
+        return (500, {}) if body["seed"] == 1 and tries[1] < 3 else fine(body)
+
+    with fake_server(after_the_probe(says)) as (url, _), engine_of(url, tmp_path) as engine:
+        made = engine.generate(asked(3), Sampling())
+
+        assert engine.retried == 2
+    assert [int(each.ids[0]) for each in made] == [1, 2, 3]
+
+
+def test_a_request_the_server_calls_wrong_is_not_sent_again(tmp_path: Path) -> None:
+    with fake_server(after_the_probe(lambda body: (400, {"error": "too long"}))) as (url, _):
+        with engine_of(url, tmp_path) as engine, pytest.raises(RolloutError, match=r"refused prompt 0: .*too long"):
+            engine.generate(asked(1), Sampling())
+
+        assert engine.retried == 0
+
+
+def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
+    def says(body: Json) -> tuple[int, Json]:
+        time.sleep(3 if body["seed"] == 1 else 0)
+        return fine(body)
+
+    with (
+        fake_server(after_the_probe(says)) as (url, _),
+        engine_of(url, tmp_path, request_timeout_s=0.4, retries=1) as engine,
+    ):
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match=r"prompt 1 .*no answer in 0.4 s \(rollout.request_timeout_s\)"):
+            engine.generate(asked(3), Sampling())
+
+    assert time.monotonic() - start < 2.5
+
+
+def test_an_address_without_a_server(tmp_path: Path) -> None:
+    with fake_server() as (url, _):
+        pass
+
+    with pytest.raises(RolloutError, match=f"rollout.url={url}: there is no healthy server"):
+        engine_of(url, tmp_path)
+
+
+def test_a_server_without_token_ids_is_refused_at_the_start(tmp_path: Path) -> None:
+    with (
+        fake_server(changed(token_ids=None)) as (url, _),
+        pytest.raises(RolloutError, match=r"no token ids; .*VLLM_SERVER_DEV_MODE"),
+    ):
+        engine_of(url, tmp_path, retries=0)
+
+
+def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
+    with fake_server() as (url, _), pytest.raises(RolloutError, match="serves student and not org/other"):
+        engine_of(url, tmp_path, model="org/other")
+
+
+def test_a_given_server_loads_the_students_weights_first(tiny: Tiny, tmp_path: Path) -> None:
+    """Whatever it was started with."""
+    with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
+        loaded = [body["kwargs"]["weights_path"] for path, body in calls if path == "/collective_rpc"]
+
+    assert loaded == [str(tiny.student)]
+
+
+def test_new_weights_wait_for_requests_under_way(tiny: Tiny, tmp_path: Path) -> None:
+    """Or what the old ones sampled would be called the new ones'."""
+    under_way = threading.Event()
+
+    def says(body: Json) -> tuple[int, Json]:
+        under_way.set()
+        time.sleep(0.3)
+        return fine(body)
+
+    with fake_server(after_the_probe(says)) as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
+        made: list[Any] = []
+        sampling = threading.Thread(target=lambda: made.extend(engine.generate(asked(2), Sampling())))
+        sampling.start()
+        under_way.wait()
+        engine.update_weights(tiny.student, 5)
+        sampling.join()
+        after = engine.generate(asked(1), Sampling())
+        order = [path for path, _ in calls]
+
+    assert {each.version for each in made} == {0}
+    assert after[0].version == engine.version == 5
+    # Load and probe; two samples; load; a sample. The cache goes after the weights, or it would fill with old ones.
+    assert order == [
+        *("/collective_rpc", "/reset_prefix_cache", "/v1/completions"),
+        *("/v1/completions", "/v1/completions"),
+        *("/collective_rpc", "/reset_prefix_cache", "/v1/completions"),
+    ]
+
+
+def test_weights_of_another_model_never_reach_the_server(tiny: Tiny, tmp_path: Path) -> None:
+    with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
+        with pytest.raises(RolloutError, match="another model than"):
+            engine.update_weights(tiny.teacher_same, 1)
+
+        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert [path for path, _ in calls].count("/collective_rpc") == 1
+
+
+def test_after_weights_that_were_not_taken_there_are_none(tiny: Tiny, tmp_path: Path) -> None:
+    with fake_server() as (url, _), engine_of(url, tmp_path, model=tiny.student) as engine:
+        engine._program.load = refuses  # type: ignore[method-assign]
+        with pytest.raises(RolloutError, match=r"version 1 .*not loaded: no room"):
+            engine.update_weights(tiny.student, 1)
+
+        with pytest.raises(RolloutError, match="cannot be used any more: version 1"):
+            engine.generate(asked(1), Sampling())
+
+
+def refuses(*_: Any) -> str:
+    raise RolloutError("no room")
+
+
+def test_rows_of_the_head_that_are_no_tokens_are_kept_out(tiny: Tiny, tmp_path: Path) -> None:
+    with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
+        body = calls[-1][1]
+
+    # The tiny student has 376 rows, and the engine was told of 64 tokens.
+    assert body["logit_bias"] == {str(each): -100.0 for each in range(VOCAB, 376)}
+
+
+def sglang_says(body: Json) -> tuple[int, Json]:
+    """As SGLang's documentation has it."""
+    count = body["sampling_params"]["max_new_tokens"]
+    sampled = [[LOGPROB, 7, None]] * count
+    return 200, {
+        "text": "…",
+        "meta_info": {"finish_reason": {"type": "length", "length": count}, "output_token_logprobs": sampled},
+    }
+
+
+def test_sglangs_own_form() -> None:
+    request = Request(np.array([4, 5], np.int32), 3, seed=2**40)
+    program = SGLang()
+
+    body = program.body(request, Sampling(0.5, top_k=9), Terms("student", [END], VOCAB, VOCAB))
+    answer = program.answer(sglang_says(body)[1])
+
+    assert body["input_ids"] == [4, 5]
+    assert body["sampling_params"]["stop_token_ids"] == [END]
+    assert 0 <= body["sampling_params"]["sampling_seed"] < 2**31
+    assert (answer.ids, answer.logprobs, answer.finish_reason) == ([7] * 3, [LOGPROB] * 3, "length")

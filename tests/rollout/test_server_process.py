@@ -1,0 +1,117 @@
+"""What a started server leaves behind: nothing, however it ends and however we do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.errors import RolloutError
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.server import ServerEngine
+from tests.rollout import fake_server
+
+MARK = "NEMO_OPD_TEST_SERVER"
+"""A variable that a server's processes inherit, by which they are found."""
+
+
+def started(how: str, folder: Path, timeout_s: float = 60) -> ServerEngine:
+    settings = ServerRollout(
+        command=(sys.executable, fake_server.__file__),
+        environment={"FAKE": how, MARK: str(folder)},
+        start_timeout_s=timeout_s,
+    )
+    return ServerEngine(settings, model="student", vocab_size=64, end_ids=[0], dtype="float32", workdir=folder)
+
+
+def left_of(folder: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def reaches(count: int, folder: Path) -> bool:
+    """Whether there are so many before long."""
+    deadline = time.monotonic() + 30
+    while len(left_of(folder)) != count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return len(left_of(folder)) == count
+
+
+def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a child in a session of its own that does not end when asked."""
+    for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
+        monkeypatch.setenv(name, "1")
+    engine = started("has children", tmp_path)
+
+    made = engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+    assert made[0].ids.tolist() == [6, 6]
+    assert len(left_of(tmp_path)) == 3  # the guard, the server, the child
+    assert all(os.getsid(pid) != os.getsid(0) for pid in left_of(tmp_path))
+    engine.close()
+
+    assert left_of(tmp_path) == []
+    world = json.loads((tmp_path / "server.log").read_text().splitlines()[0].removeprefix("environment: "))
+    assert not world.keys() & {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"}
+    with pytest.raises(RolloutError, match="closed"):
+        engine.generate([], Sampling())
+
+
+def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> None:
+    with started("dies", tmp_path) as engine:
+        start = time.monotonic()
+        with pytest.raises(RolloutError, match=r"(?s)died \(exit code 3; .*out of memory, says the fake"):
+            engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+
+        assert time.monotonic() - start < 10
+        with pytest.raises(RolloutError, match="died"):
+            engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+    assert left_of(tmp_path) == []
+
+
+def test_one_that_dies_at_its_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"(?s)died .*no such model, says the fake"):
+        started("dies at once", tmp_path)
+
+    assert left_of(tmp_path) == []
+
+
+def test_one_that_is_never_ready_is_given_up(tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"not ready in 0.5 s \(rollout.start_timeout_s\)"):
+        started("is never ready", tmp_path, timeout_s=0.5)
+
+    assert left_of(tmp_path) == []
+
+
+def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
+    settings = ServerRollout(command=("no-such-server",))
+
+    with pytest.raises(RolloutError, match=r"(?s)died .*cannot start no-such-server"):
+        ServerEngine(settings, model="student", vocab_size=64, end_ids=[0], dtype="float32", workdir=tmp_path)
+
+
+def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
+    script = (
+        "import sys, time; from pathlib import Path; from nemo_opd.rollout.server.process import ServerProcess\n"
+        "_, folder, *command = sys.argv; path = Path(folder)\n"
+        f"server = ServerProcess(command, {{'FAKE': 'has children', {MARK!r}: folder}}, path / 'server.log')\n"
+        "time.sleep(600)"
+    )
+    command = [sys.executable, "-c", script, tmp_path, sys.executable, fake_server.__file__, "--port", "0"]
+    with subprocess.Popen(command) as run:
+        assert reaches(3, tmp_path)
+        run.send_signal(signal.SIGKILL)
+
+    assert reaches(0, tmp_path)

@@ -1,0 +1,36 @@
+"""The contract on a real `transformers serve`, extended by token ids."""
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.rollout.server import ServerEngine
+from tests.rollout.contract import EngineContract, Subject, save_folders
+
+NEEDED = ("fastapi", "uvicorn", "openai")
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in NEEDED),
+    reason="`transformers serve` needs transformers[serving]",
+)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    folder = tmp_path_factory.mktemp("transformers")
+    folders = save_folders(folder, extra_rows=5)
+    with ServerEngine(
+        ServerRollout(program="transformers", environment={"OMP_NUM_THREADS": "1"}),
+        model=folders.first,
+        vocab_size=folders.vocab_size,
+        end_ids=folders.end_ids,
+        dtype="float32",
+        workdir=folder,
+    ) as engine:
+        yield Subject(engine, folders)
+
+
+class TestTransformers(EngineContract):
+    pass
