@@ -15,14 +15,16 @@ from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.formats import amount, change, clock
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
+from nemo_opd.logging.sample_table import samples_section
 
 NOTHING = ClosingTable(before=None, after=None)
 
 
 def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
-    """Writes report/*.png and report.html from metrics.jsonl, config.yaml and the closing table; returns the page.
+    """Writes report/*.png and report.html from the run's files and the closing table; returns the page.
 
-    Works on a run that is still going, without a closing table. Raises DataError where metrics.jsonl is damaged.
+    The files are metrics.jsonl, config.yaml and samples.jsonl, as far as they are there. Works on a run that is still
+    going, without a closing table. Raises DataError where one of them is damaged.
     """
     closing = closing or NOTHING
     metrics = output_dir / "metrics.jsonl"
@@ -59,10 +61,11 @@ def _page(records: Records, closing: ClosingTable, config_text: str, charts: lis
         _tiles(records, closing),
         _closing_section(closing),
         f'<div class="charts">{"".join(charts)}</div>' if charts else "",
+        samples_section(output_dir / "samples.jsonl"),
         _facts_section("Teachers", teacher_facts(config)),
         _facts_section("Run", run_facts(config)),
         _config_section(config_text),
-        "<footer>Made by nemo_opd from metrics.jsonl and config.yaml of this run.</footer>",
+        "<footer>Made by nemo_opd from the files of this run.</footer>",
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

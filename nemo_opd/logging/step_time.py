@@ -6,6 +6,7 @@ STEP = "perf/step_s"
 OTHER = "other"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "data": ("perf/data_wait_s",),
+    "rollout": ("perf/rollout_s",),
     # Beside a student that trains on other devices, only what it waits for them is time of the step.
     "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
     "handoff": ("perf/handoff_s",),

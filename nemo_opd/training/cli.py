@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from nemo_opd.config.load import run_with_hydra
+from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import OPDError, WorkerError
 
@@ -18,8 +18,13 @@ INTERRUPTED = 130
 
 def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
     """Run `task` with the command line's configuration. An error is one clear last line and exit status 1."""
+    main_with(task, RunConfig, config_dir=config_dir, config_name=config_name)
+
+
+def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
+    """As `main`, for a command with settings of its own."""
     try:
-        run_with_hydra(task, config_dir=config_dir, config_name=config_name)
+        run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
     except OPDError as error:
         if isinstance(error, WorkerError):
             print(error.traceback, file=sys.stderr)

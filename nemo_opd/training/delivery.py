@@ -9,7 +9,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Sides
-from nemo_opd.handoff.reach import Payload, check_reach, planned_readers
+from nemo_opd.handoff.reach import Payload, check_reach, planned_readers, planned_traffic
 from nemo_opd.training.layout import resolve_layout
 from nemo_opd.training.plan import Delivery
 from nemo_opd.training.sides import Side, longest
@@ -35,7 +35,7 @@ def plan_deliveries(
 ) -> tuple[Delivery, ...]:
     """Of each active teacher; layouts: the student's and the teachers'.
 
-    Raises ConfigError where a rank of the student would read on a node that the transport cannot reach.
+    Raises ConfigError where logits would have to be sent to a rank of the student on another node.
     """
     student, of_teachers = layouts
     deliveries = []
@@ -43,8 +43,14 @@ def plan_deliveries(
         sides = Sides(student, of_teachers[i], placement.student, placement.teachers[i])
         payload = payload_of(config, settings, teacher)
         check_reach(transport, settings.name, sides, payload)
-        deliveries.append(Delivery(sides, planned_readers(sides, payload)))
+        deliveries.append(Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload)))
     return tuple(deliveries)
+
+
+def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
+    """The most that a rank of the student keeps of what teachers on other nodes send; buffers: batches of each."""
+    by_rank = zip(*(delivery.traffic for delivery in deliveries), strict=True)
+    return max((sum(buffers * each.output + each.head for each in own) for own in by_rank), default=0)
 
 
 def payload_of(config: RunConfig, settings: Teacher, teacher: Side) -> Payload:

@@ -33,18 +33,44 @@ def resolve_device(cluster: Cluster) -> str:
 def resolve_placement(config: RunConfig, device: str) -> Placement:
     """The devices of every group. Raises ConfigError where they do not suffice or cannot be shared out."""
     cluster, num_teachers = config.cluster, len(config.active_teachers)
-    num_nodes, ranks_per_node = cluster.num_nodes, resolve_ranks(cluster, device) // cluster.num_nodes
+    num_ranks, num_nodes = resolve_ranks(cluster, device), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
-        return Placement.colocated(num_nodes=num_nodes, ranks_per_node=ranks_per_node, num_teachers=num_teachers)
+        require_equal_nodes(num_ranks, num_nodes)
+        return Placement.colocated(
+            num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers
+        )
+    sizes = separate_sizes(cluster, device, num_ranks, num_teachers)
+    models = (config.student, *config.active_teachers)
+    together = [model.parallelism.tp * model.parallelism.cp for model in models]
+    if fits_every_node(sizes, together, num_nodes):
+        student, *teachers = (size // num_nodes for size in sizes)
+        return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=teachers)
+    if sum(sizes) < num_nodes:
+        raise ConfigError(
+            f"cluster.num_nodes={num_nodes}: student and teachers have {sum(sizes)} ranks in all, which leaves nodes "
+            f"without any; write cluster.num_nodes={sum(sizes)}"
+        )
+    return Placement.consecutive(sizes, together=together, num_nodes=num_nodes)
+
+
+def separate_sizes(cluster: Cluster, device: str, num_ranks: int, num_teachers: int) -> tuple[int, ...]:
+    """Ranks of the student and of each teacher, on all nodes together. Raises ConfigError where GPUs do not suffice."""
     if device == "cpu":
-        given = teacher_ranks(cluster, num_teachers, cluster.cpu_ranks)
-        per_node = share_of_a_node(given, num_nodes)
-        return Placement.separate(num_nodes=num_nodes, student_per_node=ranks_per_node, teachers_per_node=per_node)
-    equal = ranks_per_node // (1 + num_teachers)
-    per_node = share_of_a_node(teacher_ranks(cluster, num_teachers, equal * num_nodes), num_nodes)
-    require_gpus_for_all(ranks_per_node, per_node)
-    return Placement.separate(
-        num_nodes=num_nodes, student_per_node=ranks_per_node - sum(per_node), teachers_per_node=per_node
+        return num_ranks, *teacher_ranks(cluster, num_teachers, num_ranks)
+    num_nodes, groups = cluster.num_nodes, 1 + num_teachers
+    of_every_node = num_ranks // num_nodes // groups * num_nodes
+    teachers = teacher_ranks(cluster, num_teachers, of_every_node or num_ranks // groups)
+    require_gpus_for_all(num_ranks, teachers, num_nodes)
+    return num_ranks - sum(teachers), *teachers
+
+
+def fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: int) -> bool:
+    """Whether nodes can have equally many ranks of each group, those that belong together (tp · cp) on one node.
+
+    Then a rank of the student reads what a teacher computed on its own.
+    """
+    return num_nodes == 1 or all(
+        size % num_nodes == 0 and size // num_nodes % ranks == 0 for size, ranks in zip(sizes, together, strict=True)
     )
 
 
@@ -76,12 +102,16 @@ def resolve_cpu_ranks(cluster: Cluster) -> int:
             f"cluster.cpu_ranks={cluster.cpu_ranks}: this machine has {num_cores()} cores; write "
             f"cluster.cpu_ranks={num_cores()} or fewer"
         )
-    if cluster.cpu_ranks % cluster.num_nodes:
-        raise ConfigError(
-            f"cluster.cpu_ranks={cluster.cpu_ranks}: {cluster.num_nodes} nodes (cluster.num_nodes) cannot have equally "
-            f"many; write cluster.cpu_ranks={next_multiple(cluster.cpu_ranks, cluster.num_nodes)}"
-        )
     return cluster.cpu_ranks
+
+
+def require_equal_nodes(num_ranks: int, num_nodes: int) -> None:
+    """On CPU; GPUs are counted by node. Raises ConfigError."""
+    if num_ranks % num_nodes:
+        raise ConfigError(
+            f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
+            f"cluster.cpu_ranks={next_multiple(num_ranks, num_nodes)}"
+        )
 
 
 def teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[int, ...]:
@@ -97,29 +127,18 @@ def teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[in
     return given
 
 
-def share_of_a_node(ranks: tuple[int, ...], num_nodes: int) -> tuple[int, ...]:
-    """Raises ConfigError where nodes would differ: then a rank of the student could not read on its own node."""
-    for count in ranks:
-        if count % num_nodes:
-            raise ConfigError(
-                f"cluster.teacher_ranks={count}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many, and a "
-                f"student's rank reads what a teacher computed on its own node; write cluster.teacher_ranks="
-                f"{next_multiple(count, num_nodes)}"
-            )
-    return tuple(count // num_nodes for count in ranks)
-
-
-def require_gpus_for_all(gpus_per_node: int, teachers_per_node: tuple[int, ...]) -> None:
-    if gpus_per_node <= len(teachers_per_node):
+def require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: int) -> None:
+    where = "the node" if num_nodes == 1 else f"the cluster of {num_nodes} nodes"
+    if num_gpus <= len(teachers):
         raise ConfigError(
-            f"cluster.placement=separate: each node needs a GPU for the student and for each of "
-            f"{len(teachers_per_node)} teachers, and has {gpus_per_node}; write cluster.placement=colocated"
+            f"cluster.placement=separate: a GPU is needed for the student and for each of {len(teachers)} "
+            f"teachers, and {where} has {num_gpus}; write cluster.placement=colocated"
         )
-    if sum(teachers_per_node) >= gpus_per_node:
+    if sum(teachers) >= num_gpus:
         raise ConfigError(
-            f"cluster.teacher_ranks: the teachers take {' + '.join(map(str, teachers_per_node))} of the "
-            f"{gpus_per_node} GPUs of a node, which leaves none for the student; lower it to "
-            f"{gpus_per_node // (1 + len(teachers_per_node))} for each teacher and node"
+            f"cluster.teacher_ranks: the teachers take {' + '.join(map(str, teachers))} of the {num_gpus} GPUs of "
+            f"{where}, which leaves none for the student; lower it to {num_gpus // (1 + len(teachers))} for each "
+            "teacher"
         )
 
 

@@ -1,18 +1,24 @@
 """The student and its teachers as the driver sees them."""
 
+import shutil
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out
+from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out, weighted_by_confidence
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
+from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.handoff.window import Window, windows
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced
+from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import Scored, TeacherWorker
@@ -66,12 +72,14 @@ class Models:
             student_vocab_size=plan.student.vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
+        self._alphas = confidence_alphas(plan.config)
         self._free_slots = deque(range(1 + plan.lookahead))
         with ExitStack() as stack:
             # Closed in reverse: the student drops its mappings before the teachers free their buffers.
             self.teachers = [stack.enter_context(group) for group in teacher_groups(cluster, plan)]
             self.student = stack.enter_context(student_group(cluster, plan))
             self.student.gather([group.ready for group in (self.student, *self.teachers)])
+            self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
     def ask(self, batch: Batch, about: str) -> Asked:
@@ -90,24 +98,27 @@ class Models:
     def answer(self, asked: Asked) -> Taught:
         """Wait for the teachers, and settle who has how much of a say in what."""
         by_teacher: list[list[Scored]] = self.student.gather(asked.calls)
-        batch = share_out(self._aggregation, asked.batch, self._scores(by_teacher, asked.batch), priors=self._priors)
+        scores = self._scores(by_teacher, asked.batch)
+        given = [each for each in scores if each is not None]
+        batch = share_out(self._aggregation, asked.batch, given, priors=self._priors)
+        batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
             windows([scored.handle for scored in by_rank], delivery.sides)
             for by_rank, delivery in zip(by_teacher, self._deliveries, strict=True)
         ]
+        self._links.bring(by_teacher_and_reader, asked.about)
         seconds = tuple(max(scored.seconds for scored in by_rank) for by_rank in by_teacher)
         return Taught(batch, asked.slot, self._by_student_rank(by_teacher_and_reader), seconds, asked.about)
 
     def _by_student_rank(self, by_teacher: Sequence[Sequence[Window]]) -> list[RankWindows]:
         return [tuple(by_rank[rank] for by_rank in by_teacher) for rank in range(self._grid.student.size)]
 
-    def _scores(self, by_teacher: Sequence[Sequence[Scored]], batch: Batch) -> list[SequenceScores]:
-        """Of each teacher that gives any, for the rows of the batch."""
-        scores = []
+    def _scores(self, by_teacher: Sequence[Sequence[Scored]], batch: Batch) -> list[SequenceScores | None]:
+        """Of each teacher for the rows of the batch; None for one that was not asked."""
+        scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
-            own = [by_rank[rank].scores for rank in leads(layout)]
-            if given := [each for each in own if each is not None]:
-                scores.append(joined(given, len(batch)))
+            given = [each for each in (by_rank[rank].scores for rank in leads(layout)) if each is not None]
+            scores.append(joined(given, len(batch)) if given else None)
         return scores
 
     def train_step(self, taught: Taught, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
@@ -132,6 +143,17 @@ class Models:
         metrics = reduced(self.student.call(method, arguments, about=taught.about), self._grid.student)
         self._free_slots.append(taught.slot)
         return metrics | share_metrics(self._parts, taught.batch)
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+        """A continuation of each prompt by the student, in order; each data-parallel index samples its own part."""
+        layout = self._grid.student
+        bounds = [len(requests) * d // layout.dp for d in range(layout.dp + 1)]
+        parts = [list(requests[start:stop]) for start, stop in pairwise(bounds)]
+        arguments = [(parts[layout.coordinates(rank)[0]], sampling, version) for rank in range(layout.size)]
+        by_rank: list[list[Completion]] = self.student.call(
+            "generate", arguments, about=f"rollouts of step {version + 1}"
+        )
+        return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         totals = []
@@ -165,7 +187,20 @@ class Models:
         self.close()
 
 
+def export_whole(models: Models, folder: Path) -> None:
+    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced."""
+    temporary = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        models.export(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
+    alphas = confidence_alphas(plan.config)
     return [
         WorkerGroup(
             cluster,
@@ -179,7 +214,7 @@ def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
                 "device": plan.device,
                 "transport": plan.transport,
                 "handoff": plan.config.handoff.type,
-                "score": plan.config.aggregation.score,
+                "score": plan.config.aggregation.score if alphas[i] is None else "log_probability",
                 "readers": plan.deliveries[i].readers,
                 "num_slots": 1 + plan.lookahead,
                 "gives_back": not plan.placement.is_separate,
@@ -203,6 +238,7 @@ def student_group(cluster: VirtualCluster, plan: Plan) -> WorkerGroup:
             "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
             "device": plan.device,
             "transport": plan.transport,
+            "end_ids": plan.data.end_ids if isinstance(plan.data, Prompts) else (),
         },
         plan.placement.student,
     )

@@ -1,7 +1,7 @@
 """The objective of a global step, from its reduced metrics (METHODS §7)."""
 
 from nemo_opd.aggregation import PART
-from nemo_opd.config.loss import Objective
+from nemo_opd.config.loss import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
 from nemo_opd.types import Mean, Metrics
@@ -25,6 +25,8 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
         kd = sum(metric.value() for name, metric in metrics.items() if name.startswith(PART))
         named[f"{phase}/kd"] = kd
         loss += config.loss.kd_weight * kd_scale * kd
+    if isinstance(config.loss, GRPOLoss):
+        loss += config.loss.policy_weight * named.get(f"{phase}/policy/loss", 0.0)
     named[f"{phase}/loss"] = loss
     return named
 

@@ -23,7 +23,7 @@ def distil(config: RunConfig) -> None:
         session.measure_start()
         for step in session.steps():
             record = train_step(session)
-            if session.is_due(config.train.validate_every) and plan.validation_documents is not None:
+            if session.is_due(config.train.validate_every) and plan.data.validation is not None:
                 record |= session.validate()
             session.loggers.log(step, record)
             if session.is_due(config.train.save_every) or session.interrupt.requested:

@@ -3,17 +3,17 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from datasets import Dataset
-
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.samples import SampleMaker
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Readers, Sides
-from nemo_opd.projection import Audit, ProjectionMatrix
+from nemo_opd.handoff.reach import Traffic
 from nemo_opd.training.batch_grid import BatchGrid
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory import MemoryEstimate
+from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.sides import TeacherPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,20 +23,18 @@ class StudentPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherPlan:
-    vocab_size: int
-    projection: ProjectionMatrix | None
-    """None where the teacher shares the student's tokenizer."""
-    audit: Audit | None
-
-
-@dataclass(frozen=True, slots=True)
 class Delivery:
     """From the ranks of a teacher to those of the student."""
 
     sides: Sides
     readers: tuple[Readers, ...]
     """By rank of the teacher."""
+    traffic: tuple[Traffic, ...]
+    """By rank of the student: what is sent to it from other nodes."""
+
+    @property
+    def crosses_nodes(self) -> bool:
+        return any(self.traffic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +54,7 @@ class Plan:
     student: StudentPlan
     teachers: tuple[TeacherPlan, ...]
     """One per active teacher."""
-    train_documents: Dataset
-    validation_documents: Dataset | None
-    sample_maker: SampleMaker
+    data: Corpus | Prompts
     steps_per_epoch: int
     total_steps: int
     memory: MemoryEstimate

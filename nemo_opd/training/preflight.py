@@ -1,16 +1,9 @@
 """Every check that can be made before a process starts. Each failure is one message: key, value, reason, way out."""
 
-from datasets import Dataset
-
-from nemo_opd.aggregation.routed import RoutedSampleMaker
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data import layout as columns
-from nemo_opd.data.documents import read_documents
-from nemo_opd.data.samples import SampleMaker
-from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.handoff.transport import transport_for
-from nemo_opd.training.delivery import plan_deliveries, resolve_layouts
+from nemo_opd.training.corpus import load_corpus
+from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import (
     progress_to_resume,
     require_batch_divides,
@@ -20,7 +13,8 @@ from nemo_opd.training.layout import (
 )
 from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
-from nemo_opd.training.sides import build_sample_maker, load_side, plan_teacher
+from nemo_opd.training.prompts import load_prompts
+from nemo_opd.training.sides import load_side, plan_teacher
 
 
 def preflight(config: RunConfig) -> Plan:
@@ -35,14 +29,13 @@ def preflight(config: RunConfig) -> Plan:
     student = load_side(config.student, "student", device)
     teachers = [load_side(settings, f"teachers.{i}", device) for i, settings in enumerate(config.active_teachers)]
     deliveries = plan_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
-    train_documents, validation_documents = load_data(config)
     teacher_plans = tuple(
         plan_teacher(i, settings, student, teacher)
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
-    sample_maker = make_samples(config, build_sample_maker(config, student, teachers))
-    require_readable(sample_maker, train_documents, "data.train")
-    steps_per_epoch = -(-len(train_documents) // config.train.global_batch_size)
+    data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
+    sequences = 1 if config.rollout is None else config.rollout.n
+    steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
     situation = Situation.of(
         config,
@@ -54,6 +47,7 @@ def preflight(config: RunConfig) -> Plan:
         lookahead=config.cluster.prefetch if placement.is_separate else 0,
         headless=config.handoff.type == "hidden_states",
         gives_back=not placement.is_separate,
+        arriving=arriving_bytes(deliveries, 1 + (config.cluster.prefetch if placement.is_separate else 0)),
     )
     config, memory = settle_memory(config, situation)
     return Plan(
@@ -68,33 +62,8 @@ def preflight(config: RunConfig) -> Plan:
         transport=transport,
         student=StudentPlan(student.vocab_size),
         teachers=teacher_plans,
-        train_documents=train_documents,
-        validation_documents=validation_documents,
-        sample_maker=sample_maker,
+        data=data,
         steps_per_epoch=steps_per_epoch,
         total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
         memory=memory,
     )
-
-
-def load_data(config: RunConfig) -> tuple[Dataset, Dataset | None]:
-    layout: columns.Layout = columns.layout_of(config.data)
-    if config.routing is not None:
-        layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
-    train = load_documents(config.data.train, layout, key="data.train")
-    if not config.data.validation.given:
-        return train, None
-    return train, load_documents(config.data.validation, layout, key="data.validation")
-
-
-def make_samples(config: RunConfig, make: SampleMaker) -> SampleMaker:
-    """As `make` does, for the one teacher of each document where the data name it."""
-    return make if config.routing is None else RoutedSampleMaker(make, config.active_names)
-
-
-def require_readable(make_sample: SampleMaker, documents: Dataset, key: str) -> None:
-    """Make the first sample. Raises DataError, naming `key`, for what would end the run at its first step."""
-    try:
-        make_sample(read_documents(documents, [0])[0])
-    except (AlignmentError, DataError) as error:
-        raise DataError(f"{key}: the first document cannot be used: {error}") from error

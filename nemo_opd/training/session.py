@@ -1,21 +1,20 @@
 """Everything a run holds open, and its progress."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
-from nemo_opd.data.loader import TrainLoader, validation_batches
+from nemo_opd.data.loader import TrainLoader
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
-from nemo_opd.training.lookahead import Lookahead
-from nemo_opd.training.models import Models
+from nemo_opd.training.lookahead import BatchSource, Lookahead
+from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.summary import run_summary
@@ -44,29 +43,21 @@ class Session:
         self.checkpoints.remove_incomplete()
         with ExitStack() as stack:
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
-            self.loader = stack.enter_context(
-                TrainLoader(
-                    plan.train_documents,
-                    plan.sample_maker,
-                    config.train.global_batch_size,
-                    config.run.seed,
-                    config.data.shuffle,
-                    config.data.num_workers,
-                )
-            )
+            self.source = stack.enter_context(self.open_source())
             if progress is not None:
                 self._restore_driver(progress)
             (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
             self.loggers.start(run_summary(plan), self.step)
             if not self.is_complete:
-                self.loader.start()
+                self.source.start()
             self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
             cluster = stack.enter_context(VirtualCluster(config.cluster, device=plan.device, placement=plan.placement))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:
                 self.models.load(self.checkpoints.path(progress.step))
+            self.connect(stack)
             self.lookahead = Lookahead(
-                self.loader, self.models, depth=plan.lookahead, steps=range(self.step + 1, plan.total_steps + 1)
+                self.source, self.models, depth=plan.lookahead, steps=range(self.step + 1, plan.total_steps + 1)
             )
             self.interrupt = stack.enter_context(Interrupt())
             self._stack = stack.pop_all()
@@ -79,7 +70,23 @@ class Session:
         self.step = progress.step
         self.kd_scale.ratio = progress.kd_ratio
         self.bits_per_byte = dict(progress.bits_per_byte)
-        self.loader.load_state_dict(progress.loader)
+        self.source.load_state_dict(progress.loader)
+
+    def open_source(self) -> BatchSource:
+        """Of training batches."""
+        config, corpus = self.config, self.plan.data
+        assert isinstance(corpus, Corpus)
+        return TrainLoader(
+            corpus.train,
+            corpus.make_sample,
+            config.train.global_batch_size,
+            config.run.seed,
+            config.data.shuffle,
+            config.data.num_workers,
+        )
+
+    def connect(self, stack: ExitStack) -> None:
+        """Called once the models are there, before the first batch is read; what `stack` holds is closed with them."""
 
     def steps(self) -> Iterator[int]:
         """The steps that remain, until the last or until someone asks the run to stop."""
@@ -102,7 +109,7 @@ class Session:
 
     def measure_start(self) -> None:
         """Validate the student as it is and the teachers, once in the life of a run."""
-        if self.step or self.plan.validation_documents is None:
+        if self.step or self.plan.data.validation is None:
             return
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
@@ -123,9 +130,7 @@ class Session:
         return named
 
     def _validation_batches(self) -> Iterator[Batch]:
-        documents = self.plan.validation_documents
-        assert documents is not None
-        return validation_batches(documents, self.plan.sample_maker, self.config.train.global_batch_size)
+        return self.plan.data.validation_batches(self.config.train.global_batch_size)
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
@@ -150,7 +155,7 @@ class Session:
 
     def finish(self) -> None:
         """Export the student, write the report and print the closing table."""
-        if self.student_after is None and self.plan.validation_documents is not None:
+        if self.student_after is None and self.plan.data.validation is not None:
             self.validate()  # a finished run that was started again
         self.loggers.phase("writing the model and the report")
         export_whole(self.models, self.plan.output_dir / "final")
@@ -171,15 +176,3 @@ class Session:
             after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
             teachers=tuple(teacher for teacher in teachers if teacher is not None),
         )
-
-
-def export_whole(models: Models, folder: Path) -> None:
-    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced."""
-    temporary = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        models.export(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -19,9 +19,8 @@ from nemo_opd.errors import ModelError, ProjectionError
 from nemo_opd.models.load import load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.projection import ProjectionMatrix, audit, cached_projection
+from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.memory import ModelSize, model_size
-from nemo_opd.training.plan import TeacherPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,14 @@ class Side:
     pieces: Pieces
     vocab_size: int
     """Ids that the tokenizer has and the model can read."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherPlan:
+    vocab_size: int
+    projection: ProjectionMatrix | None
+    """None where the teacher shares the student's tokenizer."""
+    audit: Audit | None
 
 
 def load_side(settings: Student | Teacher, key: str, device: str) -> Side:

@@ -1,6 +1,7 @@
 """What people are told about a run before it starts."""
 
 import platform
+from collections.abc import Sized
 
 import torch
 from rich.console import Console
@@ -8,11 +9,15 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.process_group import BACKENDS
+from nemo_opd.handoff.reach import Traffic
 from nemo_opd.logging import RunSummary, TeacherSummary
 from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.prompts import Prompts
 
 
 def run_summary(plan: Plan) -> RunSummary:
@@ -73,10 +78,9 @@ def print_plan(plan: Plan, console: Console) -> None:
 def batch_grid(plan: Plan) -> Table:
     train = plan.config.train
     table = Table("batch", "", title="Batch grid", title_justify="left")
-    validation, names = plan.validation_documents, plan.config.active_names
+    data, names = plan.data, plan.config.active_names
     rows = {
-        "training documents": f"{len(plan.train_documents):,}",
-        "validation documents": "none" if validation is None else f"{len(validation):,}",
+        **data_rows(data),
         "sequences a step": str(train.global_batch_size),
         "device": plan.device,
         "student": shown(plan.student_layout),
@@ -89,10 +93,40 @@ def batch_grid(plan: Plan) -> Table:
         "steps": f"{plan.total_steps:,}",
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
-    }
+    } | between_nodes(plan)
     for name, value in rows.items():
         table.add_row(name, value)
     return table
+
+
+def between_nodes(plan: Plan) -> dict[str, str]:
+    """What of each teacher is sent over the network; nothing where all of it is read on the node it is made on."""
+    by = BACKENDS[plan.device]
+    rows = {}
+    for name, delivery in zip(plan.config.active_names, plan.deliveries, strict=True):
+        if delivery.crosses_nodes:
+            total = sum(delivery.traffic, Traffic())
+            rows[f"{name}, between nodes"] = (
+                f"{amount(total.output)} of hidden states a step, {amount(total.head)} of heads once, by {by}"
+            )
+    return rows
+
+
+def amount(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
+
+
+def data_rows(data: Corpus | Prompts) -> dict[str, str]:
+    def counted(part: Sized | None) -> str:
+        return "none" if part is None else f"{len(part):,}"
+
+    if isinstance(data, Corpus):
+        return {"training documents": counted(data.train), "validation documents": counted(data.validation)}
+    return {
+        "prompts": f"{counted(data.train)}, {data.train.num_dropped:,} too long left out",
+        "validation documents": counted(data.validation),
+        "questions": counted(data.evaluation),
+    }
 
 
 def shown(layout: Layout) -> str:

@@ -40,6 +40,14 @@ LOADING_STUDENT = Task("loading the student", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
 FORWARD = Task("the student's forward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TEACHERS, TP_OF_STUDENT))
 LOSS = Task("a chunk of a loss", (SHORTER, OFFLOAD_TEACHERS, CHECKPOINTING, TP_OF_STUDENT))
 BACKWARD = Task("the student's backward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TEACHERS, TP_OF_STUDENT))
+ARRIVALS = Task(
+    "making room for the output of teachers on other nodes",
+    (f"{SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", OFFLOAD_STUDENT),
+)
+ROLLOUT = Task(
+    "the student's rollouts",
+    ("lower rollout.batch_size", "lower rollout.max_new_tokens", OFFLOAD_TEACHERS, "rollout=server"),
+)
 OPTIMIZER = Task("the optimizer's step", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
 
 

@@ -1,6 +1,6 @@
 """The student on one data-parallel rank."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from nemo_opd.aggregation import build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
+from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.optim import AdamW, Scheduler
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
+from nemo_opd.handoff.arrivals import Arrivals
+from nemo_opd.handoff.base import Handle
+from nemo_opd.handoff.link import Meeting
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
 from nemo_opd.logging.metrics import merge
@@ -26,15 +31,19 @@ from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import PlannedLoss, compute_together
+from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.models.export import save_adapted, save_pretrained
+from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.load import load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Batch, Last, Max, Mean, Metric, Normalizers, Sum
+from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.hf import Sampler
+from nemo_opd.types import Batch, Last, Max, Mean, Metric, Normalizers, SampledRows, Sum
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
-from nemo_opd.workers.memory import BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, needs_memory
+from nemo_opd.workers.memory import ARRIVALS, BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, ROLLOUT, needs_memory
 from nemo_opd.workers.offload import resident
 from nemo_opd.workers.phases import Phases
 
@@ -53,7 +62,8 @@ class StudentStep:
     """Form the KD and the CE gradient apart and say how they compare."""
 
 
-Objective = Literal["kd", "ce"]
+Objective = Literal["kd", "ce", "policy"]
+OBJECTIVES: tuple[Objective, ...] = ("kd", "ce", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,7 @@ class MicroBatch:
     batch: Batch
     teacher_logits: list[LogitRows]
     """Per teacher [b, T, W], read from the handed-over buffers."""
-    kd_units: tuple[int, ...]
+    kd_units: tuple[float, ...]
     """What the parts of KD are divided by, of these rows."""
 
 
@@ -71,7 +81,7 @@ class StudentWorker:
     """Trains on this rank's rows with what the teachers' workers of the same rank handed over.
 
     Communicates, over the student's own group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the
-    gradient's norm, and what checkpoints need.
+    gradient's norm, and what checkpoints need. Over links of their own: what teachers on other nodes send.
     """
 
     def __init__(
@@ -84,8 +94,12 @@ class StudentWorker:
         teacher_vocab_sizes: Sequence[int],
         device: str,
         transport: str,
+        end_ids: Collection[int] = (),
     ) -> None:
-        """Vocabulary sizes are the tokenizers'; `projections` has None for a teacher with the student's tokenizer."""
+        """Vocabulary sizes are the tokenizers'; `projections` has None for a teacher with the student's tokenizer.
+
+        end_ids: tokens that end what the student samples.
+        """
         self.config = config
         self.parts = build_parts(
             config, projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
@@ -95,7 +109,7 @@ class StudentWorker:
         self.phases = Phases(device)
         self.offload = config.student.offload is True
         parallelism = config.student.parallelism
-        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
         self.averaged_over = fsdp_axis(mesh).size()
         compute, lora = compute_dtype(config.student.dtype, device), config.student.lora
         self.adapters = None if lora is None else Adapters(lora, config.student.model, config.run.seed)
@@ -122,8 +136,10 @@ class StudentWorker:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
+        self.end_ids = end_ids
         _, receiver = TRANSPORTS[transport]
         self.receiver = receiver(dist.get_rank())
+        self.arrivals = Arrivals(self.receiver, device)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """One optimizer step; the metrics are this rank's share."""
@@ -137,7 +153,7 @@ class StudentWorker:
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
-        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, ("kd", "ce"))
+        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, OBJECTIVES)
         learning_rate = self.scheduler.get_last_lr()[0]
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
@@ -190,7 +206,7 @@ class StudentWorker:
             ce = cross_entropy.plan(
                 logits,
                 batch.student.ids,
-                mask=batch.student.loss_mask,
+                mask=batch.label_mask,
                 normalizer=step.normalizers.ce,
                 vocab_size=self.vocab_size,
             )
@@ -198,7 +214,50 @@ class StudentWorker:
         if "kd" in objectives:
             parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.kd_units, step.normalizers.kd)
             losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
+        if "policy" in objectives and batch.sampled is not None:
+            losses += self._of_rollouts(logits, micro, batch.sampled, step.normalizers)
         return losses
+
+    def _of_rollouts(
+        self, logits: LogitRows, micro: MicroBatch, sampled: SampledRows, normalizers: Normalizers
+    ) -> list[PlannedLoss]:
+        """What is learned from rewards, and what is said of sampled sequences."""
+        settings, batch = self.config.loss, micro.batch
+        said = self.parts.plan_statistics(logits, micro.teacher_logits, batch, vocab_size=self.vocab_size)
+        if not isinstance(settings, GRPOLoss):
+            return said
+        policy = grpo.plan(
+            logits,
+            ids=batch.student.ids,
+            mask=batch.sampled_mask,
+            logprobs=sampled.logprobs,
+            advantages=sampled.advantages,
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            dual_clip=settings.dual_clip,
+            normalizer=normalizers.policy,
+            vocab_size=self.vocab_size,
+        )
+        return [*said, policy.times(settings.policy_weight)]
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+        """Continue each prompt with the model as it is, of `version`; in order.
+
+        Ranks of a tensor-parallel group must be given the same requests. Communicates as `generating` does.
+        """
+        rollout = self.config.rollout
+        assert isinstance(rollout, HFRollout)
+        sampler = Sampler(
+            self.model,
+            end_ids=self.end_ids,
+            vocab_size=self.vocab_size,
+            batch_size=rollout.batch_size,
+            device=self.device,
+        )
+        ready = generating(self.model, self.mesh, self.config.student.parallelism)
+        with needs_memory(ROLLOUT), self._with_model(), ready:
+            return sampler.generate(requests, sampling, version)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, windows: tuple[Window, ...]) -> dict[str, Metric]:
@@ -211,7 +270,7 @@ class StudentWorker:
                 logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
                 own, size = micro.batch.student, self.vocab_size
                 asked = [
-                    *self._losses(logits, micro, step, ("kd", "ce")),
+                    *self._losses(logits, micro, step, OBJECTIVES),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
@@ -261,8 +320,18 @@ class StudentWorker:
             else:
                 save_adapted(self.model, self.adapters, tokenizer, folder, dtype)
 
+    def join_links(self, meetings: Sequence[Meeting | None]) -> None:
+        """By teacher; None: all that is read of it can be mapped. Every rank must call it."""
+        self.arrivals.join(meetings)
+
+    def receive(self, arrivals: Sequence[Sequence[Handle]]) -> None:
+        """By teacher, what its ranks on other nodes send now, to be read through windows afterwards."""
+        with needs_memory(ARRIVALS):
+            self.arrivals.receive(arrivals)
+
     def close(self) -> None:
         """Drop the mappings of teachers' buffers, so that their owners can free them."""
+        self.arrivals.close()
         self.receiver.close()
 
 

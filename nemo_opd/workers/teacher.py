@@ -15,8 +15,10 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
+from nemo_opd.handoff.link import Link, Meeting
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
 from nemo_opd.handoff.plan import Readers
+from nemo_opd.handoff.post import Sending
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.head import Headless, WithHead
@@ -43,7 +45,8 @@ class Scored:
 class TeacherWorker:
     """Scores this rank's rows and leaves its output where the student's worker of the same rank can map it.
 
-    Communicates FSDP2's all-gathers of parameters over the teacher's own group, nothing else.
+    Communicates FSDP2's all-gathers of parameters over the teacher's own group, and over a link to the student's what
+    is read on other nodes, where there is any.
     """
 
     def __init__(
@@ -95,6 +98,8 @@ class TeacherWorker:
         self.logit_rows: Headless | WithHead
         """Ids [B, T] → logits [B, T, own columns], of the kind that `writer` takes."""
         self.writer: HiddenStatesWriter | LogitsWriter
+        self.link: Link | None = None
+        """None where nothing of it is read on another node."""
         if handoff == "hidden_states":
             headless = Headless(self.model, key=key, mesh=mesh, parallelism=parallelism)
             self.logit_rows = headless
@@ -147,7 +152,21 @@ class TeacherWorker:
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
 
+    def join_link(self, meeting: Meeting) -> None:
+        """To the student's ranks, all of which join it, as all of the teacher's do."""
+        self.link = Link(meeting, meeting.teacher(dist.get_rank()), self.device)
+
+    def send(self, sendings: Sequence[Sending]) -> None:
+        """Cells of what `forward` has written, to ranks that receive them now."""
+        assert self.link is not None
+        buffers = {sender.identity: sender for sender in self.writer.senders}
+        parcels = [(each.parcel, each.student_rank) for each in sendings]
+        with needs_memory(self._buffer_task):
+            self.link.send([(parcel.cells(buffers[parcel.sender].last), rank) for parcel, rank in parcels])
+
     def close(self) -> None:
         """Release the buffers; the student must have dropped its mappings."""
+        if self.link is not None:
+            self.link.close()
         self.writer.close()
         place(self.model, None, "cpu")

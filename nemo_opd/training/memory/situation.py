@@ -58,6 +58,8 @@ class Situation:
     """The student's losses read hidden states and head, and its logits are never there."""
     gives_back: bool = False
     """A worker that has done its part of a step returns to the device what it does not hold any more."""
+    arriving: int = 0
+    """Bytes that a rank of the student keeps of what teachers on other nodes send."""
 
     @staticmethod
     def of(
@@ -71,6 +73,7 @@ class Situation:
         lookahead: int,
         headless: bool,
         gives_back: bool,
+        arriving: int = 0,
     ) -> Situation:
         """sizes, vocab_sizes (of the tokenizers), layouts: of the student first, and of every active teacher."""
         student, *teachers = (
@@ -79,7 +82,7 @@ class Situation:
                 (config.student, *config.active_teachers), sizes, vocab_sizes, layouts, strict=True
             )
         )
-        return Situation(student, tuple(teachers), machine, transport, lookahead, headless, gives_back)
+        return Situation(student, tuple(teachers), machine, transport, lookahead, headless, gives_back, arriving)
 
 
 def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
@@ -122,12 +125,6 @@ def on_host(processes: Sequence[Process], machine: Machine) -> Memory:
 
 def student_job(config: RunConfig, situation: Situation) -> StudentJob:
     device, student = situation.machine.device, situation.student
-    apart = config.cluster.placement == "separate"
-    window = sum(
-        window_bytes(job, student.layout.dp)
-        for job in teacher_jobs(config, situation)
-        if apart or job.setup.layout.cp > 1 or student.layout.dp % job.setup.layout.dp
-    )
     return StudentJob(
         config=config,
         setup=student,
@@ -135,7 +132,8 @@ def student_job(config: RunConfig, situation: Situation) -> StudentJob:
         compute_bytes=compute_dtype(config.student.dtype, device).itemsize,
         headless=situation.headless,
         widest_vocabulary=max(setup.vocab_size for setup in (student, *situation.teachers)),
-        window=window,
+        window=sum(map(window_bytes, teacher_jobs(config, situation))),
+        arriving=situation.arriving,
     )
 
 

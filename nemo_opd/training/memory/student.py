@@ -32,7 +32,9 @@ class StudentJob:
     widest_vocabulary: int
     """Of the student's and the teachers' tokenizers."""
     window: int
-    """Bytes of the teachers' output that has to be put together on this rank; 0 where it is read where it is."""
+    """Bytes of the teachers' output of a microbatch that is put together; 0 where it is read where it is."""
+    arriving: int = 0
+    """Bytes of what teachers on other nodes send, which stays."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -114,7 +116,8 @@ def pass_parts(job: StudentJob, trained: int) -> list[Part]:
         *(Part(OWNER, name, {phase: of[i] for phase, of in phases.items()}) for i, name in enumerate(PASS_NAMES)),
         *(hidden_parts(job) if job.headless else logits_parts(job)),
         Part(OWNER, "chunk of a loss", during(chunk_bytes(job), Phase.LOSS)),
-        Part(OWNER, "teachers' output put together", during(job.window, *STUDENT_PHASES)),
+        Part(OWNER, "teachers' output put together", during(job.window, Phase.LOSS, Phase.BACKWARD)),
+        Part(OWNER, "output of teachers on other nodes", during(job.arriving, Phase.TEACHERS, *STUDENT_PHASES)),
     ]
 
 
@@ -167,10 +170,12 @@ def hidden_parts(job: StudentJob) -> list[Part]:
 
 
 def block_bytes(job: StudentJob) -> int:
-    """Rows that are made by one product with the head, and their gradient in fp32."""
-    row = job.setup.vocab_size * job.compute_bytes
-    made = min(budget(job), job.work.rows * job.work.length * row)
-    return made + made * FP32 // job.compute_bytes
+    """Rows that are made by one product with each head, which share a budget, and the student's gradient in fp32."""
+    num_teachers = len(job.config.active_teachers)
+    most, positions = budget(job) // (1 + num_teachers), job.work.rows * job.work.length
+    made = min(most, positions * job.setup.vocab_size * job.compute_bytes)
+    of_teachers = num_teachers * min(most, positions * job.widest_vocabulary * job.compute_bytes)
+    return made + made * FP32 // job.compute_bytes + of_teachers
 
 
 def chunk_bytes(job: StudentJob) -> int:

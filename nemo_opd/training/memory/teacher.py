@@ -112,9 +112,9 @@ def logits_bytes(job: TeacherJob) -> int:
 
 
 def handed_over(job: TeacherJob) -> tuple[Part, ...]:
-    """Buffers that stay from the first batch on: of this rank's rows, positions and columns."""
+    """Buffers that stay from the first batch on: of this rank's rows and columns; of all positions, under cp too."""
     name, t, size = job.settings.name, job.item_bytes, job.setup.size
-    positions = job.buffers * job.rows * -(-job.width // job.setup.layout.cp)
+    positions = job.buffers * job.rows * job.width
     if job.config.handoff.type == "logits":
         return (Part(name, "logits handed over", during(positions * job.columns * t, *AFTER_LOADING)),)
     return (
@@ -123,12 +123,13 @@ def handed_over(job: TeacherJob) -> tuple[Part, ...]:
     )
 
 
-def window_bytes(job: TeacherJob, student_dp: int) -> int:
-    """Hidden states that a student rank puts together from several teacher ranks, or from another device.
+def window_bytes(job: TeacherJob) -> int:
+    """Output of a microbatch that a student's rank puts together, where a teacher's ranks end in the midst of one.
 
-    Logits are read where they are.
+    Else it is read where it is, on another device as well.
     """
-    if job.config.handoff.type == "logits":
+    micro = job.config.train.micro_batch_size
+    if job.rows % micro == 0:
         return 0
-    rows = -(-job.config.train.global_batch_size // student_dp)
-    return rows * job.width * job.setup.size.hidden_size * job.item_bytes
+    columns = job.setup.vocab_size if job.config.handoff.type == "logits" else job.setup.size.hidden_size
+    return micro * job.width * columns * job.item_bytes

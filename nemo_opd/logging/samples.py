@@ -1,0 +1,99 @@
+"""samples.jsonl: what the student answered when it was evaluated, one JSON object an answer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+from nemo_opd.errors import DataError
+from nemo_opd.logging.files import write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class ShownAnswer:
+    """One answer to one question, for people to read."""
+
+    step: int
+    """Optimizer steps that the student had seen."""
+    question: int
+    """The row of the prompt."""
+    kind: Literal["greedy", "sampled"]
+    sample: int
+    """Which of the sampled answers; 0 for the greedy one."""
+    prompt: str
+    answer: str | None
+    """What it is compared with."""
+    response: str
+    reward: float
+    finish_reason: str
+    num_tokens: int
+    """Sampled by the student."""
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What is the same in evaluations of different steps."""
+        return self.question, self.kind, self.sample
+
+
+class SampleLog:
+    """Appends answers to samples.jsonl, which appears with the first of them."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def truncate_after(self, step: int) -> None:
+        """Drops answers after `step` (all where it is 0, for step 0 is evaluated again) and a torn last line.
+
+        Raises DataError where the file is damaged.
+        """
+        if self.path.exists():
+            kept = [answer for answer in read_samples(self.path) if step and answer.step <= step]
+            write_atomically(self.path, _lines(kept).encode())
+
+    def write(self, answers: Iterable[ShownAnswer]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(_lines(answers))
+
+
+def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
+    """Replaces the file at once."""
+    write_atomically(path, _lines(answers).encode())
+
+
+def _lines(answers: Iterable[ShownAnswer]) -> str:
+    # Kept readable, but for lone surrogates, which a byte-level tokenizer may bring and UTF-8 has not.
+    return "".join(
+        json.dumps(asdict(answer), ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode() + "\n"
+        for answer in answers
+    )
+
+
+def read_samples(path: Path) -> list[ShownAnswer]:
+    """In the order written; a torn last line is left out. Raises DataError at any other line that is no answer."""
+    lines = path.read_bytes().split(b"\n")
+    answers = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                answers.append(_answer(line))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):
+                break
+            raise DataError(f"{path}, line {number} is no answer ({error}); remove or repair it") from error
+    return answers
+
+
+def _answer(line: bytes) -> ShownAnswer:
+    record = json.loads(line)
+    if not isinstance(record, dict):
+        raise ValueError("no object")
+    return ShownAnswer(**{field.name: record[field.name] for field in fields(ShownAnswer) if field.name in record})
+
+
+def first_and_last(answers: Sequence[ShownAnswer]) -> tuple[dict[tuple[int, str, int], ShownAnswer], ...]:
+    """The answers of the first evaluation and of the last by their place; one where there was one, none without."""
+    steps = sorted({answer.step for answer in answers})
+    ends = dict.fromkeys((*steps[:1], *steps[-1:]))
+    return tuple({answer.place: answer for answer in answers if answer.step == step} for step in ends)

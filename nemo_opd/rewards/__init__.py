@@ -1,0 +1,6 @@
+"""What a rollout is worth: rewards that can be verified, and a user's own (METHODS §10)."""
+
+from nemo_opd.rewards.base import RewardFunction
+from nemo_opd.rewards.build import build_reward, check_answer, check_answers
+
+__all__ = ["RewardFunction", "build_reward", "check_answer", "check_answers"]

@@ -1,0 +1,16 @@
+"""The environment's own reward."""
+
+from nemo_opd.errors import RolloutError
+from nemo_opd.rewards.base import RewardFunction
+from nemo_opd.rollout.record import Rollout
+
+
+class Paid(RewardFunction):
+    name = "environment"
+
+    def score(self, rollout: Rollout) -> float:
+        if rollout.env_reward is None:
+            raise RolloutError(
+                f"{self.at(rollout)}: there was no environment to pay it; set `environment`, or another reward.type"
+            )
+        return rollout.env_reward

@@ -1,0 +1,117 @@
+"""Whether two formulas mean the same, asked of a process that can be ended."""
+
+import contextlib
+import json
+import re
+import subprocess
+import sys
+import threading
+import weakref
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from nemo_opd.errors import RolloutError
+
+# By its file, since importing the package would take as long again; -P, lest its neighbours hide the standard library's.
+COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
+INTEGER = re.compile(r"[+-]?\d{1,1000}")
+WORD = re.compile(r"[^\W\d_]{3,}")
+TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
+
+
+class Equivalence:
+    """Compares formulas by math-verify and SymPy, in a process of its own that starts when first needed."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
+        # The rollouts of a prompt repeat each other's answers, and the same wrong ones come back every epoch.
+        self._ask_once = lru_cache(maxsize=1 << 16)(self._ask)
+
+    def equal(self, wanted: str, given: str) -> bool:
+        """Whether both LaTeX formulas are equal; False where the comparison takes longer than `timeout_s`."""
+        wanted, given = tidy(wanted), tidy(given)
+        words = [bare_text(wanted), bare_text(given)]
+        if words[0] == words[1]:
+            return bool(words[0])
+        if WORD.fullmatch(words[0]):
+            return False  # algebra takes a word for a product of letters
+        if INTEGER.fullmatch(wanted) and INTEGER.fullmatch(given):
+            return int(wanted) == int(given)
+        return bool(given) and self._ask_once("equal", wanted, given) is True
+
+    def canonical(self, formula: str) -> str | None:
+        """One text for formulas that simplify to the same; None where the formula is empty."""
+        formula = tidy(formula)
+        word = bare_text(formula)
+        if WORD.fullmatch(word):
+            return word
+        if INTEGER.fullmatch(formula):
+            return str(int(formula))
+        found = self._ask_once("canonical", formula)
+        return found if isinstance(found, str) else word or None
+
+    def close(self) -> None:
+        with self._lock:
+            self._end()
+
+    def _ask(self, task: str, *formulas: str) -> Any:
+        """None where the process ran out of time, of which it is ended."""
+        question = json.dumps({"task": task, "formulas": formulas, "timeout_s": self.timeout_s})
+        with self._lock:
+            process = self._running()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            try:
+                process.stdin.write(question + "\n")
+                process.stdin.flush()
+                line = process.stdout.readline()
+            except OSError:
+                line = ""
+            if line:
+                return json.loads(line)
+            status = process.wait()
+            self._end()
+        if status > 0:
+            raise RolloutError(
+                f"the process that compares formulas ended with status {status}; run `{' '.join(COMMAND)}` to see why"
+            )
+        return None
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+            )
+            self._finalizer = weakref.finalize(self, _end, self._process)
+        return self._process
+
+    def _end(self) -> None:
+        if self._finalizer is not None:
+            self._finalizer()
+        self._process = self._finalizer = None
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):  # what was left to write has no reader
+                pipe.close()
+
+
+def tidy(formula: str) -> str:
+    """Without dollar signs around it, and with numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3."""
+    formula = formula.strip().strip("$").strip().replace("\\%", "%").replace("\\varnothing", "\\emptyset")
+    return POWER_OF_TEN.sub(r"\\times 10^{\1}", GROUPS.sub("", formula)).rstrip(".").strip()
+
+
+def bare_text(formula: str) -> str:
+    """Lower case, without spaces and the commands that set text."""
+    return "".join(TEXT.sub(r"\1", formula).replace("\\ ", "").replace("\\,", "").split()).casefold()

@@ -1,0 +1,43 @@
+"""On-policy distillation: the student learns from what its teachers think of its own samples (METHODS §10)."""
+
+from rich.console import Console
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.cli import busy
+from nemo_opd.training.off_policy import train_step
+from nemo_opd.training.on_policy_session import OnPolicySession
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.summary import print_plan
+
+
+def distil(config: RunConfig) -> None:
+    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted. Raises an OPDError for what goes
+    wrong.
+    """
+    if config.rollout is None:
+        raise ConfigError(
+            "rollout: required, but not given; add rollout=hf or rollout=server, or use "
+            "examples/run_off_policy_distillation.py"
+        )
+    with busy("checking settings, models, tokenizers and prompts"):
+        plan = preflight(config)
+    if config.run.dry_run:
+        print_plan(plan, Console())
+        return
+    with OnPolicySession(plan) as session:
+        session.measure_start()
+        for step in session.steps():
+            record = train_step(session) | session.of_rollouts()
+            if session.is_due(config.train.validate_every) and plan.data.validation is not None:
+                record |= session.validate()
+            if config.evaluation is not None and session.is_due(config.evaluation.every):
+                record |= session.evaluate()
+            session.loggers.log(step, record)
+            session.watch(record)
+            if session.is_due(config.train.save_every) or session.interrupt.requested:
+                session.save()
+        if session.is_complete:
+            session.finish()
+        else:
+            session.say_how_to_continue()

@@ -1,0 +1,131 @@
+"""A session whose student samples what it learns from."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+
+from nemo_opd.evaluation.shown import shown_answers
+from nemo_opd.evaluation.tasks import evaluate_task
+from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.metrics import values
+from nemo_opd.logging.samples import SampleLog
+from nemo_opd.rewards import build_reward
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.metrics import rollout_metrics
+from nemo_opd.training.engines import open_engine
+from nemo_opd.training.health import HealthMonitor
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.rollout_source import Parts, RolloutSource
+from nemo_opd.training.session import Session
+from nemo_opd.types import Max, Mean, Metric
+
+
+class OnPolicySession(Session):
+    """Adds the engine that samples, rewards, evaluation, and an eye on the student's health."""
+
+    source: RolloutSource
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan)
+        self._retried = 0
+        self.health = HealthMonitor(self.config.health)
+        self.samples = SampleLog(plan.output_dir / "samples.jsonl")
+        self.accuracy: dict[str, float] = {}
+
+    @property
+    def prompts(self) -> Prompts:
+        assert isinstance(self.plan.data, Prompts)
+        return self.plan.data
+
+    def open_source(self) -> RolloutSource:
+        return RolloutSource(self.config, len(self.prompts.train), self.plan.total_steps)
+
+    def connect(self, stack: ExitStack) -> None:
+        config, prompts = self.config, self.prompts
+        assert config.rollout is not None
+        self.loggers.phase("starting the rollout engine")
+        self.engine = stack.enter_context(open_engine(self.plan, self.models, self.step))
+        self.reward = None if config.reward is None else stack.enter_context(build_reward(config.reward))
+        rollout = config.rollout
+        sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
+        collector = self._collector(sampling, rollout.max_new_tokens)
+        self.source.connect(
+            Parts(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, self.reward), self.engine
+        )
+        self.samples.truncate_after(self.step)
+        if self.step:
+            self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
+
+    def _collector(self, sampling: Sampling, max_new_tokens: int) -> Collector:
+        environment = self.config.environment
+        collector = partial(
+            Collector,
+            self.engine,
+            self.prompts.renderer,
+            sampling=sampling,
+            max_new_tokens=max_new_tokens,
+            max_length=self.config.train.max_length,
+            seed=self.config.run.seed,
+        )
+        if environment is None:
+            return collector()
+        return collector(
+            environment=build_environment(environment),
+            max_turns=environment.max_turns,
+            max_response_tokens=environment.max_response_tokens,
+        )
+
+    def of_rollouts(self) -> dict[str, float]:
+        """What is to be said of the sequences that the step learned from."""
+        collected = self.source.take()
+        metrics: dict[str, Metric] = dict(rollout_metrics(collected.rollouts))
+        metrics["rollout/staleness"] = Mean(self.step - 1 - collected.version, 1)
+        metrics["rollout/retried"] = Mean(self.engine.retried - self._retried, 1)
+        self._retried = self.engine.retried
+        if collected.rewards:
+            metrics["rollout/reward"] = Mean(sum(collected.rewards), len(collected.rewards))
+            metrics["rollout/reward_max"] = Max(max(collected.rewards))
+        return values(metrics)
+
+    def measure_start(self) -> None:
+        super().measure_start()
+        if not self.step and self.config.evaluation is not None:
+            self.loggers.log(0, self.evaluate())
+
+    def validate(self) -> dict[str, float]:
+        self.source.wait()
+        return super().validate()
+
+    def evaluate(self) -> dict[str, float]:
+        """eval/* of the student as it is now."""
+        settings, rollout = self.config.evaluation, self.config.rollout
+        assert settings is not None
+        assert rollout is not None
+        assert self.reward is not None
+        self.loggers.phase("asking the student")
+        self.source.settle()
+        new = settings.max_new_tokens or rollout.max_new_tokens
+        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        result = evaluate_task(
+            self._collector(Sampling(temperature=0.0), new) if settings.greedy else None,
+            self._collector(sampling, new),
+            self.prompts.questions,
+            self.reward,
+            settings,
+        )
+        self.samples.write(shown_answers(result, self.step, settings.num_samples_shown))
+        return result.metrics
+
+    def watch(self, record: Mapping[str, float]) -> None:
+        """Tell of new signs of trouble, and end the run where `health.action` says so."""
+        for alarm in self.health.observe(record):
+            self.loggers.phase(f"warning: step {self.step}: {alarm}")
+            if self.config.health.action == "stop":
+                self.interrupt.requested = True
+
+    def save(self) -> None:
+        super().save()
+        self.source.renew()

@@ -1,0 +1,178 @@
+"""The prompts of a run, as the student reads them, and what becomes of what it makes of them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from datasets import Dataset
+from transformers import GenerationConfig
+
+from nemo_opd.config.data import Source
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.data import layout as columns
+from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
+from nemo_opd.data.collate import collate
+from nemo_opd.data.documents import TEACHER
+from nemo_opd.data.prompts import prompt_layout, read_prompts
+from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker, dataset_rollout
+from nemo_opd.data.samples import SameTokenizer, Sample
+from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import DataError
+from nemo_opd.models.load import load_config
+from nemo_opd.rewards.build import check_answers, compares_answers
+from nemo_opd.rollout.chat import ConversationRenderer
+from nemo_opd.rollout.hf import end_ids
+from nemo_opd.rollout.prompts import Renderer, drop_long
+from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.training.sides import Side, aligner, longest
+from nemo_opd.types import Batch
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that leave room for a response."""
+
+    documents: Dataset
+    rows: tuple[int, ...]
+    """Of the documents that are kept."""
+    num_dropped: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Sequence[int]) -> list[Prompt]:
+        return read_prompts(self.documents, [self.rows[i] for i in indices])
+
+    def all(self) -> list[Prompt]:
+        return self.read(range(len(self)))
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """All that turns prompts into what the student learns from."""
+
+    train: PromptSet
+    evaluation: PromptSet | None
+    validation: PromptSet | None
+    """With the dataset's own responses."""
+    renderer: Renderer
+    end_ids: frozenset[int]
+    """Tokens that end what the student samples."""
+    sample_maker: RolloutSampleMaker
+    max_length: int
+    teachers: tuple[str, ...]
+    """Names, where the data name the teacher of each prompt."""
+
+    def from_dataset(self, prompt: Prompt) -> Rollout:
+        """With the continuation that the dataset has. Raises DataError where it has none."""
+        return dataset_rollout(prompt, self.renderer, self.max_length)
+
+    def make_sample(self, rollout: Rollout) -> Sample:
+        """Raises AlignmentError where a teacher's chat template refuses the conversation."""
+        sample = self.sample_maker(rollout)
+        return replace(sample, route=self._routes[rollout.prompt.index]) if self.teachers else sample
+
+    @cached_property
+    def questions(self) -> list[Prompt]:
+        """Of the evaluation."""
+        assert self.evaluation is not None
+        return self.evaluation.all()
+
+    @cached_property
+    def _routes(self) -> list[int]:
+        """Of each row of the training prompts the teacher that it names."""
+        return [self.teachers.index(name) for name in self.train.documents[TEACHER]]
+
+    def validation_batches(self, batch_size: int) -> Iterator[Batch]:
+        """All validation prompts with their responses once, in order."""
+        assert self.validation is not None
+        prompts = self.validation.all()
+        for start in range(0, len(prompts), batch_size):
+            part = prompts[start : start + batch_size]
+            yield collate([self.sample_maker(self.from_dataset(prompt)) for prompt in part])
+
+
+def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Prompts:
+    """Raises DataError for prompts that cannot be read, do not fit the reward, or of which none is left."""
+    assert config.rollout is not None
+    renderer = student_renderer(config, student)
+    model = load_config(config.student.model, key="student.model")
+    train = prompt_set(config, renderer, config.data.train, "data.train")
+    if config.rollout.on_policy_share < 1:
+        require_responses(train, renderer, "data.train")
+    validation = None
+    if config.data.validation.given:
+        validation = prompt_set(config, renderer, config.data.validation, "data.validation")
+        require_responses(validation, renderer, "data.validation")
+    evaluation = None
+    if config.evaluation is not None:
+        evaluation = prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
+    both = zip(config.active_teachers, teachers, strict=True)
+    return Prompts(
+        train=train,
+        validation=validation,
+        evaluation=evaluation,
+        renderer=renderer,
+        end_ids=end_ids(student.tokenizer, GenerationConfig.from_model_config(model)),
+        sample_maker=RolloutSampleMaker(
+            student.pieces.lengths[: student.vocab_size],
+            tuple(reader(config, settings, student, side) for settings, side in both),
+        ),
+        max_length=config.train.max_length,
+        teachers=config.active_names if config.routing is not None else (),
+    )
+
+
+def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> PromptSet:
+    """Those that leave room for a response. Raises DataError, with the row, for what cannot be used."""
+    documents = load_documents(source, layout_of(config), key=key)
+    prompts = read_prompts(documents, range(len(documents)))
+    if config.reward is not None and compares_answers(config.reward):
+        check_answers(config.reward, prompts, source=key)
+    kept = drop_long(prompts, renderer, longest_prompt(config), key=key)
+    return PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
+
+
+def layout_of(config: RunConfig) -> columns.Layout:
+    answer_key = None if config.reward is None else config.reward.answer_key
+    layout: columns.Layout = prompt_layout(config.data, answer_key, config.data.response_key)
+    if config.routing is not None:
+        layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
+    return layout
+
+
+def longest_prompt(config: RunConfig) -> int:
+    rollout = config.rollout
+    assert rollout is not None
+    return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
+
+
+def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:
+    """Raises DataError, with the row, for the first that has none."""
+    for prompt in prompts.all():
+        if prompt.response is None:
+            raise DataError(
+                f"{key}: row {prompt.index} (counted from 0 over all files) has no response to learn from; name the "
+                "column as data.response_key (texts), end the conversation with the assistant's message, or leave the "
+                "row out"
+            )
+
+
+def student_renderer(config: RunConfig, student: Side) -> Renderer:
+    """Raises AlignmentError where prompts are conversations and the student has no chat template."""
+    if config.data.messages_key is None:
+        return TextRenderer(student.tokenizer, student.vocab_size)
+    return ConversationRenderer(student.tokenizer, config.student.chat_template_kwargs, student.vocab_size)
+
+
+def reader(config: RunConfig, settings: Teacher, student: Side, teacher: Side) -> SameTokenizer | CrossTokenizerReader:
+    """How a teacher reads what the student sampled."""
+    if not isinstance(settings, CrossTokenizerTeacher):
+        return SameTokenizer()
+    length, between = longest(config, settings), aligner(settings, student, teacher)
+    if config.data.messages_key is None:
+        return CrossTokenizerText.of(teacher.tokenizer, length, between, teacher.vocab_size)
+    encoder = ChatEncoder.of(teacher.tokenizer, length, settings.chat_template_kwargs, teacher.vocab_size)
+    return CrossTokenizerChat(encoder, between)
