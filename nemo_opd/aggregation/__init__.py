@@ -1,7 +1,20 @@
 """How the losses of several teachers become one (METHODS §6)."""
 
+from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, Part, Parts, build_parts
-from nemo_opd.aggregation.scores import joined, sequence_scores
+from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
 from nemo_opd.aggregation.share_out import share_metrics, share_out
 
-__all__ = ["PART", "Part", "Parts", "build_parts", "joined", "sequence_scores", "share_metrics", "share_out"]
+__all__ = [
+    "PART",
+    "Part",
+    "Parts",
+    "TokenScore",
+    "build_parts",
+    "joined",
+    "mean_logprob",
+    "sequence_scores",
+    "share_metrics",
+    "share_out",
+    "weighted_by_confidence",
+]

@@ -7,6 +7,7 @@ from operator import itemgetter
 
 from torch import Tensor
 
+from nemo_opd.aggregation.overlap import Overlap
 from nemo_opd.aggregation.weighted_sum import teacher_weights
 from nemo_opd.config.run import RunConfig
 from nemo_opd.losses.build import TermLoss, build
@@ -14,6 +15,7 @@ from nemo_opd.losses.combined_logits import AveragedLogits
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import count_label_tokens
+from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Mean, Metric, Normalizers
 
@@ -34,16 +36,20 @@ class Part:
     speaker: Callable[[Sequence[LogitRows]], LogitRows]
     """From the logits of all teachers to those that it reads."""
 
-    def num_units(self, batch: Batch) -> int:
+    overlap: Overlap | None = None
+    """None where nothing says which of its tokens are the student's."""
+
+    def num_units(self, batch: Batch) -> float:
+        """Of a sequence, times its rollout weight."""
         rows = batch.teachers[self.teacher]
-        return self.term.num_units(rows.student_side(batch.student), rows)
+        return self.term.num_units(rows.student_side(batch.student), rows, batch.sampled)
 
     def plan(
         self,
         student_logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
-        count: int,
+        count: float,
         normalizer: float,
     ) -> PlannedLoss:
         """weight · the loss of these rows / normalizer.
@@ -57,7 +63,8 @@ class Part:
             rows.student_side(batch.student),
             rows,
             normalizer,
-            sequence_weights=rows.weights,
+            sampled=batch.sampled,
+            sequence_weights=rows.sequence_weights,
         )
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
@@ -65,6 +72,22 @@ class Part:
             return own | {f"{PART}{self.teacher}": Mean(self.weight * weighted, count)}
 
         return replace(loss.times(self.weight), metrics_of=metrics_of)
+
+    def plan_overlap(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
+    ) -> list[PlannedLoss]:
+        """How much of what the student finds likeliest in its samples the teacher does too, if that can be said."""
+        if self.overlap is None or batch.sampled is None:
+            return []
+        rows = batch.teachers[self.teacher]
+        plan = self.overlap.plan(
+            student_logits, self.speaker(teacher_logits), rows.student_side(batch.student), rows, batch.sampled
+        )
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            return {self._named(name): metric for name, metric in plan.metrics_of(weighted, unweighted).items()}
+
+        return [replace(plan, metrics_of=metrics_of)]
 
     def _named(self, metric: str) -> str:
         return metric if self.name is None else f"{metric}/{self.name}"
@@ -78,23 +101,23 @@ class Parts:
     count_together: bool
     """Every unit counts the same, whichever part it is of; else each part is a mean of its own."""
 
-    def num_units(self, batch: Batch) -> tuple[int, ...]:
+    def num_units(self, batch: Batch) -> tuple[float, ...]:
         """What each part is divided by, of these rows."""
         units = [part.num_units(batch) for part in self.parts]
         return (sum(units),) * len(units) if self.count_together else tuple(units)
 
     def normalizers(self, batch: Batch) -> Normalizers:
-        """Of a global batch; at least 1, as a batch without units divides 0 by it."""
-        labels = count_label_tokens(batch.student.loss_mask)
-        return Normalizers(max(1, labels), tuple(max(1, units) for units in self.num_units(batch)))
+        """Of a global batch; 1 where it is without units, as 0 is divided by it."""
+        labels, sampled = (int(count_label_tokens(mask).sum()) for mask in (batch.label_mask, batch.sampled_mask))
+        return Normalizers(labels or 1, tuple(units or 1 for units in self.num_units(batch)), sampled or 1)
 
     def plan(
         self,
         student_logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
-        units: Sequence[int],
-        normalizers: Sequence[int],
+        units: Sequence[float],
+        normalizers: Sequence[float],
     ) -> list[PlannedLoss]:
         """The parts, whose sum is KD.
 
@@ -103,6 +126,19 @@ class Parts:
         """
         entries = zip(self.parts, units, normalizers, strict=True)
         return [part.plan(student_logits, teacher_logits, batch, *counts) for part, *counts in entries]
+
+    def plan_statistics(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch, *, vocab_size: int
+    ) -> list[PlannedLoss]:
+        """What is said of the samples in these rows, beside losses; nothing where there are none.
+
+        See `plan_rollout_statistics`, and `overlap/<teacher>` (METHODS §10).
+        """
+        if batch.sampled is None:
+            return []
+        own = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
+        overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
+        return [own, *(plan for plans in overlaps for plan in plans)]
 
 
 def build_parts(
@@ -118,20 +154,18 @@ def build_parts(
     if teachers and aggregation.type == "averaged_logits":
         size = min(teacher_vocab_sizes)
         term = build(config.term(0), student_vocab_size=student_vocab_size, teacher_vocab_size=size)
-        return Parts((Part(None, 1.0, term, 0, partial(AveragedLogits, weights=weights)),), count_together=False)
+        speaker, overlap = partial(AveragedLogits, weights=weights), Overlap(None, student_vocab_size, size)
+        return Parts((Part(None, 1.0, term, 0, speaker, overlap),), count_together=False)
     if aggregation.type == "weighted_sum":
         factors = teacher_weights(aggregation, weights, teacher_vocab_sizes)
     else:
         factors = [1.0] * len(teachers)
+    parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
-    parts = [
-        Part(
-            teacher.name,
-            factor,
-            build(config.term(i), projection, student_vocab_size=student_vocab_size, teacher_vocab_size=size),
-            i,
-            itemgetter(i),
-        )
-        for i, (teacher, factor, projection, size) in enumerate(entries)
-    ]
+    for i, (teacher, factor, projection, size) in enumerate(entries):
+        sizes = student_vocab_size, size
+        term = build(config.term(i), projection, student_vocab_size=sizes[0], teacher_vocab_size=sizes[1])
+        is_same = teacher.type == "same_tokenizer"
+        compared = Overlap(None, *sizes) if is_same else Overlap.across(projection, *sizes)
+        parts.append(Part(teacher.name, factor, term, i, itemgetter(i), compared))
     return Parts(tuple(parts), count_together=aggregation.type in ("select_teacher", "routed"))

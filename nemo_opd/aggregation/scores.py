@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,12 +12,15 @@ from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.blocks import own_share, unit_parts
 from nemo_opd.losses.chunked import compute_dtype
 from nemo_opd.losses.logit_rows import LogitRows, logit_rows
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import count_label_tokens, label_rows
 from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import SequenceScores, TokenRows
 
 LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
+
+TokenScore = Score | Literal["log_probability"]
+"""log_probability: what the teacher finds of each token, with text or without; see `mean_logprob`."""
 
 
 def _surprisal(log_p: Tensor, targets: Tensor) -> Tensor:
@@ -31,8 +35,9 @@ def _surprisal_of_the_likeliest(log_p: Tensor, targets: Tensor) -> Tensor:
     return -log_p.amax(1)
 
 
-_NATS: dict[Score, Callable[[Tensor, Tensor], Tensor]] = {
+_NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
     "bits_per_byte": _surprisal,
+    "log_probability": _surprisal,
     "entropy": _entropy,
     "max_probability": _surprisal_of_the_likeliest,
 }
@@ -40,18 +45,25 @@ _NATS: dict[Score, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 def sequence_scores(
-    logits_BTW: Tensor | LogitRows, tokens: TokenRows, *, score: Score, vocab_size: int, chunk_size: int | None = None
+    logits_BTW: Tensor | LogitRows,
+    tokens: TokenRows,
+    *,
+    score: TokenScore,
+    vocab_size: int,
+    chunk_size: int | None = None,
 ) -> SequenceScores:
     """A teacher's bits and bytes of each sequence, over the scored tokens that carry text (METHODS §6).
 
     Bits of a token: −log2 p(token) (bits_per_byte), the entropy of p (entropy), or −log2 of the largest probability
-    (max_probability). Unshifted logits [B, T, W], of which the first `vocab_size` columns count; no more than a chunk
-    of them is in fp32. Raises ConfigError for shapes or sizes that do not fit.
+    (max_probability); −log2 p(token) of the scored tokens without text as well (log_probability). Unshifted logits
+    [B, T, W], of which the first `vocab_size` columns count; no more than a chunk of them is in fp32. Raises
+    ConfigError for shapes or sizes that do not fit.
     """
     teacher = logit_rows(logits_BTW)
     check_positions(teacher.shape, ids=tokens.ids)
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
-    rows = label_rows(tokens.loss_mask & (tokens.num_bytes > 0))
+    counted = tokens.loss_mask if score == "log_probability" else tokens.loss_mask & (tokens.num_bytes > 0)
+    rows = label_rows(counted)
     targets = tokens.ids.flatten()[rows + 1]
     # A place for every token, whose sum does not depend on the order in which a device adds.
     nats = torch.zeros(tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
@@ -62,13 +74,22 @@ def sequence_scores(
     nats = teacher.reduce(nats)
     counted_bytes = torch.zeros_like(nats, dtype=torch.int64)
     counted_bytes[rows] = tokens.num_bytes.flatten()[rows + 1].long()
-    return SequenceScores(nats.view_as(tokens.ids).sum(1) / math.log(2), counted_bytes.view_as(tokens.ids).sum(1))
+    return SequenceScores(
+        nats.view_as(tokens.ids).sum(1) / math.log(2),
+        counted_bytes.view_as(tokens.ids).sum(1),
+        count_label_tokens(counted),
+    )
 
 
 def joined(parts: Sequence[SequenceScores], num_rows: int | None = None) -> SequenceScores:
     """Scores of consecutive rows as those of all, on the host; of the first `num_rows`, where others are padding."""
-    bits, num_bytes = torch.cat([part.bits for part in parts]), torch.cat([part.num_bytes for part in parts])
-    return SequenceScores(bits[:num_rows].cpu(), num_bytes[:num_rows].cpu())
+    together = zip(*map(sides, parts), strict=True)
+    return SequenceScores(*(torch.cat(side)[:num_rows].cpu() for side in together))
+
+
+def sides(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:
+    """What it holds, in the order of its fields."""
+    return scores.bits, scores.num_bytes, scores.num_tokens
 
 
 def bits_per_byte(scores: Sequence[SequenceScores]) -> Tensor:
@@ -76,3 +97,12 @@ def bits_per_byte(scores: Sequence[SequenceScores]) -> Tensor:
     bits = torch.stack([score.bits for score in scores])
     num_bytes = torch.stack([score.num_bytes for score in scores])
     return torch.where(num_bytes > 0, bits / num_bytes.clamp(min=1), torch.inf)
+
+
+def mean_logprob(scores: SequenceScores) -> Tensor:
+    """The teacher's mean log-probability a token, in nats: float64 [B]; −inf for a sequence without a scored token.
+
+    scores: those of score="log_probability".
+    """
+    nats = scores.bits.double() * math.log(2)
+    return torch.where(scores.num_tokens > 0, -nats / scores.num_tokens.clamp(min=1), -torch.inf)

@@ -5,7 +5,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from nemo_opd.aggregation.scores import bits_per_byte
+from nemo_opd.aggregation.scores import bits_per_byte, sides
 from nemo_opd.types import SequenceScores
 
 
@@ -16,5 +16,5 @@ def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence",
     """
     if per == "sequence":
         return bits_per_byte(scores).argmin(0)
-    totals = [SequenceScores(score.bits.sum(0, keepdim=True), score.num_bytes.sum(0, keepdim=True)) for score in scores]
+    totals = [SequenceScores(*(side.sum(0, keepdim=True) for side in sides(score))) for score in scores]
     return bits_per_byte(totals).argmin(0).expand(len(scores[0].bits))

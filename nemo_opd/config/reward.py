@@ -38,7 +38,7 @@ class MathReward(AnswerReward):
 
     type: Literal["math"] = "math"
     timeout_s: float = Field(5, gt=0)
-    """For one comparison; one that takes longer counts as unequal."""
+    """Processor time for one comparison; one that takes longer counts as unequal."""
 
 
 class EnvironmentReward(RewardBase):

@@ -11,9 +11,13 @@ from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.parallel_logits import ContextParallelLogits, VocabParallelLogits
 from nemo_opd.losses.planned import compute_together
+from nemo_opd.losses.policy_gradient import grpo
+from nemo_opd.losses.rollout_weights import confidence_weights, group_advantages, reward_weights
 from nemo_opd.losses.same_vocab import same_vocab
+from nemo_opd.losses.sampled_kl import sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict
+from nemo_opd.losses.tcad import tcad
 from nemo_opd.losses.uld import uld
 
 __all__ = [
@@ -28,12 +32,18 @@ __all__ = [
     "alm",
     "byte_prefix",
     "compute_together",
+    "confidence_weights",
     "cross_entropy",
     "gold",
+    "group_advantages",
+    "grpo",
     "h_kl",
     "p_kl",
+    "reward_weights",
     "same_vocab",
+    "sampled_kl",
     "shared_prefix",
     "strict",
+    "tcad",
     "uld",
 ]

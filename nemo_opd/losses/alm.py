@@ -76,16 +76,17 @@ def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
     student = _RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = _RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
 
+    ahead = inputs.teacher_ahead(teacher.positions.rows, teacher.positions.offsets)
+
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        teacher_logits = inputs.teacher_at(teacher.positions.rows_of(part))
-        log_surprise_q = teacher.log_surprise(teacher_logits, part, inputs.temperature)
+        log_surprise_q = teacher.log_surprise(ahead.of(part).to(inputs.dtype), part, inputs.temperature)
         return binary_cross_entropy(log_surprise_q, student.log_surprise(logits, part, inputs.temperature))
 
     of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
     cells = unit_cells(len(units), 1, of_student, of_teacher)
     positions = student.positions
-    term = inputs.term(positions.rows, loss_of, cells, positions.offsets, chunk_size=chunk_size)
+    term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead, chunk_size=chunk_size)
     return term.times(inputs.temperature)
 
 

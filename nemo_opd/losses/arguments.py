@@ -66,7 +66,7 @@ def shared_columns(
     if None not in (student_vocab_size, teacher_vocab_size) and student_vocab_size != teacher_vocab_size:
         raise ConfigError(
             f"student_vocab_size={student_vocab_size} and teacher_vocab_size={teacher_vocab_size} differ, "
-            "but same_vocab compares column with column; use a cross-tokenizer loss such as p_kl"
+            "but column is compared with column here; use a cross-tokenizer loss such as p_kl"
         )
     given = teacher_vocab_size if student_vocab_size is None else student_vocab_size
     narrower = min(student_columns, teacher_columns)

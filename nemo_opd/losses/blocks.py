@@ -35,6 +35,10 @@ class Block:
     overlaps: bool
     """Some of the rows may be in a block before it as well."""
 
+    def units(self, term: int) -> slice:
+        """All of a term's; they are consecutive."""
+        return slice(self.steps[0][term][0].start, self.steps[-1][term][0].stop)
+
 
 def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     """Blocks that together hold each unit of every term once; those that this process of a share computes.
@@ -81,6 +85,12 @@ def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, st
     return min(max(fitting, start + 1), start + most, num_units)
 
 
+def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
+    """Bytes of logits that each of the sides may make at once: the student, and whoever is read ahead."""
+    others = sum(term.ahead is not None and term.ahead.is_worth_while for term in terms)
+    return _budget(source) // (others + source.is_product or 1)
+
+
 def _budget(source: LogitRows) -> int:
     return CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES
 
@@ -89,7 +99,7 @@ def _rows_at_once(source: LogitRows, terms: Sequence[Term], num_rows: int) -> in
     """How many rows a block should have, so that there is one for each process of a share."""
     if not source.is_product:
         return 1
-    fitting = _budget(source) // (width_of(terms) * source.dtype.itemsize)
+    fitting = rows_budget(source, terms) // (width_of(terms) * source.dtype.itemsize)
     return min(fitting, -(-num_rows // source.share[1]))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from nemo_opd.config.loss import LossTerm, Objective
@@ -20,16 +21,19 @@ from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
+from nemo_opd.losses.sampled_kl import sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict, strict_units
+from nemo_opd.losses.tcad import tcad
 from nemo_opd.losses.uld import uld
-from nemo_opd.types import TeacherRows, TokenRows
+from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-
 Arguments = dict[str, Tensor]
+OF_THE_DRIVER = frozenset({"type", "power_alpha", *Objective.model_fields})
+"""Settings of a term, or of an objective around it, that are no arguments of its loss."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +42,20 @@ class TermLoss:
 
     plan_loss: Callable[..., PlannedLoss]
     """Everything but the batch is bound."""
-    batch_arguments: Callable[[TokenRows, TeacherRows], Arguments]
+    batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], Arguments]
     """What it reads of a batch besides the logits, by keyword."""
-    count: Callable[[Arguments], int]
-    """Its units among such arguments."""
+    count: Callable[[Arguments], Tensor]
+    """Its units among such arguments, int64 [B]."""
 
-    def num_units(self, student: TokenRows, teacher: TeacherRows) -> int:
-        """What its normalizer counts, of these rows. Raises ConfigError for a batch without what is read."""
-        return self.count(self.batch_arguments(student, teacher))
+    def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
+        """What its normalizer counts, of these rows: units, those of a sequence times its rollout weight.
+
+        Raises ConfigError for a batch without what is read.
+        """
+        units = self.count(self.batch_arguments(student, teacher, sampled))
+        if teacher.rollout_weights is None:
+            return int(units.sum())
+        return float((units * teacher.rollout_weights.double()).sum())
 
     def plan(
         self,
@@ -55,10 +65,11 @@ class TermLoss:
         teacher: TeacherRows,
         normalizer: float | None,
         *,
+        sampled: SampledRows | None = None,
         sequence_weights: Tensor | None = None,
     ) -> PlannedLoss:
         """normalizer: the teacher's units in the global batch. Raises ConfigError for a batch without what is read."""
-        arguments = self.batch_arguments(student, teacher)
+        arguments = self.batch_arguments(student, teacher, sampled)
         return self.plan_loss(
             student_logits, teacher_logits, normalizer=normalizer, sequence_weights=sequence_weights, **arguments
         )
@@ -79,7 +90,7 @@ def build(
     kind = _KINDS[term.type]
     plan = partial(
         kind.loss.plan,
-        **term.model_dump(exclude={"type", *Objective.model_fields}),
+        **term.model_dump(exclude=set(OF_THE_DRIVER)),
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
@@ -95,18 +106,29 @@ def build(
 @dataclass(frozen=True, slots=True)
 class _Kind:
     loss: Loss[...]
-    batch_arguments: Callable[[str, TokenRows, TeacherRows], Arguments]
+    batch_arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], Arguments]
     """The first argument is the term's type, for messages."""
-    count: Callable[..., int]
-    """Units among the batch's arguments, given the projection where one is needed."""
+    count: Callable[..., Tensor]
+    """Units among the batch's arguments, int64 [B], given the projection where one is needed."""
     needs_projection: bool = True
 
 
-def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows) -> Arguments:
+def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
     return {"mask": student.loss_mask}
 
 
-def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows) -> Arguments:
+def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+    """No token is scored of sequences that were not sampled, such as those of validation."""
+    if sampled is None:
+        return {"ids": student.ids, "mask": torch.zeros_like(student.loss_mask)}
+    return {
+        "ids": student.ids,
+        "mask": student.loss_mask & sampled.is_sampled.unsqueeze(1),
+        "logprobs": sampled.logprobs[:, : student.ids.shape[1]],
+    }
+
+
+def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
     if teacher.chunks is None:
         raise ConfigError(
             f"loss.type={type_} compares aligned chunks, but the batch has none for this teacher; align it"
@@ -119,20 +141,28 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows) -> Arg
     }
 
 
-def _count_scored_tokens(arguments: Arguments) -> int:
+def _count_scored_tokens(arguments: Arguments) -> Tensor:
     return count_label_tokens(arguments["mask"])
 
 
-def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | None = None) -> int:
+def _count_scored_sequences(arguments: Arguments) -> Tensor:
+    return (_count_scored_tokens(arguments) > 0).long()
+
+
+def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | None = None) -> Tensor:
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
-def _count_strict_units(arguments: Arguments, projection: ProjectionMatrix) -> int:
-    return len(strict_units(**arguments, projection=projection))
+def _count_strict_units(arguments: Arguments, projection: ProjectionMatrix) -> Tensor:
+    num_rows, width = arguments["student_ids"].shape
+    units = strict_units(**arguments, projection=projection)
+    return torch.bincount(units.student_rows // width, minlength=num_rows)
 
 
 _KINDS = {
     "same_vocab": _Kind(same_vocab, _scored_tokens, _count_scored_tokens, needs_projection=False),
+    "tcad": _Kind(tcad, _scored_tokens, _count_scored_sequences, needs_projection=False),
+    "sampled_kl": _Kind(sampled_kl, _sampled_tokens, _count_scored_tokens, needs_projection=False),
     "p_kl": _Kind(p_kl, _aligned_chunks, _count_chunks),
     "gold": _Kind(gold, _aligned_chunks, _count_chunks),
     "h_kl": _Kind(h_kl, _aligned_chunks, _count_chunks),

@@ -19,6 +19,7 @@ from nemo_opd.losses.arguments import (
 )
 from nemo_opd.losses.chunked import compute_dtype
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.losses.read_ahead import ReadAhead
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.term import ChunkLoss, Term, unit_cells
 
@@ -114,6 +115,10 @@ class ChunkInputs:
         """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
         return self.teacher.read(rows, self.teacher_size).to(self.dtype)
 
+    def teacher_ahead(self, rows: Tensor, begins: Sequence[int] | None = None) -> ReadAhead:
+        """Teacher logits [R, W] at indices [R] into [B·T], which the units need one after another."""
+        return ReadAhead(self.teacher, rows, self.teacher_size, begins)
+
     def term(
         self,
         rows: Tensor,
@@ -121,13 +126,14 @@ class ChunkInputs:
         cells: Sequence[int],
         begins: Sequence[int] | None = None,
         *,
+        ahead: ReadAhead | None = None,
         chunk_size: int | None,
     ) -> Term:
-        """A sum over the units, each with the weight of its sequence."""
+        """A sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
         weights = None
         if self.sequence_weights is not None:
             weights = self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
-        return Term(rows, loss_of, cells, self.student_size, begins, weights, chunk_size=chunk_size)
+        return Term(rows, loss_of, cells, self.student_size, begins, weights, chunk_size=chunk_size, ahead=ahead)
 
 
 def first_position_term(
@@ -145,10 +151,12 @@ def first_position_term(
     ConfigError below 1.
     """
     temperature, units = inputs.temperature, inputs.units
+    ahead = inputs.teacher_ahead(units.teacher_rows)
 
     def loss_of(student: Tensor, part: slice) -> Tensor:
-        teacher = inputs.teacher_at(units.teacher_rows[part])
+        teacher = ahead.of(part).to(inputs.dtype)
         return compare(over(student, temperature), over(teacher, temperature), part)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
-    return inputs.term(units.student_rows, loss_of, cells, chunk_size=chunk_size).times(temperature**2)
+    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, chunk_size=chunk_size)
+    return term.times(temperature**2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.losses.blocks import Block, blocks
+from nemo_opd.losses.blocks import Block, blocks, rows_budget
 from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
 from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.term import Term, width_of
@@ -86,6 +86,9 @@ def _parts(
     source: LogitRows, terms: Sequence[Term], block: Block
 ) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
     """Of each step and term: which term, its units, where their rows are, and these in the compute dtype."""
+    for i, term in enumerate(terms):
+        if term.ahead is not None:
+            term.ahead.begin(block.units(i), rows_budget(source, terms))
     logits = source.read(block.rows, width_of(terms))
     for step in block.steps:
         for i, (units, places) in enumerate(step):

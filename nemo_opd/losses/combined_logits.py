@@ -28,6 +28,7 @@ class SideBySideLogits(LogitRows):
         self.sources = list(sources)
         self.shape = (*shapes[0][:2], sum(shape[2] for shape in shapes))
         self.device, self.dtype = sources[0].device, sources[0].dtype
+        self.is_product = any(source.is_product for source in sources)
 
     def read(self, rows: Tensor, width: int) -> Tensor:
         begins = accumulate((source.shape[2] for source in self.sources), initial=0)
@@ -54,6 +55,7 @@ class AveragedLogits(LogitRows):
             raise ConfigError(f"logits to be averaged are {shapes}; sequences and positions must be the same")
         self.shape = (*shapes[0][:2], min(shape[2] for shape in shapes))
         self.device, self.share = self.sources[0].device, self.sources[0].share
+        self.is_product = any(source.is_product for source in self.sources)
         self.dtype = torch.promote_types(self.sources[0].dtype, torch.float32)
 
     def read(self, rows: Tensor, width: int) -> Tensor:

@@ -56,9 +56,10 @@ class Merge:
         units, temperature = inputs.units, inputs.temperature
         student = ChunkPositions.of(units.student_rows, units.student_lengths)
         teacher = ChunkPositions.of(units.teacher_rows, units.teacher_lengths)
+        ahead = inputs.teacher_ahead(teacher.rows, teacher.offsets)
 
         def loss_of(student_logits: Tensor, part: slice) -> Tensor:
-            teacher_logits = over(inputs.teacher_at(teacher.rows_of(part)), temperature)
+            teacher_logits = over(ahead.of(part).to(inputs.dtype), temperature)
             if self.teacher_columns is not None:
                 teacher_logits = teacher_logits.index_select(1, self.teacher_columns)
             log_q = self._merged(teacher, teacher_logits, inputs.teacher_ids, part)
@@ -69,7 +70,7 @@ class Merge:
         of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
         of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
-        term = inputs.term(student.rows, loss_of, cells, student.offsets, chunk_size=chunk_size)
+        term = inputs.term(student.rows, loss_of, cells, student.offsets, ahead=ahead, chunk_size=chunk_size)
         return term.times(temperature**2)
 
     def _merged(

@@ -35,18 +35,18 @@ class ChunkUnits:
         )
 
 
-def count_label_tokens(mask: Tensor) -> int:
-    """Units of same_vocab and cross_entropy in a mask [B, S]: scored tokens; token 0 has no predictor."""
-    return int((mask[:, 1:] != 0).sum())
+def count_label_tokens(mask: Tensor) -> Tensor:
+    """Units of same_vocab and cross_entropy in a mask [B, S], int64 [B]: scored tokens; token 0 has no predictor."""
+    return (mask[:, 1:] != 0).sum(1)
 
 
-def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> int:
-    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T] (METHODS §5).
+def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
+    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T], int64 [B] (METHODS §5).
 
     A unit is a chunk present on both sides that holds token 0 of neither.
     """
     is_unit, _ = first_positions(student_chunk_id, teacher_chunk_id)
-    return int(is_unit.sum())
+    return is_unit.sum(1)
 
 
 def label_rows(mask: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions, check_sequence_weights, check_temperature, over, shared_columns
+from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import Loss, PlannedLoss
-from nemo_opd.losses.reduction import weighted_label_rows
 from nemo_opd.losses.support import Support
 from nemo_opd.losses.term import Term, unit_cells
 
@@ -46,22 +46,33 @@ def same_vocab(
     budget. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
-    student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
-    check_positions(teacher.shape, mask=mask)
-    check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)
-    check_sequence_weights(sequence_weights, len(mask))
-    check_shares(student, teacher)
-    size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
+    places = LabelPositions.of(
+        student_logits,
+        teacher_logits,
+        mask=mask,
+        sequence_weights=sequence_weights,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
     of = Divergence(divergence, beta, mixed_weight)
-    columns = Support(support, top_k, normalization)
-    rows, weights = weighted_label_rows(mask, sequence_weights)
-    student_rows = rows // mask.shape[1] * student.shape[1] + rows % mask.shape[1]
+    columns, size = Support(support, top_k, normalization), places.size
+
+    ahead = places.teacher_ahead()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        teacher_logits = teacher.read(rows[part], size).to(logits.dtype)
+        teacher_logits = ahead.of(part).to(logits.dtype)
         return columns.compare(of, over(teacher_logits, temperature), over(logits, temperature))
 
     besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
-    cells = unit_cells(len(rows), LIVE_COPIES * columns.num_cells(size) + besides)
-    term = Term(student_rows, loss_of, cells, size, weights=weights, factor=temperature**2, chunk_size=chunk_size)
-    return PlannedLoss.of("kd", student, [term], len(rows), normalizer)
+    cells = unit_cells(len(places), LIVE_COPIES * columns.num_cells(size) + besides)
+    term = Term(
+        places.student_rows,
+        loss_of,
+        cells,
+        size,
+        weights=places.weights,
+        factor=temperature**2,
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+    return PlannedLoss.of("kd", places.student, [term], len(places), normalizer)

@@ -85,11 +85,11 @@ class Support:
         """The columns of each unit: logits [U, V] of both sides; `top_k` is less than V."""
         assert self.top_k is not None
         if self.kind == "teacher_topk":
-            return Columns(_largest(teacher_logits, self.top_k))
+            return Columns(largest(teacher_logits, self.top_k))
         if self.kind == "student_topk":
-            return Columns(_largest(student_logits, self.top_k))
+            return Columns(largest(student_logits, self.top_k))
         return Columns.union(
-            _largest(teacher_logits, self.top_k), _largest(student_logits, self.top_k), teacher_logits.shape[-1]
+            largest(teacher_logits, self.top_k), largest(student_logits, self.top_k), teacher_logits.shape[-1]
         )
 
 
@@ -182,7 +182,7 @@ def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
     return divergence(log_t, log_s) - divergence.excess_weight * excess
 
 
-def _largest(logits: Tensor, top_k: int) -> Tensor:
+def largest(logits: Tensor, top_k: int) -> Tensor:
     """Columns [U, X] of the `top_k` largest logits [U, V].
 
     They are in the `top_k` groups of columns with the largest maxima, or among the columns that no group has; which
@@ -195,6 +195,6 @@ def _largest(logits: Tensor, top_k: int) -> Tensor:
     columns = torch.arange(logits.shape[-1], device=logits.device)
     grouped, others = columns[: GROUP * num_groups].view(GROUP, num_groups), columns[GROUP * num_groups :]
     maxima = logits[:, : GROUP * num_groups].unflatten(-1, grouped.shape).amax(1)
-    candidates = grouped.t()[_largest(maxima, top_k)].flatten(1)
+    candidates = grouped.t()[largest(maxima, top_k)].flatten(1)
     candidates = torch.cat([candidates, others.expand(len(candidates), -1)], -1)
     return candidates.gather(-1, logits.gather(-1, candidates).topk(top_k, dim=-1, sorted=False).indices)

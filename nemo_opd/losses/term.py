@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_opd.losses.read_ahead import ReadAhead
+
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(logits [R, X] in the compute dtype, which units they are of) → the loss of each unit, [u].
 
@@ -35,6 +37,8 @@ class Term:
     factor: float = 1.0
     chunk_size: int | None = None
     """Units taken at a time; None: as many as fit a byte budget."""
+    ahead: ReadAhead | None = None
+    """Other rows that `loss_of` reads, in the order of units, and is told of each block of them."""
 
     @property
     def num_units(self) -> int:

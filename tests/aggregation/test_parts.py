@@ -1,13 +1,15 @@
 """KD as a sum of parts: the metric that adds up, and rows that are emptied."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from nemo_opd.aggregation import PART, build_parts, share_metrics
+from nemo_opd.aggregation import PART, build_parts, share_metrics, weighted_by_confidence
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
 from nemo_opd.losses.planned import compute_together
-from nemo_opd.types import Batch, ChunkRows, Mean, TeacherRows, TokenRows
+from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.tiny import Tiny
 
@@ -53,6 +55,63 @@ def test_weights_follow_their_rows() -> None:
     assert second.rows(0, 1).to("cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
 
 
+def with_samples(of: Batch) -> Batch:
+    """Rows 0 and 2 are rollouts of one prompt, row 1 is of the dataset."""
+    logprobs = -torch.arange(15.0).view(3, 5)
+    own = SampledRows(
+        torch.tensor([True, False, True]), logprobs, torch.tensor([1.0, 0.0, -1.0]), torch.tensor([4, 8, 4])
+    )
+    weights = torch.tensor([0.25, 1.0, 0.75])
+    teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in of.teachers)
+    return replace(of, teachers=teachers, sampled=own)
+
+
+def test_what_is_known_of_samples_follows_its_rows() -> None:
+    """Bugs: left behind where a batch is padded, cut, emptied or sent to ranks; a view that carries the whole batch."""
+    first, second = shards(pad_rows(with_samples(only_chosen(with_samples(batch()), torch.tensor([1, 0, 1]))), 4), 2)
+    assert second.sampled is not None
+    assert second.sampled.is_sampled.tolist() == [True, False]
+    assert second.sampled.prompts.tolist() == [4, -1]
+    assert second.sampled.advantages.tolist() == [-1.0, 0.0]
+    assert second.sampled.logprobs.tolist() == [[-10.0, -11.0, -12.0, -13.0], [0.0] * 4]
+    assert second.teachers[1].rollout_weights.tolist() == [0.75, 0.0]
+    assert first.rows(1, 2).to("cpu").teachers[0].rollout_weights.tolist() == [1.0]
+    assert first.rows(1, 2).sampled.logprobs.tolist() == [[-5.0, -6.0]]
+    assert second.sampled.logprobs.untyped_storage().nbytes() == 8 * 4
+    assert second.sampled_mask.sum() == 3
+    assert first.label_mask.sum() == 1
+
+
+def test_units_of_rollouts_count_by_their_weight(tiny: Tiny) -> None:
+    """4·0.25 + 1 + 3·0.75 units of either part; cross-entropy has the label of row 1 alone, the policy 4 + 3 tokens."""
+    found = parts_of(tiny).normalizers(with_samples(batch()))
+    assert (found.kd, found.ce, found.policy) == ((4.25, 4.25), 1, 7)
+    plain = parts_of(tiny).normalizers(batch())
+    assert (plain.ce, plain.policy) == (8, 1)
+
+
+def test_confidence_weighs_the_rollouts_of_a_prompt() -> None:
+    """Per token and in nats: 2 bits over 1 token against 6 bits over 2."""
+    bits, tokens = torch.tensor([2.0, 9.0, 6.0], dtype=torch.float64), torch.tensor([1, 1, 2])
+    of_teachers = [None, SequenceScores(bits, tokens, tokens)]
+    found = weighted_by_confidence(replace(with_samples(batch()), teachers=batch().teachers), of_teachers, [None, 1.0])
+    assert found.teachers[0].rollout_weights is None
+    assert found.teachers[1].rollout_weights.tolist() == pytest.approx([2 / 3, 1.0, 1 / 3], rel=1e-6)
+    assert weighted_by_confidence(batch(), of_teachers, [None, 1.0]).teachers[1].rollout_weights is None
+
+
+def test_statistics_of_samples(tiny: Tiny) -> None:
+    """By teacher where a projection or one tokenizer says which tokens are the same; nothing without samples."""
+    parts, whole = parts_of(tiny), with_samples(batch())
+    student = torch.randn(3, 5, 9, generator=torch.Generator().manual_seed(0))
+    said = parts.plan_statistics(student, views([student, student], whole, 0), whole, vocab_size=9)
+    metrics = compute_together(said).metrics
+    assert metrics["overlap/same"].value() == 1
+    assert metrics["overlap/same"].count == 1, "one in four: token 4 of row 0"
+    assert metrics["entropy"].count == 7
+    assert parts.plan_statistics(student, [], batch(), vocab_size=9) == []
+
+
 def parts_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]
     config = compose(*tiny.overrides("loss=uld", "teachers.0.weight=0.5", "teachers.1.weight=0.5", *overrides))
     return build_parts(config, [None, None], student_vocab_size=9, teacher_vocab_sizes=[9, 9])
@@ -68,12 +127,14 @@ def test_units_are_counted_together_where_each_text_has_one_teacher(tiny: Tiny) 
     assert together.normalizers(only_chosen(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
 
 
+@pytest.mark.parametrize("is_sampled", [False, True])
 @pytest.mark.parametrize("aggregation", ["weighted_sum", "select_teacher"])
-def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str) -> None:
+def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, is_sampled: bool) -> None:
     """The sum of the PART metrics over microbatches is the loss of the whole with its own normalizers."""
     parts = parts_of(tiny, f"aggregation={aggregation}")
     torch.manual_seed(0)
     whole = batch() if aggregation == "weighted_sum" else only_chosen(batch(), torch.tensor([1, 0, 1]))
+    whole = with_samples(whole) if is_sampled else whole
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
     normalizers = parts.normalizers(whole).kd

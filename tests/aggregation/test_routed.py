@@ -34,7 +34,7 @@ def plan_of(tiny: Tiny, source: str, *more: str) -> Plan:
 
 def lengths(plan: Plan) -> list[list[int]]:
     """By teacher, of all documents."""
-    (batch,) = validation_batches(plan.train_documents, plan.sample_maker, 100)
+    (batch,) = validation_batches(plan.data.train, plan.data.make_sample, 100)
     return [rows.tokens.lengths.tolist() for rows in batch.teachers]
 
 
@@ -56,7 +56,7 @@ def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None
 
 def test_loader_workers_keep_the_route(tiny: Tiny, tmp_path: Path) -> None:
     plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES]))
-    with TrainLoader(plan.train_documents, plan.sample_maker, 5, 0, False, num_workers=1) as loader:
+    with TrainLoader(plan.data.train, plan.data.make_sample, 5, 0, False, num_workers=1) as loader:
         assert [rows.tokens.lengths.tolist() for rows in loader.next().teachers] == lengths(plan)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.aggregation import joined, sequence_scores
+from nemo_opd.aggregation import joined, mean_logprob, sequence_scores
 from nemo_opd.errors import ConfigError
 from nemo_opd.types import SequenceScores, TokenRows
 
@@ -65,6 +65,20 @@ def test_sizes_that_do_not_fit() -> None:
 
 
 def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
-    parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4])) for _ in range(2)]
+    parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]), torch.tensor([5, 6])) for _ in range(2)]
     whole = joined(parts, 3)
     assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 2.0, 1.0], [3, 4, 3])
+    assert whole.num_tokens.tolist() == [5, 6, 5]
+
+
+def test_log_probability_is_of_all_scored_tokens() -> None:
+    """Bugs: the end of a turn, which carries no text, left out; bits for nats; no token as certainty."""
+    logits, tokens = made()
+    scores = sequence_scores(logits, tokens, score="log_probability", vocab_size=VOCAB_SIZE, chunk_size=2)
+    for b in range(2):
+        scored = [i for i in range(1, 6) if tokens.loss_mask[b, i]]
+        bits = [oracle("bits_per_byte", logits[b, i - 1].tolist(), int(tokens.ids[b, i])) for i in scored]
+        expected = -math.log(2) * math.fsum(bits) / len(scored)
+        assert float(mean_logprob(scores)[b]) == pytest.approx(expected, rel=1e-12)
+    assert scores.num_tokens[2] == 0
+    assert mean_logprob(scores)[2] == -math.inf

@@ -13,7 +13,7 @@ from nemo_opd.types import SequenceScores
 
 
 def scores(bits: list[float], num_bytes: list[int]) -> SequenceScores:
-    return SequenceScores(torch.tensor(bits, dtype=torch.float64), torch.tensor(num_bytes))
+    return SequenceScores(torch.tensor(bits, dtype=torch.float64), torch.tensor(num_bytes), torch.tensor(num_bytes))
 
 
 FIRST, SECOND = scores([8.0, 30.0, 5.0, 0.0], [4, 10, 5, 0]), scores([9.0, 10.0, 0.0, 0.0], [4, 8, 0, 0])

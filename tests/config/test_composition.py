@@ -1,5 +1,6 @@
 """Every YAML in configs/ composes into valid settings, and the recipes say what they are meant to."""
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -8,33 +9,62 @@ import yaml
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
 from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
 
-TOP_LEVEL = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+RUNS = sorted(file.stem for file in CONFIGS.glob("o*_policy_*.yaml"))
+EVALUATIONS = sorted(file.stem for file in CONFIGS.glob("evaluation*.yaml"))
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
+DEMOS = ("off_policy_demo", "on_policy_demo")
+"""What options are tried on."""
+ON_POLICY_GROUPS = ("rollout=", "reward=", "environment=", "evaluation=")
+ON_POLICY_OPTIONS = ("loss=grpo", "loss=policy_gradient")
+"""What only a run can have whose student samples."""
+OF_ONE_TOKENIZER = ("loss=same_vocab", "loss=reverse_kl", "loss=jsd", "loss=tcad", "loss=policy_gradient")
+CROSS_TOKENIZER = ("demo_multi", "phi4mini_llama3b", "qwen3_4b", "qwen2_5_7b", "arithmetic_cross", "arithmetic_multi")
+CONVERSATIONS = "data.messages_key=messages"
 NEEDED = {
-    "loss=same_vocab": ["teachers.0.loss.type=p_kl"],
     "aggregation=averaged_logits": ["teachers.0.type=same_tokenizer"],
+    "environment=calculator": [CONVERSATIONS],
+    "reward=environment": [CONVERSATIONS, "environment=calculator", "reward.answer_key=answer"],
+    "reward=function": ["reward.function=package.module:name"],
 }
-"""What an option needs beside it: the recipes have a cross-tokenizer teacher."""
+"""What an option needs beside it."""
+OF_A_RECIPE = {
+    "off_policy": {option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
+    "on_policy": {
+        **{f"aggregation={kind}": ["teachers=demo_multi"] for kind in ("routed", "select_teacher")},
+        "aggregation=averaged_logits": ["teachers=demo_multi", "teachers.0.type=same_tokenizer"],
+        **{f"teachers={name}": ["loss=p_kl"] for name in CROSS_TOKENIZER},
+    },
+}
+"""The off-policy recipes have a cross-tokenizer teacher, and the on-policy ones a single teacher."""
+
+
+def suits(name: str, option: str) -> bool:
+    return recipe(name) == "on_policy" or not option.startswith(ON_POLICY_GROUPS + ON_POLICY_OPTIONS)
+
+
+def recipe(name: str) -> str:
+    return name[: name.index("_policy") + len("_policy")]
 
 
 def test_all_files_are_covered() -> None:
-    """A folder deeper or a `.yml` would be composed by no test here."""
-    assert len(TOP_LEVEL) + len(OPTIONS) == len([file for file in CONFIGS.rglob("*") if file.is_file()])
-    assert {DEMO, PRODUCTION} <= set(TOP_LEVEL)
+    """A folder deeper or a `.yml` would be composed by no test here; evaluations have tests of their own."""
+    counted = len(RUNS) + len(EVALUATIONS) + len(OPTIONS)
+    assert counted == len([file for file in CONFIGS.rglob("*") if file.is_file()])
+    assert {DEMO, PRODUCTION} <= set(RUNS)
 
 
-@pytest.mark.parametrize("name", TOP_LEVEL)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_top_level_file_composes(name: str) -> None:
     compose(config_name=name)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("name", TOP_LEVEL)
+@pytest.mark.parametrize(("name", "option"), [each for each in product(DEMOS, OPTIONS) if suits(*each)])
 def test_an_option_of_a_group_composes(name: str, option: str) -> None:
-    compose(option, *NEEDED.get(option, []), config_name=name)
+    needed = [*NEEDED.get(option, []), *OF_A_RECIPE[recipe(name)].get(option, [])]
+    compose(option, *needed, config_name=name)
 
 
-@pytest.mark.parametrize("name", TOP_LEVEL)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_resolved_config_says_everything(name: str) -> None:
     """What a run writes as config.yaml gives the same settings, with no default left out."""
     config = compose("run.output_dir=/runs/a", config_name=name)

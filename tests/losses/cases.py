@@ -12,7 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nemo_opd.losses import alm, byte_prefix, gold, h_kl, p_kl, same_vocab, shared_prefix, strict, uld
+from nemo_opd.losses import (
+    alm,
+    byte_prefix,
+    gold,
+    h_kl,
+    p_kl,
+    same_vocab,
+    sampled_kl,
+    shared_prefix,
+    strict,
+    tcad,
+    uld,
+)
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.projection.byte_order import byte_order
 from nemo_opd.types import LossOutput
@@ -92,8 +104,13 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     needs_projection: bool = True
     takes_divergence: bool = True
+    takes_temperature: bool = True
+    """Else one that is given is left out."""
     is_zero_for_equal_sides: bool = True
-    """Else it has a minimum there."""
+    """Else it has a minimum there, or pulls at the student still."""
+    pulls_at_equal_sides: bool = False
+    kd_is_the_loss: bool = True
+    """The metric is the loss itself, as a mean over units; else it says something else of them."""
     needs_every_token: bool = False
     """It is zero for equal sides only where the projection knows all tokens."""
     needs_one_to_one: bool = False
@@ -107,12 +124,20 @@ class Case:
         return self.name
 
     def run(self, batch: Batch, **options: Any) -> LossOutput:
-        return self.loss(batch.student, batch.teacher, **self.arguments(batch), **{**self.options, **options})
+        given = {**self.options, **options}
+        if not self.takes_temperature:
+            given.pop("temperature", None)
+        return self.loss(batch.student, batch.teacher, **self.arguments(batch), **given)
+
+    @property
+    def is_of_one_vocabulary(self) -> bool:
+        return self.loss in (same_vocab, tcad, sampled_kl)
 
     def arguments(self, batch: Batch) -> dict[str, Any]:
         """What it is called with besides logits and options."""
-        if self.loss is same_vocab:
-            return {"mask": batch.student_chunk_id >= 0}
+        if self.is_of_one_vocabulary:
+            ids = {"ids": batch.student_ids} if self.loss is sampled_kl else {}
+            return {"mask": batch.student_chunk_id >= 0, **ids}
         names = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
         projection = ("projection",) if self.needs_projection else ()
         return {name: getattr(batch, name) for name in (*names, *projection)}
@@ -124,7 +149,7 @@ class Case:
 
     def batch(self, seed: int = 0, dtype: torch.dtype = torch.float64, scale: float = 3.0) -> Batch:
         """Of two tokenizers, or one where the loss needs that."""
-        make = one_tokenizer if self.loss is same_vocab else two_tokenizers
+        make = one_tokenizer if self.is_of_one_vocabulary else two_tokenizers
         return make(seed, scale).to(dtype)
 
     def divergences(self) -> list[Case]:
@@ -140,11 +165,43 @@ def same_vocab_case(name: str, **options: Any) -> Case:
     return Case(f"same_vocab-{name}" if name else "same_vocab", same_vocab, options, needs_projection=False)
 
 
+def tcad_case(name: str, **options: Any) -> Case:
+    covered = options.get("coverage_coef", 1) == 0
+    return Case(
+        f"tcad-{name}" if name else "tcad",
+        tcad,
+        options,
+        needs_projection=False,
+        is_zero_for_equal_sides=covered,
+        pulls_at_equal_sides=not covered,
+        kd_is_the_loss=False,
+    )
+
+
+def sampled_kl_case(estimator: str) -> Case:
+    """That is differentiated; a policy gradient is no gradient of its value."""
+    return Case(
+        f"sampled_kl-{estimator}",
+        sampled_kl,
+        {"estimator": estimator, "update": "direct"},
+        needs_projection=False,
+        takes_divergence=False,
+        takes_temperature=False,
+        kd_is_the_loss=estimator == "k3",
+    )
+
+
 LOSSES = [
     same_vocab_case(""),
     same_vocab_case("teacher_topk", support="teacher_topk", top_k=3, normalization="support"),
     same_vocab_case("student_topk", support="student_topk", top_k=3, normalization="rest"),
     same_vocab_case("union", support="union", top_k=2, normalization="rest"),
+    tcad_case("", support_size=3),
+    tcad_case("renormalised", support_size=3, coverage_coef=0),
+    tcad_case("union", support_size=2, coverage_coef=0, support="union"),
+    tcad_case("all", support_size=99, coverage_coef=0),
+    sampled_kl_case("k2"),
+    sampled_kl_case("k3"),
     Case("p_kl", p_kl, needs_every_token=True, same_vocab_options={}),
     Case(
         "p_kl-vocab_topk",

@@ -14,14 +14,16 @@ from nemo_opd.config.loss import (
     PKLTerm,
     SameVocabLoss,
     SameVocabTerm,
+    SampledKLTerm,
     SharedPrefixTerm,
     StrictTerm,
+    TCADTerm,
     ULDTerm,
 )
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses import p_kl, same_vocab
+from nemo_opd.losses import p_kl, same_vocab, sampled_kl, tcad
 from nemo_opd.losses.build import build
-from nemo_opd.types import ChunkRows, TeacherRows, TokenRows
+from nemo_opd.types import ChunkRows, SampledRows, TeacherRows, TokenRows
 
 from . import oracle, oracle_prefix
 
@@ -49,6 +51,43 @@ def test_same_vocab_term():
     settings = {"student_vocab_size": 6, **SETTINGS, **SUPPORT}
     direct = same_vocab(student, teacher, mask=tokens.loss_mask, normalizer=4, **settings)
     assert torch.equal(out.loss, direct.loss)
+
+
+def sampled(positions: int) -> SampledRows:
+    """Row 1 is of the dataset."""
+    logprobs = -torch.rand(2, positions, generator=torch.Generator().manual_seed(5))
+    return SampledRows(torch.tensor([True, False]), logprobs, torch.zeros(2), torch.tensor([0, 1]))
+
+
+def test_tcad_term():
+    """A unit is a sequence, times its rollout weight; the weights of a prompt's rollouts reach the loss."""
+    student, teacher, tokens = logits(7, 9, 0), logits(7, 8, 1), rows(7)
+    settings = {**SETTINGS, "support_size": 3, "support": "union", "coverage_coef": 0.4}
+    loss = build(TCADTerm(**settings, power_alpha=2.0), student_vocab_size=6)
+    weights = torch.tensor([0.25, 0.5])
+    own = TeacherRows(tokens, None, rollout_weights=weights)
+    assert loss.num_units(tokens, own, sampled(7)) == 0.75
+    assert loss.num_units(tokens, TeacherRows(tokens, None)) == 2
+    out = loss.plan(student, teacher, tokens, own, 4, sampled=sampled(7), sequence_weights=weights).compute()
+    arguments = {"mask": tokens.loss_mask, "sequence_weights": weights, "student_vocab_size": 6}
+    direct = tcad(student, teacher, **arguments, normalizer=4, **settings)
+    assert torch.equal(out.loss, direct.loss)
+
+
+def test_sampled_kl_term():
+    """Only what was sampled is scored, also where the teacher's rows are narrower than the student's."""
+    student, teacher, tokens, of_batch = logits(9, 9, 0), logits(7, 8, 1), rows(7), sampled(9)
+    settings = {"estimator": "k1", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0}
+    loss = build(SampledKLTerm(**settings), student_vocab_size=6)
+    own = TeacherRows(tokens, None)
+    assert loss.num_units(tokens, own, of_batch) == 5
+    assert loss.num_units(tokens, own) == 0
+    out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
+    mask = tokens.loss_mask & torch.tensor([[True], [False]])
+    arguments = {"ids": tokens.ids, "mask": mask, "logprobs": of_batch.logprobs[:, :7], "student_vocab_size": 6}
+    assert torch.equal(out.loss, sampled_kl(student, teacher, **arguments, normalizer=4, **settings).loss)
+    validated = loss.plan(student, teacher, tokens, own, 4).compute()
+    assert (validated.loss.item(), validated.metrics["kd"].count) == (0, 0)
 
 
 def test_p_kl_term():
@@ -100,11 +139,11 @@ def test_units_are_counted_as_the_loss_counts_them(term):
     assert loss.num_units(*batch) == out.metrics["kd"].count == expected
 
 
-@pytest.mark.parametrize("term", CROSS_TERMS)
+@pytest.mark.parametrize("term", [SameVocabTerm, TCADTerm, SampledKLTerm, *CROSS_TERMS])
 def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
     """Catches a setting that a run accepts and that reaches nothing."""
     function = getattr(losses, term().type)
-    settings = set(term.model_fields) - {"type"}
+    settings = set(term.model_fields) - {"type", "power_alpha"}
     assert settings <= set(inspect.signature(function).parameters)
 
 

@@ -85,6 +85,16 @@ def _with_a_share_of_the_units(
     return loss.detach(), list(found), list(torch.autograd.grad(whole, [hidden, weight]))
 
 
+def metric_with(case: Case, batch: Batch, rank: int) -> tuple[float, float]:
+    """With the sharded loss, and with the whole one."""
+    group = dist.group.WORLD
+    assert group is not None
+    sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
+    sharded = batch.with_logits(VocabParallelLogits(TensorLogits(shard(batch.student, rank)), group))
+    found, whole = (case.run(own, chunk_size=2, **sizes).metrics["kd"] for own in (sharded, batch))
+    return found.value(), whole.value()
+
+
 def largest_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) if wanted.numel() else 0.0
 
@@ -95,6 +105,8 @@ def rank_main(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     errors = {}
     for case in LOSSES:
+        found, wanted = metric_with(case, case.batch(), rank)
+        errors[f"{case}/metric"] = abs(found - wanted) / abs(wanted)
         for kind in KINDS:
             batch = case.batch()
             loss, found, wanted = found_with(kind, case, batch, rank)
@@ -121,3 +133,10 @@ def test_value_and_gradient(errors, case, kind):
     for of_rank in errors:
         assert of_rank[f"{case}/{kind}"] < 1e-11
         assert of_rank[f"{case}/{kind}/no units"] == 0
+
+
+@pytest.mark.parametrize("case", LOSSES, ids=str)
+def test_metric(errors, case):
+    """Some are read off the units by the rank that computes them, and are to be brought together."""
+    for of_rank in errors:
+        assert of_rank[f"{case}/metric"] < 1e-11

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.support import Columns, Support, _largest, with_rest
+from nemo_opd.losses.support import Columns, Support, largest, with_rest
 
 from . import oracle_support
 
@@ -175,7 +175,7 @@ def test_the_largest_columns_are_those_of_a_search_through_the_row(width, top_k)
     logits = torch.randn(4, width, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
     logits[:, -1], logits[:, width // 3 : width // 3 + 3] = 9.0, torch.tensor([7.0, -torch.inf, 8.0]).double()
     logits[1] = logits[1].sort().values
-    found = _largest(logits, top_k)
+    found = largest(logits, top_k)
     assert torch.equal(found.sort(-1).values, logits.topk(top_k).indices.sort(-1).values)
 
 

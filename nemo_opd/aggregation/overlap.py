@@ -1,0 +1,70 @@
+"""Where in the student's samples its likeliest tokens are compared with a teacher's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
+from nemo_opd.losses.planned import PlannedLoss
+from nemo_opd.types import SampledRows, TeacherRows, TokenRows
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+EVERY = 4
+"""One token, or aligned chunk, in so many: it takes a search through both sides' logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Of one teacher with the student."""
+
+    projection: ProjectionMatrix | None
+    """None where they share a tokenizer."""
+    student_vocab_size: int
+    teacher_vocab_size: int
+
+    @staticmethod
+    def across(projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int) -> Overlap | None:
+        """For a teacher with another tokenizer; None where no token is known to be the same in both."""
+        if projection is None or not len(projection.shared_pairs):
+            return None
+        return Overlap(projection, student_vocab_size, teacher_vocab_size)
+
+    def plan(
+        self,
+        student_logits: Tensor | LogitRows,
+        teacher_logits: LogitRows,
+        student: TokenRows,
+        teacher: TeacherRows,
+        sampled: SampledRows,
+    ) -> PlannedLoss:
+        """The metric `overlap` over what was sampled in these rows; student: what the teacher is compared on."""
+        own = sampled.is_sampled.unsqueeze(1)
+        if teacher.chunks is None:
+            positions = torch.arange(student.ids.shape[1], device=student.ids.device)
+            return plan_overlap(
+                student_logits,
+                teacher_logits,
+                mask=student.loss_mask & own & (positions % EVERY == 0),
+                student_vocab_size=self.student_vocab_size,
+                teacher_vocab_size=self.teacher_vocab_size,
+            )
+        assert self.projection is not None
+        chunks = teacher.chunks.student
+        return plan_chunk_overlap(
+            student_logits,
+            teacher_logits,
+            projection=self.projection,
+            student_ids=student.ids,
+            teacher_ids=teacher.tokens.ids,
+            student_chunk_id=chunks.masked_fill(~own | (chunks % EVERY != 0), -1),
+            teacher_chunk_id=teacher.chunks.teacher,
+            student_vocab_size=self.student_vocab_size,
+            teacher_vocab_size=self.teacher_vocab_size,
+        )

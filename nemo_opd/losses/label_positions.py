@@ -1,0 +1,61 @@
+"""What the losses share that compare both sides at every scored token of one tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
+from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.losses.read_ahead import ReadAhead
+from nemo_opd.losses.reduction import weighted_label_rows
+
+
+@dataclass(frozen=True, slots=True)
+class LabelPositions:
+    """The logit rows of student and teacher that predict the scored tokens."""
+
+    student: TrainableRows
+    """[B, ≥ S, ≥ V]"""
+    teacher: LogitRows
+    """[B, S, ≥ V]"""
+    size: int
+    """V: leading columns of both heads that are the vocabulary."""
+    rows: Tensor
+    """int64 [U]: indices into [B·S], of sequences with a weight other than 0; the teacher's rows."""
+    student_rows: Tensor
+    """int64 [U]: the same of the student, which may have further positions."""
+    sequences: Tensor
+    """int64 [U]: the sequence b of each."""
+    weights: Tensor | None
+    """[U]: those of the sequences; None: all 1."""
+
+    @staticmethod
+    def of(
+        student_logits: Tensor | LogitRows,
+        teacher_logits: Tensor | LogitRows,
+        *,
+        mask: Tensor,
+        sequence_weights: Tensor | None = None,
+        student_vocab_size: int | None = None,
+        teacher_vocab_size: int | None = None,
+    ) -> LabelPositions:
+        """Of the scored tokens in a mask [B, S]. Raises ConfigError for shapes or sizes that do not fit."""
+        student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
+        check_positions(teacher.shape, mask=mask)
+        check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)
+        check_sequence_weights(sequence_weights, len(mask))
+        check_shares(student, teacher)
+        size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
+        rows, weights = weighted_label_rows(mask, sequence_weights)
+        sequences = rows // mask.shape[1]
+        student_rows = sequences * student.shape[1] + rows % mask.shape[1]
+        return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def teacher_ahead(self) -> ReadAhead:
+        """Teacher logits [u, V] of units, for a term that tells it of its blocks."""
+        return ReadAhead(self.teacher, self.rows, self.size)

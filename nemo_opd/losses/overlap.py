@@ -1,0 +1,126 @@
+"""How many of the tokens that the student finds likeliest are among the teacher's (METHODS §10)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.planned import PlannedLoss
+from nemo_opd.losses.readings import plan_readings
+from nemo_opd.losses.support import largest
+from nemo_opd.losses.term import unit_cells
+from nemo_opd.types import Mean, Metric
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+TOP_K = 16
+"""Tokens of either side that are compared."""
+LIVE_COPIES = 3
+"""Tensors of the size of a side's rows alive at a chunk's peak."""
+
+
+def plan_overlap(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    mask: Tensor,
+    top_k: int = TOP_K,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """The metric `overlap`: |student's top_k ∩ teacher's top_k| / top_k as a mean over scored tokens; trains nothing.
+
+    Unshifted logits [B, S, V] and [B, S, W] of one vocabulary and mask [B, S], as in `same_vocab`. Raises ConfigError
+    for shapes or sizes that do not fit.
+    """
+    places = LabelPositions.of(
+        student_logits,
+        teacher_logits,
+        mask=mask,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    k, ahead = min(top_k, places.size), places.teacher_ahead()
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        return _shared(largest(logits, k), largest(ahead.of(part), k))
+
+    return plan_readings(
+        places.student,
+        places.student_rows,
+        read,
+        _mean,
+        num_values=1,
+        cells=unit_cells(len(places), 2 * LIVE_COPIES * places.size),
+        width=places.size,
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+
+
+def plan_chunk_overlap(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    top_k: int = TOP_K,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """The same at the first positions of aligned chunks: a student token is among the teacher's by its exact partner.
+
+    Tokens without one are in no overlap, so that 1 is not always within reach. Arguments as of `p_kl`. Raises
+    ConfigError for shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.
+    """
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=1.0,
+        sequence_weights=None,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    sizes = inputs.student_size, inputs.teacher_size
+    partner = TokenPairs.exact(projection, *sizes, inputs.device).partner
+    k, ahead = min(top_k, *sizes), inputs.teacher_ahead(inputs.units.teacher_rows)
+
+    def read(logits: Tensor, part: slice) -> Tensor:
+        return _shared(partner[largest(logits, k)], largest(ahead.of(part), k))
+
+    return plan_readings(
+        inputs.student,
+        inputs.units.student_rows,
+        read,
+        _mean,
+        num_values=1,
+        cells=unit_cells(len(inputs.units), LIVE_COPIES * sum(sizes)),
+        width=inputs.student_size,
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+
+
+def _shared(first: Tensor, second: Tensor) -> Tensor:
+    """Share of the entries of a row that are in the other's as well: [U, k] and [U, k] → [U, 1]."""
+    return (first.unsqueeze(2) == second.unsqueeze(1)).any(2).double().mean(1, keepdim=True)
+
+
+def _mean(found: Tensor) -> dict[str, Metric]:
+    return {"overlap": Mean(found.sum(), found.shape[1])}

@@ -1,0 +1,143 @@
+"""TCAD: what teacher and student find likely, and the student's mass on it; for the student's own samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.arguments import check_temperature, over
+from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.interleaved import check_support, interleaved
+from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.losses.planned import Loss, PlannedLoss
+from nemo_opd.losses.softmax import log_sum_exp
+from nemo_opd.losses.support import Columns, Support
+from nemo_opd.losses.term import Term, unit_cells
+from nemo_opd.types import Mean, Metric
+
+LIVE_ROWS = 6
+"""Tensors of the size of a chunk's rows alive at its peak."""
+LIVE_CELLS = 30
+"""fp32 numbers for each column of the support besides; an int64 index counts as two."""
+
+
+@Loss
+def tcad(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    mask: Tensor,
+    support_size: int = 256,
+    divergence: str = "forward_kl",
+    coverage_coef: float = 1.0,
+    temperature: float = 1.0,
+    beta: float = 0.5,
+    mixed_weight: float = 0.5,
+    support: str = "interleaved",
+    sequence_weights: Tensor | None = None,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
+
+    METHODS §10. U: the first `support_size` distinct tokens of teacher's likeliest, student's likeliest, teacher's
+    second, … (support="interleaved"), or the `support_size` likeliest of either side ("union"); a constant. q̂ and p̂
+    are renormalised on U, P(U) is the student's mass on it, and forward KL with a coefficient of 1 is KL(q̂ ‖ p).
+    Unshifted logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by
+    default 1; sequences of weight 0 are left out. normalizer: Σ w_b over the global batch's sequences with a scored
+    token, by default over this call's: their number without weights, the number of prompts where the weights of a
+    prompt's sequences add up to 1. The metric `kd` is the plain mean over scored tokens, in nats. chunk_size: positions
+    computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not
+    fit.
+    """
+    check_temperature(temperature)
+    check_support(support, support_size)
+    if not coverage_coef >= 0:
+        raise ConfigError(f"coverage_coef={coverage_coef}: it is a weight; give 0 or more")
+    places = LabelPositions.of(
+        student_logits,
+        teacher_logits,
+        mask=mask,
+        sequence_weights=sequence_weights,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    compared = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
+
+    ahead = places.teacher_ahead()
+
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        teacher = ahead.of(part).to(logits.dtype)
+        return compared(over(teacher, temperature), over(logits, temperature))
+
+    means = _SequenceMeans.of(places, mask, sequence_weights)
+    cells = unit_cells(len(places), LIVE_ROWS * places.size + LIVE_CELLS * min(2 * support_size, places.size))
+    term = Term(
+        places.student_rows,
+        loss_of,
+        cells,
+        places.size,
+        weights=means.of_tokens(places),
+        chunk_size=chunk_size,
+        ahead=ahead,
+    )
+    # Only without a normalizer, as it waits for the device.
+    divisor = (float(means.weights.sum()) if normalizer is None else normalizer) or 1
+
+    def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+        return {"kd": Mean(unweighted, len(places))}
+
+    return PlannedLoss(places.student, [term.times(temperature**2)], 1 / divisor, metrics_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _Comparison:
+    of: Divergence
+    support: str
+    support_size: int
+    coverage_coef: float
+
+    def __call__(self, teacher: Tensor, student: Tensor) -> Tensor:
+        """Of each unit, in nats: logits/τ [U, V] and [U, V] → [U]."""
+        if self.support_size >= student.shape[1]:
+            return self.of.of_logits(teacher, student)
+        columns = self._choose(teacher, student)
+        if self.coverage_coef == 0:
+            return self.of.of_logits(columns.take(teacher), columns.take(student))
+        own, rest = columns.cells(student).tensor_split([-1], 1)
+        # −log P(U), which the log-mass of all tokens less that of U would round where it is nearly 0.
+        missing = F.softplus(rest.squeeze(1) - log_sum_exp(own))
+        return self.of.of_logits(columns.take(teacher), own) + self.coverage_coef * missing
+
+    def _choose(self, teacher: Tensor, student: Tensor) -> Columns:
+        if self.support == "union":
+            return Support("union", self.support_size).choose(teacher, student)
+        return interleaved(teacher, student, self.support_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _SequenceMeans:
+    """What makes of a sum over tokens one of the means of sequences."""
+
+    weights: Tensor
+    """float64 [B]: w_b; 0 without a scored token."""
+    tokens: Tensor
+    """int64 [B]: scored tokens, of sequences with a weight."""
+
+    @staticmethod
+    def of(places: LabelPositions, mask: Tensor, sequence_weights: Tensor | None) -> _SequenceMeans:
+        tokens = torch.bincount(places.sequences, minlength=len(mask))
+        given = torch.ones_like(tokens) if sequence_weights is None else sequence_weights
+        return _SequenceMeans(given.double() * (tokens > 0), tokens)
+
+    def of_tokens(self, places: LabelPositions) -> Tensor:
+        """[U]: w_b / tokens of b."""
+        dtype = torch.promote_types(places.student.dtype, torch.float32)
+        return (self.weights / self.tokens).to(dtype).index_select(0, places.sequences)

@@ -1,0 +1,80 @@
+"""Weights and advantages within the rollouts of a prompt, against plain arithmetic."""
+
+import math
+
+import pytest
+import torch
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses import confidence_weights, group_advantages, reward_weights
+
+PROMPTS = [7, 3, 7, 7, 3, 5]
+VALUES = torch.tensor([-1.0, -0.5, -2.0, -0.1, -0.5, -3.0], dtype=torch.float64)
+OF = {
+    "confidence": lambda values, prompts: confidence_weights(values, prompts, 1.3),
+    "reward": lambda values, prompts: reward_weights(values, prompts, 0.7),
+    "advantage": lambda values, prompts: group_advantages(values, prompts),
+}
+
+
+def test_confidence_is_a_softmax_within_a_prompt():
+    found = confidence_weights(VALUES, torch.tensor(PROMPTS), 1.3).tolist()
+    powers = [math.exp(1.3 * value) for value in (-1.0, -2.0, -0.1)]
+    assert [found[b] for b in (0, 2, 3)] == pytest.approx([power / sum(powers) for power in powers], rel=1e-14)
+    assert [found[b] for b in (1, 4, 5)] == [0.5, 0.5, 1.0]
+    assert confidence_weights(VALUES, PROMPTS, 0.0).tolist() == pytest.approx([1 / 3, 0.5, 1 / 3, 1 / 3, 0.5, 1.0])
+
+
+def test_rewards_have_a_mean_of_one_a_prompt():
+    found = reward_weights(VALUES, PROMPTS, 0.7).tolist()
+    powers = [math.exp(value / 0.7) for value in (-1.0, -2.0, -0.1)]
+    assert [found[b] for b in (0, 2, 3)] == pytest.approx([3 * power / sum(powers) for power in powers], rel=1e-14)
+    assert [found[b] for b in (1, 4, 5)] == [1.0, 1.0, 1.0]
+
+
+def test_advantages_are_standardised_within_a_prompt():
+    found = group_advantages(VALUES, PROMPTS, epsilon=0.1).tolist()
+    own = [-1.0, -2.0, -0.1]
+    mean = sum(own) / 3
+    deviation = math.sqrt(sum((value - mean) ** 2 for value in own) / 2)
+    assert [found[b] for b in (0, 2, 3)] == pytest.approx([(x - mean) / (deviation + 0.1) for x in own], rel=1e-13)
+    plain = group_advantages(VALUES, PROMPTS, scale=False).tolist()
+    assert [plain[b] for b in (0, 2, 3)] == pytest.approx([x - mean for x in own], rel=1e-13)
+
+
+def test_equal_rewards_say_nothing():
+    """Bug: a rounding of the mean divided by epsilon; 0.1 · 3 / 3 is not 0.1."""
+    assert group_advantages(torch.full((3,), 0.1), [1, 1, 1], epsilon=0.0).tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("of", OF)
+def test_order_is_of_no_account(of):
+    """To the bit: what ranks compute must not depend on who comes first."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(60, generator=generator, dtype=torch.float64)
+    prompts = torch.randint(0, 7, (60,), generator=generator)
+    order = torch.randperm(60, generator=generator)
+    assert torch.equal(OF[of](values[order], prompts[order]), OF[of](values, prompts)[order])
+
+
+def test_no_overflow_and_rollouts_without_a_token():
+    assert confidence_weights(torch.tensor([-1e30, 0.0]), [0, 0], 1e9).tolist() == [0.0, 1.0]
+    infinite = torch.tensor([-math.inf, -2.0, -math.inf, -math.inf])
+    assert confidence_weights(infinite, [0, 0, 1, 1]).tolist() == [0.0, 1.0, 0.5, 0.5]
+    assert reward_weights(torch.tensor([0.0, 1000.0]), [0, 0], 1e-3).tolist() == [0.0, 2.0]
+
+
+@pytest.mark.parametrize("of", OF)
+def test_what_is_no_number_is_named(of):
+    for wrong in (math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"\[1\]=(nan|inf)"):
+            OF[of](torch.tensor([0.0, wrong]), [0, 0])
+    with pytest.raises(ConfigError, match="2 prompt_ids"):
+        OF[of](torch.zeros(3), [0, 0])
+
+
+def test_coefficients_that_are_none():
+    with pytest.raises(ConfigError, match="coefficient=0"):
+        reward_weights(VALUES, PROMPTS, 0)
+    with pytest.raises(ConfigError, match="coefficient=nan"):
+        confidence_weights(VALUES, PROMPTS, math.nan)
