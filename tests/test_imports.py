@@ -17,7 +17,7 @@ LEVELS = (
     {"config"},
     {"alignment", "distributed", "demo"},
     {"projection"},
-    {"data", "models", "losses", "aggregation", "handoff", "checkpoint", "logging", "rollout"},
+    {"data", "models", "losses", "aggregation", "handoff", "checkpoint", "logging", "rollout", "rewards"},
     {"workers"},
     {"cluster", "evaluation"},
     {"training"},

@@ -203,6 +203,7 @@ class ULDTerm(TemperatureTerm):
     """What that system computes, for parity."""
 
 
+SameTokenizerTerm = Annotated[SameVocabTerm | TCADTerm | SampledKLTerm, Field(discriminator="type")]
 LossTerm = Annotated[
     SameVocabTerm
     | TCADTerm

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemo_opd.config.base import Frozen
-from nemo_opd.config.loss import LossTerm, SameVocabTerm
+from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model
 
 
@@ -26,7 +26,7 @@ class SameTokenizerTeacher(TeacherBase):
     """A teacher whose tokenizer maps the same text to the same ids as the student's."""
 
     type: Literal["same_tokenizer"]
-    loss: SameVocabTerm | None = None
+    loss: SameTokenizerTerm | None = None
     """This teacher's own term instead of the one `loss` gives it."""
 
 

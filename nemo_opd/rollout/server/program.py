@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
 
 Json = dict[str, Any]
 HOST = "127.0.0.1"
+SEED_BITS = 31
+"""Some programs' generators leave out what is above, and would draw the same for seeds that differ there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,3 +92,8 @@ def openai_models(http: Http) -> dict[str, str]:
     """What `/v1/models` lists."""
     listed = http.get("/v1/models").get("data", [])
     return {each["id"]: each.get("root") or each["id"] for each in listed}
+
+
+def short_seed(seed: int) -> int:
+    """Of `SEED_BITS`, by all of the seed's bits."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - SEED_BITS)

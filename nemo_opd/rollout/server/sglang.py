@@ -4,17 +4,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models
+from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
 
 NAME = "student"
-SEED_BITS = 31
-"""It hashes a seed of 32 bits with the token's position."""
 
 
 class SGLang(Program):
@@ -82,8 +78,3 @@ class SGLang(Program):
         if not said.get("success"):
             raise RolloutError(f"{http.url} did not take the weights in {folder}: {said.get('message')}")
         return name
-
-
-def short_seed(seed: int) -> int:
-    """Of all of the seed's bits."""
-    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - SEED_BITS)

@@ -8,9 +8,11 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models
+from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
 
 NAME = "student"
+EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
+EXTENSION = "nemo_opd_weights.WholeReload"
 RESET_S = 30.0
 """For requests that were given up to leave the cache."""
 
@@ -23,12 +25,16 @@ class VLLM(Program):
 
     command: tuple[str, ...] = ("vllm", "serve")
     # The calls for new weights are among those it has for development only.
-    environment: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment: Mapping[str, str] = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": str(EXTENSION_FOLDER),
+    }
     path = "/v1/completions"
     max_concurrency = None
     hint = (
-        "a vLLM server must run with VLLM_SERVER_DEV_MODE=1 in its environment and with --logprobs-mode raw_logprobs "
-        "--generation-config vllm"
+        f"a vLLM server must run with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={EXTENSION_FOLDER} in its environment and with "
+        f"--logprobs-mode raw_logprobs --generation-config vllm --worker-extension-cls {EXTENSION}"
     )
 
     def name(self, model: str) -> str:
@@ -37,6 +43,7 @@ class VLLM(Program):
     def arguments(self, launch: Launch) -> list[str]:
         # The model's own generation settings would change how it samples where a request leaves something open.
         options = ["--logprobs-mode", "raw_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
+        options += ["--worker-extension-cls", EXTENSION]
         if launch.max_length is not None:
             options += ["--max-model-len", str(launch.max_length)]
         return [launch.model, "--host", HOST, "--port", str(launch.port), "--served-model-name", NAME, *options]
@@ -46,7 +53,7 @@ class VLLM(Program):
             "model": terms.model,
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": request.max_new_tokens,
-            "seed": request.seed,
+            "seed": short_seed(request.seed),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": -1 if sampling.top_k is None else sampling.top_k,
@@ -76,7 +83,7 @@ class VLLM(Program):
         return openai_models(http)
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
-        http.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        http.post("/collective_rpc", {"method": "reload_whole", "kwargs": {"folder": str(folder)}})
         deadline = time.monotonic() + RESET_S
         # Refused while a request that was given up still holds some of it.
         while not (http.post("/reset_prefix_cache") or {}).get("success", True):

@@ -1,0 +1,118 @@
+"""Catches a stand-alone evaluation whose files, figures or settings are not what the command line says."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from examples.evaluate import names_own_questions
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.load import run_settings_with_hydra, to_yaml, validated
+from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.evaluation.standalone import evaluate
+from nemo_opd.logging.samples import read_samples
+from tests.composition import CONFIGS, command_line
+
+
+def compose(*arguments: str, config_name: str = "evaluation") -> EvaluationConfig:
+    found: list[EvaluationConfig] = []
+    with command_line(arguments):
+        run_settings_with_hydra(found.append, EvaluationConfig, config_dir=CONFIGS, config_name=config_name)
+    return found[0]
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    file = tmp_path / "questions.jsonl"
+    rows = [{"text": f"{i} + {i} = ", "answer": 2 * i} for i in range(3)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "1 + " * 200, "answer": 0}]))
+    return file
+
+
+def own(questions: Path) -> tuple[str, ...]:
+    return ("model=demo:student", f"data.jsonl_files={questions}", "data.messages_key=null", "reward=numeric")
+
+
+def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    config = compose(
+        *own(questions), "n=2", "k=[1,2]", "max_new_tokens=4", "max_prompt_length=40", f"output_dir={folder}"
+    )
+    console = Console(record=True, width=100)
+    result = evaluate(config, console)
+    results = json.loads((folder / "results.json").read_text())
+    answers = read_samples(folder / "samples.jsonl")
+
+    assert (results["num_questions"], results["num_dropped"]) == (3, 1)
+    assert list(results["estimates"]) == ["pass@1", "pass@2", "maj@1", "maj@2", "mean@2", "greedy"]
+    assert [(one.question, one.kind, one.sample) for one in answers] == [
+        (i, *place) for i in range(3) for place in (("greedy", 0), ("sampled", 0), ("sampled", 1))
+    ]
+    assert all(one.num_tokens <= 4 for one in answers)
+    assert "pass@2" in console.export_text()
+
+    again = validated(yaml.safe_load((folder / "config.yaml").read_text()), EvaluationConfig)
+    assert again == config
+    assert evaluate(again.model_copy(update={"output_dir": tmp_path / "again"}), console).metrics == result.metrics
+    assert (tmp_path / "again" / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
+
+
+def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path: Path) -> None:
+    config = compose(*own(questions), "max_prompt_length=1", f"output_dir={tmp_path / 'out'}")
+
+    with pytest.raises(DataError, match="none of 4 questions has 1 tokens or less"):
+        evaluate(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_answer_that_the_reward_cannot_read_is_named(questions: Path, tmp_path: Path) -> None:
+    with questions.open("a") as file:
+        file.write('{"text": "Q", "answer": null}\n')
+
+    with pytest.raises(DataError, match=r"row 4 .*column 'answer': there is no answer"):
+        evaluate(compose(*own(questions), f"output_dir={tmp_path / 'out'}"))
+
+
+def test_the_demo_needs_no_arguments() -> None:
+    config = compose(config_name="evaluation_demo")
+
+    assert config.model == "demo:arithmetic_student"
+    assert config.data.arrow_files == ("demo:arithmetic_validation",)
+    assert to_yaml(validated(yaml.safe_load(to_yaml(config)), EvaluationConfig)) == to_yaml(config)
+
+
+@pytest.mark.parametrize("option", [f"reward={file.stem}" for file in (CONFIGS / "reward").glob("*.yaml")])
+def test_every_reward_composes(option: str) -> None:
+    needed = {
+        "reward=environment": ["environment=calculator"],
+        "reward=function": ["reward.function=package.module:name"],
+    }
+
+    reward = compose("model=m", "data.jsonl_files=a", option, *needed.get(option, [])).reward
+    assert reward.type == option.removeprefix("reward=")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("reward=numeric",), "model: required, but not given"),
+        (("model=m",), "reward: required, but not given"),
+        (("model=m", "reward=numeric", "n=2", "k=[1,4]"), r"k=\[1, 4\]: 4 of n=2 answers"),
+        (("model=m", "reward=numeric", "rollout.n=4"), "rollout.n is for training.*write n="),
+        (("model=m", "reward=numeric", "temprature=1"), "did you mean temperature?"),
+        (("model=m", "reward=environment"), "there is no environment"),
+        (("model=m", "reward=math", "environment=calculator", "data.messages_key=null"), "data.messages_key"),
+        (("model=m", "reward=math", "output_dir="), "output_dir"),
+    ],
+)
+def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        compose(*arguments)
+
+
+def test_files_of_the_user_take_the_place_of_the_demos() -> None:
+    assert names_own_questions(["model=m", "data.jsonl_files=a"])
+    assert names_own_questions(["++data.hub.path=a"])
+    assert not names_own_questions(["model=m", "data.max_samples=3"])

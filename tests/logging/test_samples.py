@@ -1,0 +1,106 @@
+"""Catches answers that are lost or doubled when a run continues, and texts that become markup."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.errors import DataError
+from nemo_opd.logging.sample_table import MAX_OPEN, samples_section
+from nemo_opd.logging.samples import SampleLog, ShownAnswer, first_and_last, read_samples
+
+ONE = ShownAnswer(
+    step=0,
+    question=3,
+    kind="greedy",
+    sample=0,
+    prompt="1 + 1 = ?\n",
+    answer="2",
+    response="Zwei – 2\n\ud800",
+    reward=1.0,
+    finish_reason="stop",
+    num_tokens=4,
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "samples.jsonl"
+
+
+def test_what_is_written_is_read_again(path: Path) -> None:
+    SampleLog(path).write([ONE])
+    SampleLog(path).write([replace(ONE, step=5, answer=None)])
+
+    readable = replace(ONE, response="Zwei – 2\n?")  # UTF-8 has no lone surrogates
+    assert read_samples(path) == [readable, replace(readable, step=5, answer=None)]
+    assert "Zwei –" in path.read_text(encoding="utf-8")
+
+
+def test_a_run_that_continues_drops_what_it_will_do_again(path: Path) -> None:
+    log = SampleLog(path)
+    log.truncate_after(10)
+    assert not path.exists()
+    log.write(replace(ONE, step=step) for step in (0, 10, 20))
+    with path.open("a") as file:
+        file.write('{"step": 30, "quest')
+    log.truncate_after(10)
+    assert [answer.step for answer in read_samples(path)] == [0, 10]
+    log.truncate_after(0)
+    assert read_samples(path) == []
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}'])
+def test_a_damaged_line_is_named(path: Path, line: str) -> None:
+    log = SampleLog(path)
+    log.write([ONE])
+    path.write_text(path.read_text() + line + "\n")
+    log.write([ONE])
+
+    with pytest.raises(DataError, match=r"samples.jsonl, line 2 is no answer"):
+        read_samples(path)
+
+
+def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> None:
+    assert first_and_last([]) == ()
+    assert len(first_and_last([ONE])) == 1
+    SampleLog(path).write(
+        [
+            replace(ONE, response="at the start"),
+            replace(ONE, step=5, response="in between"),
+            replace(ONE, step=1_000, response="at the end", reward=-0.5, finish_reason="length"),
+            replace(ONE, step=1_000, question=4, response="new"),
+        ]
+    )
+    section = samples_section(path)
+
+    assert "after step 0<" in section
+    assert "after step 1,000<" in section
+    assert "in between" not in section
+    assert section.index("at the start") < section.index("at the end")
+    assert "reward −0.5" in section
+    assert "cut at the limit" in section
+    assert "not asked" in section  # question 4 at step 0
+
+
+def test_texts_are_no_markup(path: Path) -> None:
+    SampleLog(path).write([replace(ONE, prompt="<b>", answer="<i>", response="<script>" * 200)])
+    section = samples_section(path)
+
+    assert "<b>&lt;i&gt;</b>" in section
+    assert "<script>" not in section
+
+
+def test_a_long_text_is_folded_with_its_end_in_sight(path: Path) -> None:
+    long = "start " + "so " * MAX_OPEN + "so the answer is 7"
+    SampleLog(path).write([replace(ONE, response=long)])
+    preview = samples_section(path).partition('class="preview">')[2].partition("</span>")[0]
+
+    assert preview.startswith("start so")
+    assert preview.endswith("the answer is 7")
+    assert len(preview) < MAX_OPEN + 60
+    assert long in samples_section(path)
+
+
+def test_no_answers_no_section(path: Path) -> None:
+    assert samples_section(path) == ""

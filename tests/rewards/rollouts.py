@@ -1,0 +1,23 @@
+"""Rollouts as a reward sees them."""
+
+import numpy as np
+
+from nemo_opd.rollout.record import Prompt, Rollout
+
+
+def rollout(
+    response: str, answer: str | None = None, *, index: int = 7, sample: int = 2, paid: float | None = None
+) -> Rollout:
+    return Rollout(
+        prompt=Prompt(index, "Q:", answer=answer),
+        sample=sample,
+        ids=np.array([5, 6, 7], dtype=np.int32),
+        loss_mask=np.array([False, True, True]),
+        logprobs=np.zeros(3, dtype=np.float32),
+        turns=np.array([[1, 3]], dtype=np.int32),
+        responses=(response,),
+        messages=(),
+        finish_reason="stop",
+        version=0,
+        env_reward=paid,
+    )

@@ -1,0 +1,133 @@
+"""Catches right answers that are refused for their spelling, wrong ones that pass, and comparisons that never end."""
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from nemo_opd.rewards.equivalence import Equivalence
+
+EQUAL = [
+    (r"\frac12", "0.5"),
+    (r"\frac{1}{2}", r"\dfrac12"),
+    ("1/3", "0.333333"),
+    ("1000", r"1{,}000"),
+    ("1000", "1,000"),
+    ("1000", "1 000"),
+    ("2000", r"2\times10^3"),
+    ("2000", "2e3"),
+    ("50", r"50\%"),
+    ("0.5", r"50\%"),
+    ("90", r"90^\circ"),
+    ("5", r"\$5"),
+    ("5", r"5\text{ cm}"),
+    ("5", r"5\,\text{cm}^2"),
+    ("3", "x=3"),
+    ("x=3", "3"),
+    ("2x+1", "y=2x+1"),
+    ("6", "$6$"),
+    ("025", "25"),
+    ("-1", "−1"),
+    ("1,2", "2, 1"),
+    (r"\{1,2\}", r"\{2,1\}"),
+    (r"\pm3", r"\{3,-3\}"),
+    (r"\emptyset", r"\varnothing"),
+    ("(1,2]", "( 1, 2 ]"),
+    (r"[0,\infty)", r"x \ge 0"),
+    ("x<3", "3>x"),
+    (r"(\frac12,3)", r"\left(0.5, 3\right)"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{bmatrix} 1 \\ 2 \end{bmatrix}"),
+    (r"2\sqrt{2}", r"\sqrt8"),
+    (r"\frac{\sqrt{3}}{3}", r"\frac{1}{\sqrt3}"),
+    (r"(x+1)^2", "x^2+2x+1"),
+    (r"2\pi r", r"2r\pi"),
+    (r"\frac72", r"3\frac12"),
+    ("A", r"\text{(A)}"),
+    (r"\text{Tuesday}", "Tuesday"),
+    (r"\text{no solution}", r"\textbf{No Solution}"),
+]
+DIFFERENT = [
+    ("2", "3"),
+    ("3", "-3"),
+    ("5", ""),
+    ("5", "five hundred"),
+    ("0", "1 000"),
+    ("12", "1,2"),
+    ("1/2", "1/3"),
+    ("(1,2]", "[1,2)"),
+    ("(1,2)", "(2,1)"),
+    ("3.14", r"\pi"),
+    ("x+1", "x+2"),
+    ("yes", "yse"),  # equal as products of letters
+    ("3", r"\frac{1}{0}"),
+    ("3", r"\frac{1}{"),
+]
+
+
+@pytest.fixture(scope="module")
+def equivalence() -> Iterator[Equivalence]:
+    made = Equivalence(timeout_s=60)
+    yield made
+    made.close()
+
+
+def test_equal_formulas_are_equal_however_written(equivalence: Equivalence) -> None:
+    assert [pair for pair in EQUAL if not equivalence.equal(*pair)] == []
+
+
+def test_other_formulas_are_not(equivalence: Equivalence) -> None:
+    assert [pair for pair in DIFFERENT if equivalence.equal(*pair)] == []
+
+
+@pytest.mark.parametrize(
+    "formulas",
+    [
+        (r"\frac12", "0.5", "x = 1/2"),
+        ("x^2+2x+1", "(x+1)^2"),
+        (r"\sqrt8", r"2\sqrt2"),
+        ("1,2", r"\{2,1\}"),
+        ("1{,}000", "1000"),
+        (r"\text{Tuesday}", "tuesday"),
+    ],
+)
+def test_equal_formulas_have_one_canonical_form(equivalence: Equivalence, formulas: tuple[str, ...]) -> None:
+    forms = {equivalence.canonical(formula) for formula in formulas}
+
+    assert len(forms) == 1
+    assert None not in forms
+    assert equivalence.canonical("17") not in forms
+
+
+def test_threads_may_ask_at_once(equivalence: Equivalence) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with ThreadPoolExecutor(4) as threads:
+        answers = list(
+            threads.map(lambda i: equivalence.equal(rf"\frac{{{i}}}{{3}}", rf"\frac{{{2 * i}}}{{6}}"), range(8))
+        )
+
+    assert answers == [True] * 8
+
+
+def test_a_comparison_that_never_ends_is_unequal_and_the_next_one_works(equivalence: Equivalence) -> None:
+    equivalence.equal("x", "x+0")  # it runs
+    process = equivalence._process
+    assert process is not None
+    equivalence.timeout_s = 0.3
+    try:
+        assert not equivalence.equal("5", "9^{9^{9^{9}}}")  # computed in C, where no Python handler runs
+        assert process.poll() is not None
+        equivalence.timeout_s = 60
+        assert equivalence.equal(r"\frac{5}{10}", r"\frac{4}{8}")
+    finally:
+        equivalence.timeout_s = 60
+
+
+def test_close_leaves_no_process() -> None:
+    made = Equivalence(timeout_s=60)
+    process = made._running()
+    made.close()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(process.pid, 0)

@@ -1,0 +1,131 @@
+"""Catches rewards that judge the wrong text, results that are no numbers, and answers nobody could compare with."""
+
+import math
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+
+from nemo_opd.config.reward import Reward
+from nemo_opd.errors import ConfigError, DataError, RolloutError
+from nemo_opd.rewards import build_reward, check_answer, check_answers
+from nemo_opd.rollout.record import Prompt
+from tests.rewards.rollouts import rollout
+
+mine = types.ModuleType("rewards_of_a_test")
+
+
+def settings(**values: Any) -> Any:
+    return TypeAdapter(Reward).validate_python(values)
+
+
+@pytest.fixture(autouse=True)
+def users_module() -> Iterator[types.ModuleType]:
+    sys.modules[mine.__name__] = mine
+    yield mine
+    del sys.modules[mine.__name__]
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "answer", "value"),
+    [
+        ({"type": "exact"}, " Paris\n", "Paris", 1),
+        ({"type": "exact"}, "paris", "Paris", 0),
+        ({"type": "exact", "ignore_case": True}, "paris", "Paris", 1),
+        ({"type": "numeric"}, "3 + 4 = 7", "7", 1),
+        ({"type": "numeric"}, "7, not 8", "7", 0),
+        ({"type": "numeric"}, "I do not know", "7", 0),
+        ({"type": "numeric", "tolerance": 0.01}, "99.5", "100", 1),
+        ({"type": "numeric"}, "It costs $1,200.", "#### 1200", 1),
+        ({"type": "math"}, r"\boxed{1} no, \boxed{2}", "2", 1),
+        ({"type": "math"}, "2", "2", 0),
+        ({"type": "math"}, r"\boxed{2}", r"\boxed{2}", 1),
+        ({"type": "math"}, r"\boxed{2}", r"$2$", 1),
+    ],
+)
+def test_the_last_turn_is_compared_with_the_answer(
+    reward: dict[str, Any], response: str, answer: str, value: float
+) -> None:
+    with build_reward(settings(**reward)) as judge:
+        assert judge(rollout(response, answer)) == value
+
+
+def test_the_environment_pays() -> None:
+    judge = build_reward(settings(type="environment"))
+
+    assert judge(rollout("", paid=-0.5)) == -0.5
+    with pytest.raises(RolloutError, match="no environment"):
+        judge(rollout(""))
+
+
+@pytest.mark.parametrize("value", [1, True, 0.5, np.float32(0.5), np.bool_(True), np.int64(3)])
+def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleType, value: Any) -> None:
+    users_module.judge = lambda given: value if given.responses == ("hello",) else None  # type: ignore[attr-defined]
+    judged = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+
+    assert type(judged) is float
+    assert judged == float(value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", np.float32("nan")])
+def test_what_is_no_finite_number_is_an_error_that_names_the_sample(users_module: types.ModuleType, value: Any) -> None:
+    users_module.judge = lambda given: value  # type: ignore[attr-defined]
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+
+    with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it returned"):
+        judge(rollout("hello"))
+
+
+def test_what_a_users_function_raises_is_told_with_the_sample(users_module: types.ModuleType) -> None:
+    users_module.judge = lambda given: 1 / 0  # type: ignore[attr-defined]
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+
+    with pytest.raises(RolloutError, match=r"prompt 7, sample 2: it raised ZeroDivisionError"):
+        judge(rollout("hello"))
+
+
+@pytest.mark.parametrize("function", ["no.such.package:judge", "math:no_such", "math:pi"])
+def test_a_function_that_is_not_there_is_an_error_of_the_config(function: str) -> None:
+    with pytest.raises(ConfigError, match=f"reward.function={function}"):
+        build_reward(settings(type="function", function=function))
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer", "message"),
+    [
+        ("exact", None, "no answer"),
+        ("exact", " ", "empty"),
+        ("numeric", "many", "no number"),
+        ("math", "", "no formula"),
+        ("math", r"\frac{1}{2", "not balanced"),
+    ],
+)
+def test_an_answer_that_cannot_be_compared_with_is_found_with_its_row(
+    kind: str, answer: str | None, message: str
+) -> None:
+    prompts = [Prompt(0, "Q", answer="1"), Prompt(4, "Q", answer=answer)]
+
+    with pytest.raises(DataError, match=message):
+        check_answer(settings(type=kind), answer)
+    with pytest.raises(DataError, match=rf"data.train: row 4 .*'answer': .*{message}"):
+        check_answers(settings(type=kind), prompts, source="data.train")
+
+
+def test_rewards_that_compare_nothing_need_no_answer() -> None:
+    check_answer(settings(type="environment"), None)
+    check_answer(settings(type="function", function="a:b"), None)
+    check_answer(settings(type="math"), r"\{1, 2\}")
+
+
+def test_answers_that_mean_the_same_have_one_vote() -> None:
+    numeric = build_reward(settings(type="numeric"))
+    exact = build_reward(settings(type="exact", ignore_case=True))
+
+    assert numeric.vote(rollout("so 1,000.0")) == numeric.vote(rollout("10^2 is not it: 1e3"))
+    assert numeric.vote(rollout("no idea")) is None
+    assert exact.vote(rollout(" Yes")) == exact.vote(rollout("yes "))
+    assert exact.vote(rollout("  ")) is None

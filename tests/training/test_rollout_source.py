@@ -1,0 +1,192 @@
+"""Batches that the student samples: which prompts, whose weights, and what a row carries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.run import RunConfig
+from nemo_opd.data.samples import Sample, TeacherSample, Tokens
+from nemo_opd.errors import CheckpointError, RolloutError
+from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.training.rollout_source import Parts, RolloutSource
+from tests.config.test_on_policy import on_policy
+
+NUM_PROMPTS, N = 10, 2
+SERVER = {"type": "server", "n": N, "max_new_tokens": 16}
+
+
+@dataclass
+class FakeEngine:
+    """Notes which version each batch was sampled with."""
+
+    version: int = 0
+    retried: int = 0
+    followed: list[int] = field(default_factory=list)
+
+    def follow(self, version: int) -> None:
+        self.followed.append(version)
+        self.version = version
+
+
+def rollout_of(prompt: Prompt, sample: int, version: int, response: str = "7") -> Rollout:
+    ids = np.array([1, prompt.index, 10 + sample, 2], np.int32)
+    mask = np.array([False, False, True, True])
+    logprobs = np.where(mask, -0.5 - sample, 0).astype(np.float32)
+    return Rollout(prompt, sample, ids, mask, logprobs, np.array([[2, 4]]), (response,), (), "stop", version)
+
+
+@dataclass
+class FakeCollector:
+    engine: FakeEngine
+
+    def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
+        return [rollout_of(prompt, sample, self.engine.version) for prompt in prompts for sample in range(n)]
+
+
+def sample_of(rollout: Rollout) -> Sample:
+    tokens = Tokens(rollout.ids, rollout.loss_mask, np.ones(len(rollout.ids), np.int32))
+    return Sample(tokens, (TeacherSample(tokens, None),))
+
+
+def source_of(engine: FakeEngine, score: Any = None, total_steps: int = 100, **sections: Any) -> RolloutSource:
+    config = config_of(**sections)
+    source = RolloutSource(config, NUM_PROMPTS, total_steps)
+    source.connect(
+        Parts(
+            lambda indices: [Prompt(i, f"{i}", answer="7", response="r") for i in indices],
+            FakeCollector(engine),
+            lambda prompt: rollout_of(prompt, 0, -1, "r"),
+            sample_of,
+            score,
+        ),
+        engine,
+    )
+    return source
+
+
+def config_of(**sections: Any) -> RunConfig:
+    rollout = {**SERVER, **sections.pop("rollout", {})}
+    return from_dict(on_policy(train={"global_batch_size": 4 * N}, rollout=rollout, **sections))
+
+
+def test_an_epoch_has_each_prompt_n_times() -> None:
+    source = source_of(FakeEngine())
+    batches = [source.next() for _ in range(3)]
+
+    prompts = torch.cat([batch.sampled.prompts for batch in batches if batch.sampled is not None])
+    assert torch.equal(prompts.bincount(minlength=NUM_PROMPTS), torch.full((NUM_PROMPTS,), N))
+    assert [len(batch) for batch in batches] == [4 * N, 4 * N, 2 * N]
+    assert source.epoch == 0
+    source.next()
+    assert source.epoch == 1
+
+
+def test_rows_carry_what_the_engine_said() -> None:
+    batch = source_of(FakeEngine()).next()
+
+    assert batch.sampled is not None
+    assert batch.sampled.is_sampled.all()
+    assert batch.sampled.logprobs.tolist() == [[0, 0, -0.5 - i % N, -0.5 - i % N] for i in range(4 * N)]
+    assert torch.equal(batch.sampled_mask, batch.student.loss_mask)
+    assert not batch.label_mask.any()
+
+
+def test_the_engine_follows_every_step() -> None:
+    engine = FakeEngine()
+    source = source_of(engine)
+    versions = []
+    for _ in range(3):
+        source.next()
+        versions.append(source.take().version)
+
+    assert versions == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("staleness", "versions"), [(1, [0, 0, 2, 2, 4]), (2, [0, 0, 0, 3, 3])])
+def test_weights_are_as_old_as_allowed(staleness: int, versions: list[int]) -> None:
+    source = source_of(FakeEngine(), rollout={"staleness": staleness})
+    found = []
+    for _ in range(5):
+        source.next()
+        found.append(source.take().version)
+
+    assert found == versions
+
+
+def test_ahead_by_one_the_weights_are_one_step_old() -> None:
+    engine = FakeEngine()
+    with source_of(engine, total_steps=4, rollout={"staleness": 1, "overlap": True}) as source:
+        found = []
+        for _ in range(4):
+            source.next()
+            found.append(source.take().version)
+        assert source._ahead is None  # nothing is sampled behind the last step
+
+    assert found == [0, 0, 1, 2]
+
+
+def test_a_checkpoint_is_a_fresh_start_for_the_engine() -> None:
+    """Catches a run that goes on with other weights than the one that continues from its checkpoint."""
+    engine = FakeEngine()
+    with source_of(engine, rollout={"staleness": 1, "overlap": True}) as source:
+        for _ in range(3):
+            source.next()
+            source.take()
+        place = source.state_dict()
+        source.renew()
+        source.next()
+        assert source.take().version == 3
+
+    resumed = source_of(FakeEngine(version=3), rollout={"staleness": 1, "overlap": True})
+    with resumed as source:
+        source.load_state_dict(place)
+        source.next()
+        assert source.take().version == 3
+
+
+def test_what_goes_wrong_ahead_is_raised_by_the_next_batch() -> None:
+    def reward(rollout: Rollout) -> float:
+        raise RolloutError("no number")
+
+    with source_of(
+        FakeEngine(), reward, reward={"type": "numeric"}, rollout={"staleness": 1, "overlap": True}
+    ) as source, pytest.raises(RolloutError, match="no number"):
+        source.next()
+
+
+def test_a_share_comes_from_the_dataset() -> None:
+    source = source_of(FakeEngine(), rollout={"on_policy_share": 0.5}, data={"response_key": "response"})
+    batch = source.next()
+
+    assert batch.sampled is not None
+    assert batch.sampled.is_sampled.tolist() == [True] * 2 * N + [False] * 2
+    assert len(batch.sampled.prompts.unique()) == 4
+    assert batch.label_mask.any(1).tolist() == [False] * 2 * N + [True] * 2
+
+
+def test_rewards_become_advantages_and_weights() -> None:
+    def reward(rollout: Rollout) -> float:
+        return float(rollout.sample)
+
+    numeric = {"type": "numeric"}
+    batch = source_of(FakeEngine(), reward, reward=numeric, loss={"type": "grpo", "scale_advantages": False}).next()
+    assert batch.sampled is not None
+    assert batch.sampled.advantages.tolist() == [-0.5, 0.5] * 4
+    assert batch.teachers[0].rollout_weights is None
+
+    batch = source_of(FakeEngine(), reward, reward=numeric | {"weighting_beta": 2.0}).next()
+    expected = 2 * torch.tensor([0.0, 0.5]).softmax(0)
+    weights = batch.teachers[0].rollout_weights
+    assert weights is not None
+    torch.testing.assert_close(weights, expected.repeat(4))
+
+
+def test_a_place_of_other_prompts_is_refused() -> None:
+    source = source_of(FakeEngine())
+    with pytest.raises(CheckpointError, match="num_documents=10"):
+        RolloutSource(config_of(), 11, 1).load_state_dict(source.state_dict())
