@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,24 @@ class ClosingRow:
     note: str = ""
 
 
+class Score(NamedTuple):
+    """A share of questions, with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRow:
+    """How well the student answers questions, by one measure."""
+
+    measure: str
+    """Such as `pass@1`."""
+    before: Score | None
+    after: Score
+
+
 @dataclass(frozen=True, slots=True)
 class ClosingTable:
     """What a run achieved: the student before and after, beside its teachers."""
@@ -58,6 +77,8 @@ class ClosingTable:
     before: ClosingRow | None
     after: ClosingRow | None
     teachers: tuple[ClosingRow, ...] = ()
+    scores: tuple[ScoreRow, ...] = ()
+    """Where the student was asked questions."""
 
     @property
     def rows(self) -> tuple[ClosingRow, ...]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.formats import amount, change, clock, figure
+from nemo_opd.logging.formats import amount, change, clock, figure, share
 from nemo_opd.logging.step_time import shares, step_parts
 
 Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
@@ -38,8 +38,24 @@ VALIDATION: Fields = (
     ("ce", "val/ce", figure),
 )
 
+ROLLOUTS: Fields = (
+    ("reward", "rollout/reward", figure),
+    ("length", "rollout/response_length", "{:.0f}".format),
+    ("cut", "rollout/truncation_rate", "{:.0%}".format),
+)
+"""Shown before what every run has."""
+EVALUATION: Fields = tuple(
+    (name, f"eval/{name}", "{:.1%}".format)
+    for name in ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", "maj@8", "maj@16")
+)
+
 LEAST_SHARE, NEWS = 0.005, 0.05
 """Of a step's time: what is shown at all, and a change that is worth a line."""
+
+
+def shown_fields(values: Mapping[str, float]) -> Fields:
+    """Of a training step, the most wanted first."""
+    return (*TRAINING[:2], *ROLLOUTS, *TRAINING[2:]) if "rollout/response_length" in values else TRAINING
 
 
 class Line:
@@ -185,6 +201,9 @@ class ConsoleLogger(Logger):
             self._show_training(step, values)
         if any(key.startswith("val/") for key in values):
             self._print_validation(step, values)
+        if any(key.startswith("eval/") for key in values):
+            lead = Text.assemble(f"step {self._counted(step)}  ", ("questions", "bold green"))
+            self._console.print(Line(lead, EVALUATION, values))
 
     def _show_training(self, step: int, values: Mapping[str, float]) -> None:
         if self._live is not None:
@@ -192,7 +211,7 @@ class ConsoleLogger(Logger):
         elif self._is_due(step, values):
             self._printed = time.monotonic()
             lead, tail = Text(f"step {self._counted(step)}"), f"  left {self._progression.left}"
-            self._console.print(Line(lead, TRAINING, values, tail))
+            self._console.print(Line(lead, shown_fields(values), values, tail))
             if self._step_time.has_news():
                 self._console.print(self._step_time.line())
 
@@ -202,7 +221,7 @@ class ConsoleLogger(Logger):
 
     def _update_live(self, live: Live, values: Mapping[str, float]) -> None:
         self._bar.update(self._task, completed=self._progression.step)
-        live.update(Group(self._bar, Line(Text(), TRAINING, values), self._step_time.line()))
+        live.update(Group(self._bar, Line(Text(), shown_fields(values), values), self._step_time.line()))
 
     def _print_validation(self, step: int, values: Mapping[str, float]) -> None:
         bits = values.get("val/bits_per_byte", math.nan)
@@ -220,6 +239,8 @@ class ConsoleLogger(Logger):
         self._stop_live()
         if closing.rows:
             self._console.print(closing_table(closing))
+        if closing.scores:
+            self._console.print(score_table(closing))
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", self._achieved())
         done.add_row("[dim]model[/]", Text(str(self._run.output_dir / "final"), overflow="fold"))
@@ -281,4 +302,15 @@ def closing_table(closing: ClosingTable) -> Table:
         style = "bold green" if row is closing.after else ""
         bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
         table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
+    return table
+
+
+def score_table(closing: ClosingTable) -> Table:
+    """Shares of questions before and after, with confidence intervals."""
+    table = Table(title="Questions", title_justify="left", title_style="bold", border_style="dim")
+    for name in ("measure", "before", "after"):
+        table.add_column(name, justify="left" if name == "measure" else "right", no_wrap=True)
+    for row in closing.scores:
+        before = "-" if row.before is None else share(*row.before)
+        table.add_row(row.measure, before, Text(share(*row.after), "bold green"))
     return table

@@ -35,3 +35,8 @@ def clock(seconds: float) -> str:
 def change(ratio: float | None) -> str:
     """-12.3 %; empty where unknown."""
     return "" if ratio is None else f"{ratio:+.1%}".replace("%", " %")
+
+
+def share(value: float, low: float, high: float) -> str:
+    """68.5 % (60.1 to 75.9 %): a share and its confidence interval."""
+    return f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"

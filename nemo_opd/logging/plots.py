@@ -26,6 +26,8 @@ Records = Sequence[Mapping[str, float]]
 SMOOTH_FROM = 60
 """Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
 TEACHER_PREFIX = "train/kd/"
+OVERLAP = "train/overlap/"
+QUESTIONS = "eval/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +214,40 @@ def draw_validation(figure: Figure, records: Records, closing: ClosingTable, the
     _steps_below(axes)
 
 
+def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """Shares of questions over the run, with their confidence intervals."""
+    from matplotlib.ticker import PercentFormatter
+
+    axes = figure.subplots()
+    bounds = {key for record in records for key in record if key.startswith(QUESTIONS)}
+    names = [key for key in sorted(bounds) if f"{key}_low" in bounds]
+    for i, key in enumerate(names):
+        colour = theme.cycle[i % len(theme.cycle)]
+        steps, values = series(records, key)
+        axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(QUESTIONS))
+        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
+        axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(-0.02, 1.02)
+    _legend(axes)
+    _steps_below(axes)
+
+
+def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """What the student samples: how long, how sure, and how near to its teachers."""
+    lengths, entropy, overlap = figure.subplots(3, 1, sharex=True)
+    _curve(lengths, records, "rollout/response_length", "tokens a response", theme.cycle[0])
+    _curve(entropy, records, "train/entropy", "entropy, nats a token", theme.cycle[1])
+    keys = sorted({key for record in records for key in record if key.startswith(OVERLAP)})
+    for i, key in enumerate(keys):
+        label = f"top tokens shared with {key.removeprefix(OVERLAP)}"
+        _curve(overlap, records, key, label, theme.cycle[(2 + i) % len(theme.cycle)])
+    for axes in (lengths, entropy, overlap):
+        axes.set_ylim(bottom=0)
+        _legend(axes)
+    _steps_below(overlap)
+
+
 def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     _curve(upper, records, "train/grad_norm", "gradient norm", theme.cycle[0])
@@ -275,9 +311,11 @@ def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]
 
 
 PLOTS = (
+    Plot("questions", "Questions answered", (QUESTIONS,), draw_questions),
     Plot("loss", "Training loss", ("train/loss", "train/kd", "train/ce"), draw_loss),
     Plot("validation", "Validation", ("val/bits_per_byte",), draw_validation),
     Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers, least=2),
+    Plot("rollouts", "What the student samples", ("rollout/response_length",), draw_rollouts, height=5.2),
     Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.4),
     Plot("speed", "Speed", ("perf/tokens_per_s",), draw_speed, height=2.8),
     Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),

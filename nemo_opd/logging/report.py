@@ -12,7 +12,7 @@ import yaml
 from nemo_opd.logging.base import ClosingRow, ClosingTable
 from nemo_opd.logging.facts import Fact, run_facts, run_name, teacher_facts
 from nemo_opd.logging.files import write_atomically
-from nemo_opd.logging.formats import amount, change, clock
+from nemo_opd.logging.formats import amount, change, clock, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
 from nemo_opd.logging.sample_table import samples_section
@@ -60,6 +60,7 @@ def _page(records: Records, closing: ClosingTable, config_text: str, charts: lis
         f"<header><h1>{title}</h1><p>{escape(str(output_dir))}</p></header>",
         _tiles(records, closing),
         _closing_section(closing),
+        _score_section(closing),
         f'<div class="charts">{"".join(charts)}</div>' if charts else "",
         samples_section(output_dir / "samples.jsonl"),
         _facts_section("Teachers", teacher_facts(config)),
@@ -77,7 +78,7 @@ def _page(records: Records, closing: ClosingTable, config_text: str, charts: lis
 
 
 def _tiles(records: Records, closing: ClosingTable) -> str:
-    tiles = [*_result_tile(closing), *_progress_tiles(records)]
+    tiles = [*_score_tile(closing), *_result_tile(closing), *_progress_tiles(records)]
     cells = "".join(f'<div class="tile"><b>{value}</b><span>{label}</span></div>' for label, value in tiles)
     return f'<div class="tiles">{cells}</div>' if tiles else ""
 
@@ -89,6 +90,13 @@ def _result_tile(closing: ClosingTable) -> Iterable[tuple[str, str]]:
     yield "bits per byte", f"{after.bits_per_byte:.4f}"
     if before is not None and before.bits_per_byte is not None:
         yield "vs start", _change_html(closing, after)
+
+
+def _score_tile(closing: ClosingTable) -> Iterable[tuple[str, str]]:
+    if closing.scores:
+        row = closing.scores[0]
+        before = "" if row.before is None else f", was {row.before.value:.1%}"
+        yield f"{row.measure}{before}", f"{row.after.value:.1%}"
 
 
 def _progress_tiles(records: Records) -> Iterable[tuple[str, str]]:
@@ -115,6 +123,20 @@ def _closing_section(closing: ClosingTable) -> str:
         "<section><h2>Validation text</h2><table><thead><tr><th>model</th>"
         '<th class="number">bits per byte</th><th class="number">vs start</th></tr></thead>'
         f"<tbody>{rows}</tbody></table></section>"
+    )
+
+
+def _score_section(closing: ClosingTable) -> str:
+    if not closing.scores:
+        return ""
+    rows = "".join(
+        f'<tr><td>{escape(row.measure)}</td><td class="number">{"–" if row.before is None else share(*row.before)}</td>'
+        f'<td class="number"><b>{share(*row.after)}</b></td></tr>'
+        for row in closing.scores
+    )
+    return (
+        '<section><h2>Questions</h2><table><thead><tr><th>measure</th><th class="number">before</th>'
+        f'<th class="number">after</th></tr></thead><tbody>{rows}</tbody></table></section>'
     )
 
 

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 
 from nemo_opd.evaluation.shown import shown_answers
-from nemo_opd.evaluation.tasks import evaluate_task
+from nemo_opd.evaluation.tasks import PREFIX, evaluate_task
+from nemo_opd.logging.base import ClosingTable, Score, ScoreRow
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
 from nemo_opd.logging.samples import SampleLog
@@ -33,7 +35,6 @@ class OnPolicySession(Session):
         self._retried = 0
         self.health = HealthMonitor(self.config.health)
         self.samples = SampleLog(plan.output_dir / "samples.jsonl")
-        self.accuracy: dict[str, float] = {}
 
     @property
     def prompts(self) -> Prompts:
@@ -129,3 +130,25 @@ class OnPolicySession(Session):
     def save(self) -> None:
         super().save()
         self.source.renew()
+
+    def closing_table(self) -> ClosingTable:
+        asked = [record for record in read(self.plan.output_dir / "metrics.jsonl") if is_asked(record)]
+        return replace(super().closing_table(), scores=scores(asked[0], asked[-1]) if asked else ())
+
+
+def is_asked(record: Mapping[str, float]) -> bool:
+    return any(name.startswith(PREFIX) for name in record)
+
+
+def scores(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[ScoreRow, ...]:
+    """What has a confidence interval, from the records of the first and the last evaluation."""
+
+    def score(record: Mapping[str, float], name: str) -> Score:
+        return Score(record[name], record[f"{name}_low"], record[f"{name}_high"])
+
+    names = [name for name in last if name.startswith(PREFIX) and f"{name}_low" in last]
+    has_before = first["step"] < last["step"]
+    return tuple(
+        ScoreRow(name.removeprefix(PREFIX), score(first, name) if has_before else None, score(last, name))
+        for name in names
+    )

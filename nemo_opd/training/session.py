@@ -159,11 +159,11 @@ class Session:
             self.validate()  # a finished run that was started again
         self.loggers.phase("writing the model and the report")
         export_whole(self.models, self.plan.output_dir / "final")
-        closing = self._closing_table()
+        closing = self.closing_table()
         write_report(self.plan.output_dir, closing)
         self.loggers.summary(closing)
 
-    def _closing_table(self) -> ClosingTable:
+    def closing_table(self) -> ClosingTable:
         def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
             return None if bits is None else ClosingRow(name, bits, note)
 
