@@ -1,5 +1,10 @@
 """Shared by all tests: one thread, caches in a temporary folder, GPU tests only where there is a GPU."""
 
+# ruff: noqa: E402, what comes first is for the imports
+from tests import bytecode
+
+bytecode.share()
+
 import os
 from pathlib import Path
 
@@ -9,9 +14,14 @@ import torch
 from tests.tiny import Tiny, make_tiny
 
 torch.set_num_threads(1)
+# Ray's workers give way to all others; beside other tests they would hardly get anything done.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
+SLOWEST = ("training", "workers", "models", "cluster")
+"""Folders of tests; with these first, processes that share out the files are done at about the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in SLOWEST)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -3,7 +3,7 @@
 uv run docs/figures/scaling.py                 # writes them into docs/scaling.md; needs no model, network or GPU
 
 Every example of the page is validated as a run's settings are, its ranks are placed and laid out, its batch is divided,
-its windows are planned and checked to stay on their nodes, and its memory is estimated and offloading settled, all by
+its windows are planned, and its memory is estimated and offloading settled, all by
 the functions that `run.dry_run=true` calls; only what is read from files (weights, tokenizers, text) is left out.
 """
 
@@ -23,7 +23,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.training.delivery import plan_deliveries, resolve_layouts
+from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import require_batch_divides, resolve_placement
 from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSize, Situation, model_size, settle_memory
 from nemo_opd.training.memory.estimate import Part
@@ -138,7 +138,8 @@ def check(example: Example) -> Checked:
         adapters = Adapters(config.student.lora, config.student.model, config.run.seed)
         shape = model_size(CONFIGS[BY_MODEL[config.student.model]][1](), adapters)
         every[0] = Shape(shape, every[0].vocab_size)
-    plan_deliveries(config, "cuda_ipc", placement, (student, teachers), every[1:])
+    deliveries = plan_deliveries(config, "cuda_ipc", placement, (student, teachers), every[1:])
+    lookahead = config.cluster.prefetch if placement.is_separate else 0
     situation = Situation.of(
         config,
         sizes=[shape.size for shape in every],
@@ -146,9 +147,10 @@ def check(example: Example) -> Checked:
         layouts=(student, *teachers),
         machine=Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node),
         transport="cuda_ipc",
-        lookahead=config.cluster.prefetch if placement.is_separate else 0,
+        lookahead=lookahead,
         headless=config.handoff.type == "hidden_states",
         gives_back=not placement.is_separate,
+        arriving=arriving_bytes(deliveries, 1 + lookahead),
     )
     config, memory = settle_memory(config, situation)
     return Checked(config, student, teachers, memory)

@@ -9,6 +9,10 @@ ACTIVITIES = {
     "evaluate": "validating",
     "save": "writing a checkpoint",
     "export": "writing the trained model",
+    "join_link": "connecting to the student's ranks on other nodes",
+    "join_links": "connecting to teachers' ranks on other nodes",
+    "send": "sending its output to other nodes",
+    "receive": "receiving teachers' output from other nodes",
     "close": "releasing its memory",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from nemo_opd.distributed.layout import Place
 
@@ -16,9 +17,9 @@ Places = tuple[Place, ...]
 class Placement:
     """The places of the student and of every active teacher.
 
-    Ranks go node by node, and each group has the same number of ranks on every node. So a group's data-parallel parts
-    lie on the nodes in one order for all groups: where tp · cp divides a group's ranks on a node, the rows that a rank
-    of the student reads were computed on its own node.
+    Ranks go node by node. Where each group has the same number of ranks on every node, its data-parallel parts lie on
+    the nodes in one order for all groups: if tp · cp divides a group's ranks on a node, the rows that a rank of the
+    student reads were computed on its own node. Else groups lie one after another, and those rows are sent.
     """
 
     student: Places
@@ -40,6 +41,21 @@ class Placement:
         student, *teachers = groups
         return cls(student, tuple(teachers))
 
+    @classmethod
+    def consecutive(cls, sizes: Sequence[int], *, together: Sequence[int], num_nodes: int) -> Placement:
+        """No device has two groups, which fill the nodes in turn; nodes differ by a device at most.
+
+        sizes: ranks of the student and of each teacher, no fewer in all than nodes. together: how many consecutive ones
+        of each belong together; groups with most of these come first, so that those fill whole nodes.
+        """
+        each, more = divmod(sum(sizes), num_nodes)
+        devices = iter([Place(node, device) for node in range(num_nodes) for device in range(each + (node < more))])
+        groups: dict[int, Places] = {}
+        for group in sorted(range(len(sizes)), key=lambda group: -together[group]):
+            groups[group] = tuple(islice(devices, sizes[group]))
+        student, *teachers = (groups[group] for group in range(len(sizes)))
+        return cls(student, tuple(teachers))
+
     @property
     def groups(self) -> tuple[Places, ...]:
         return (self.student, *self.teachers)
@@ -55,7 +71,8 @@ class Placement:
 
     @property
     def devices_per_node(self) -> int:
-        return len(self.devices) // self.num_nodes
+        """Of the node that has most."""
+        return max(Counter(place.node for place in self.devices).values())
 
     @property
     def num_processes(self) -> int:

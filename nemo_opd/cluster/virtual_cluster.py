@@ -46,7 +46,7 @@ class VirtualCluster:
         self.device = device
         self.placement = placement
         self.timeout_s = settings.timeout_s
-        per_device, per_node = placement.groups_per_device, placement.num_processes // placement.num_nodes
+        per_device, per_node = placement.groups_per_device, -(-placement.num_processes // placement.num_nodes)
         self.gpu_share = int(10_000 / per_device) / 10_000 if device == "cuda" else 0.0
         # Threads that wait for each other on busy cores cost more than they bring.
         self.threads = max(1, num_cores() // per_node) if device == "cpu" else 1

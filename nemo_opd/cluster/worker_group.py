@@ -58,6 +58,11 @@ class WorkerGroup:
             self.cluster.is_broken = True
             raise
 
+    def address(self) -> tuple[str, int]:
+        """Host and port of the store by which its ranks found each other; served by rank 0 as long as it lives."""
+        host, port = ray.get(self._address)
+        return host, port
+
     def whereabouts(self) -> list[tuple[str, tuple[str, ...]]]:
         """Of each rank Ray's id of its node, and the names of its GPUs."""
         found: list[tuple[str, tuple[str, ...]]] = ray.get([actor.whereabouts.remote() for actor in self.actors])

@@ -49,6 +49,16 @@ class Student(Model):
     scheduler: Scheduler = Field(default_factory=Scheduler)
 
     @model_validator(mode="after")
+    def compile_needs_tp_1(self) -> "Student":
+        tp = self.parallelism.tp
+        if self.compile and tp > 1:
+            raise ValueError(
+                f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
+                "share, for sequences of every length; set student.compile=false or student.parallelism.tp=1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def lora_needs_cp_1(self) -> "Student":
         cp = self.parallelism.cp
         if self.lora is not None and cp > 1:

@@ -3,9 +3,10 @@
 import glob
 from collections.abc import Iterable
 from pathlib import Path
+from typing import get_args
 
-from nemo_opd.demo import DEMO_PREFIX, is_demo
-from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.demo import DEMO_PREFIX, arithmetic, corpus, is_demo
+from nemo_opd.demo.corpus import Split
 from nemo_opd.errors import DataError
 
 
@@ -38,10 +39,15 @@ def _resolve(entry: str, key: str) -> list[Path]:
 def _demo_file(entry: str, key: str) -> Path:
     if not key.endswith("arrow_files"):
         raise DataError(f"{key}={entry!r}: the demo data are Arrow files; put {entry!r} under arrow_files")
-    split = entry.removeprefix(DEMO_PREFIX)
-    if split not in ("train", "validation"):
-        raise DataError(f"{key}={entry!r} is no demo data; use demo:train or demo:validation")
-    return arrow_file(split)  # type: ignore[arg-type]
+    name = entry.removeprefix(DEMO_PREFIX)
+    for prefix, files in (("", corpus), ("arithmetic_", arithmetic)):
+        for split in get_args(Split):
+            if name == f"{prefix}{split}":
+                return files.arrow_file(split)
+    raise DataError(
+        f"{key}={entry!r} is no demo data; use demo:train, demo:validation, demo:arithmetic_train or "
+        "demo:arithmetic_validation"
+    )
 
 
 def _where(path: Path) -> str:

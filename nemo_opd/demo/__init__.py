@@ -1,4 +1,4 @@
-"""Tiny models and a corpus that need no network: what `demo:` refers to in a config."""
+"""Tiny models and data that need no network: what `demo:` refers to in a config."""
 
 from pathlib import Path
 
@@ -6,6 +6,9 @@ from nemo_opd.errors import ModelError
 
 DEMO_PREFIX = "demo:"
 MODEL_NAMES = ("student", "teacher_same", "teacher_cross")
+"""Of the demo corpus."""
+ARITHMETIC_MODEL_NAMES = ("arithmetic_student", "arithmetic_teacher", "arithmetic_teacher_cross")
+"""Of the demo's sums."""
 
 
 def is_demo(ref: str) -> bool:
@@ -14,8 +17,9 @@ def is_demo(ref: str) -> bool:
 
 
 def model_path(name: str) -> Path:
-    """The Hugging Face folder of a demo model, one of MODEL_NAMES. Raises ModelError for another name."""
-    if name not in MODEL_NAMES:
-        choices = ", ".join(f"{DEMO_PREFIX}{known}" for known in MODEL_NAMES)
+    """The Hugging Face folder of a demo model, one of either tuple of names. Raises ModelError for another name."""
+    names = (*MODEL_NAMES, *ARITHMETIC_MODEL_NAMES)
+    if name not in names:
+        choices = ", ".join(f"{DEMO_PREFIX}{known}" for known in names)
         raise ModelError(f"model {DEMO_PREFIX}{name} is no demo model; the demo models are {choices}")
     return Path(__file__).parent / "models" / name

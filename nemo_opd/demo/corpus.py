@@ -8,7 +8,6 @@ import os
 import platform
 import re
 import sysconfig
-import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -17,6 +16,7 @@ from typing import Literal, get_args
 
 import pyarrow as pa
 
+from nemo_opd.demo.arrow import write_stream
 from nemo_opd.errors import DataError
 from nemo_opd.paths import cache_dir
 
@@ -81,7 +81,8 @@ def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
                 f"data demo:{split} has no source files: {root} holds {len(sources)} usable *.py files;"
                 " install the interpreter's standard library as sources, or name files of your own in data.*"
             )
-        _write(folder / f"{split}.arrow", (document for source in chosen for document in documents(root, source)))
+        table = _table(document for source in chosen for document in documents(root, source))
+        write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)
 
 
 def source_files(root: Path) -> list[SourceFile]:
@@ -128,12 +129,5 @@ def cut(text: str) -> list[str]:
     return ["".join(line[0] for line in lines) for _, lines in groupby(_LINE.finditer(text), key=part_of)]
 
 
-def _write(path: Path, rows: Iterator[Document]) -> None:
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        with pa.OSFile(str(partial), "wb") as sink, pa.ipc.new_stream(sink, _SCHEMA) as writer:
-            table = pa.Table.from_pylist([{"text": row.text, "path": row.path} for row in rows], schema=_SCHEMA)
-            writer.write_table(table, max_chunksize=_ROWS_PER_BATCH)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _table(rows: Iterator[Document]) -> pa.Table:
+    return pa.Table.from_pylist([{"text": row.text, "path": row.path} for row in rows], schema=_SCHEMA)

@@ -44,7 +44,7 @@ class Answered:
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
     estimates: dict[str, Estimate]
-    """pass@k, maj@k (of rewards that read an answer out of a text), mean@n and greedy, over questions."""
+    """pass@k, maj@k for k > 1 (of rewards that read an answer out of a text), mean@n and greedy, over questions."""
     response_length: float
     """Tokens; mean over sampled answers."""
     truncation_rate: float
@@ -111,7 +111,7 @@ def estimates(questions: Sequence[Answered], settings: Questions, *, has_votes: 
     values: dict[str, list[float]] = {}
     for k in settings.k:
         values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
-    for k in settings.k if has_votes else ():
+    for k in (k for k in settings.k if has_votes and k > 1):  # of one answer it is pass@1
         values[f"maj@{k}"] = [_majority(question, settings, k) for question in questions]
     values[f"mean@{settings.n}"] = [fmean(answer.reward for answer in question.sampled) for question in questions]
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]

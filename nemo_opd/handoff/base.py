@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
+from nemo_opd.handoff.parcel import Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,15 @@ class Handle:
     def for_receiver(self, number: int) -> Handle:
         """The same without the tokens of others, so that it stays small on its way. Raises HandoffError."""
         return replace(self, tokens=((number, self.token(number)),))
+
+    def sent_to(self, number: int, parcel: Parcel, place: int = 0) -> Handle:
+        """To what a receiver on another node has of it, once it was sent.
+
+        place: among the parcels of this buffer to this receiver, which has memory for each.
+        """
+        box = parcel.box
+        shape = self.shape if box is None else (len(box.rows), len(box.positions), len(box.columns))
+        return Handle(f"{self.sender}/{place}", self.allocation, shape, self.dtype, ((number, parcel),))
 
 
 class Sender(ABC):
@@ -131,13 +141,27 @@ class Receiver(ABC):
         """Out of mapped buffers, by whoever reads them through this receiver; reading a view of them copies none."""
         self._mapped: dict[str, tuple[int, Tensor]] = {}
         self._copies: dict[str, tuple[int, Tensor]] = {}
+        self._rooms: dict[str, Tensor] = {}
+
+    def room(self, handle: Handle, device: str) -> Tensor:
+        """Memory of this process for what is sent to it, contiguous and uninitialised, where `tensor` then finds it.
+
+        It persists across steps like a sender's buffer, and is overwritten in the same way.
+        """
+        room = self._rooms.get(handle.sender)
+        if room is None or room.numel() < handle.num_bytes:
+            self._rooms.pop(handle.sender, None)
+            room = self._rooms[handle.sender] = torch.empty(max(1, handle.num_bytes), dtype=torch.uint8, device=device)
+        return view(room, handle.shape, handle.dtype)
 
     def tensor(self, handle: Handle) -> Tensor:
         """The sender's tensor, not a copy; valid until the sender writes the next.
 
         It can be computed with on this process' device, wherever the buffer is. Raises HandoffError when the sender is
-        gone, the buffer is smaller than the handle says, or it was not exported to this receiver.
+        gone, the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
         """
+        if self._is_sent(handle):
+            return self._arrived(handle)
         allocation, buffer = self._mapped.get(handle.sender, (0, None))
         if buffer is None or allocation != handle.allocation:
             self._mapped.pop(handle.sender, None)
@@ -153,7 +177,7 @@ class Receiver(ABC):
         HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
-        if self._is_near(handle):
+        if self._is_sent(handle) or self._is_near(handle):
             return mapped
         allocation, copy = self._copies.get(handle.sender, (0, None))
         if copy is None or allocation != handle.allocation:
@@ -163,10 +187,22 @@ class Receiver(ABC):
             self._copies[handle.sender] = (handle.allocation, copy)
         return copy
 
+    def _is_sent(self, handle: Handle) -> bool:
+        return isinstance(handle.token(self.number), Parcel)
+
+    def _arrived(self, handle: Handle) -> Tensor:
+        if handle.sender not in self._rooms:
+            raise HandoffError(
+                f"student rank {self.number} is to read a teacher's buffer on another node before it was sent; whoever "
+                "hands out the windows must have them sent first"
+            )
+        return view(self._rooms[handle.sender], handle.shape, handle.dtype)
+
     def close(self) -> None:
-        """Drop every mapping; may be called again."""
+        """Drop every mapping and what was sent; may be called again."""
         self._mapped.clear()
         self._copies.clear()
+        self._rooms.clear()
         self._collect()
 
     def __enter__(self) -> Self:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.parcel import Parcel
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.region import Region
 from nemo_opd.handoff.shards import within_vocabulary
@@ -35,8 +36,16 @@ class HeadHandle:
         return Head(receiver.constant(self.weight), bias, self.scale, self.soft_cap)
 
     def for_receiver(self, number: int) -> HeadHandle:
-        bias = None if self.bias is None else self.bias.for_receiver(number)
-        return HeadHandle(self.weight.for_receiver(number), bias, self.scale, self.soft_cap)
+        """Raises HandoffError for one that it was not exported to."""
+        return self._through(lambda handle: handle.for_receiver(number))
+
+    def sent_to(self, number: int, teacher_rank: int) -> HeadHandle:
+        """To what a receiver on another node has of it, once it was sent."""
+        return self._through(lambda handle: handle.sent_to(number, Parcel(handle.sender, teacher_rank)))
+
+    def _through(self, change: Callable[[Handle], Handle]) -> HeadHandle:
+        bias = None if self.bias is None else change(self.bias)
+        return HeadHandle(change(self.weight), bias, self.scale, self.soft_cap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +64,14 @@ class HiddenStatesHandle:
         window = HiddenStatesWindow(Region.whole(self.hidden), (self.head_for(receiver.number),))
         return window.rows(receiver, texts, width)
 
-    def head_for(self, receiver: int) -> HeadHandle:
-        """As exported to one receiver. Raises HandoffError where it was not."""
+    def head_for(self, receiver: int, sent_by: int | None = None) -> HeadHandle:
+        """As exported to one receiver, or as sent by a rank on another node. Raises HandoffError where it was not."""
         if self.head is None:
             raise HandoffError(
                 f"a teacher's rank was made without readers of its head, and student rank {receiver} is to read it; "
                 "the writer must be given every rank that reads it when it is made"
             )
-        return self.head.for_receiver(receiver)
+        return self.head.for_receiver(receiver) if sent_by is None else self.head.sent_to(receiver, sent_by)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +116,7 @@ class HiddenStatesWriter:
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
         self._columns = within_vocabulary(columns, vocab_size)
         self._hidden_size, self._dtype = hidden_size, dtype
-        self._is_head_read = bool(readers.head)
+        self._is_head_read = bool(readers.head) or readers.sends_head
         self._head: HeadHandle | None = None
 
     def begin(self, num_texts: int, width: int, slot: int = 0) -> None:
@@ -132,9 +141,13 @@ class HiddenStatesWriter:
     def handle(self) -> HiddenStatesHandle:
         return HiddenStatesHandle(self._hidden.handle(), self._head, self._columns, self._written.all())
 
+    @property
+    def senders(self) -> tuple[Sender, ...]:
+        return (*self._slots, self._weight, self._bias)
+
     def close(self) -> None:
         """Release the buffers; may be called again."""
-        for sender in (*self._slots, self._weight, self._bias):
+        for sender in self.senders:
             sender.close()
         self._head = None
 

@@ -90,7 +90,11 @@ class LogitsWriter:
     def handle(self) -> LogitsHandle:
         return LogitsHandle(self._sender.handle(), self._columns, self._written.all())
 
+    @property
+    def senders(self) -> tuple[Sender, ...]:
+        return tuple(self._slots)
+
     def close(self) -> None:
         """Release the buffers; may be called again."""
-        for sender in self._slots:
+        for sender in self.senders:
             sender.close()

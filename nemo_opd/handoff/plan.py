@@ -39,9 +39,18 @@ class Sides:
             return 2
         return 0 if ours.device == theirs.device else 1
 
+    def crosses(self, student_rank: int, teacher_rank: int) -> bool:
+        """Whether they are on different nodes."""
+        return self.distance(student_rank, teacher_rank) == 2
+
     def nearest(self, student_rank: int, replicas: Sequence[Block]) -> Block:
-        """Of blocks with the same content: on the own device, else on the own node, else of the lowest rank."""
-        return min(replicas, key=lambda block: (self.distance(student_rank, block.rank), block.rank))
+        """Of blocks with the same content: on the own device, else the lowest rank of the own node.
+
+        From other nodes ranks of the student take turns, so that not all of them load one rank's network.
+        """
+        least = min(self.distance(student_rank, block.rank) for block in replicas)
+        near = sorted((b for b in replicas if self.distance(student_rank, b.rank) == least), key=lambda b: b.rank)
+        return near[student_rank % len(near)] if least == 2 else near[0]
 
 
 def colocated(student: Layout, teacher: Layout, ranks_per_node: int) -> Sides:
@@ -78,6 +87,11 @@ class Box:
             overlap(self.positions, other.positions),
             overlap(self.columns, other.columns),
         )
+
+    @property
+    def at_origin(self) -> Box:
+        """Where the cells are in a copy that has no others."""
+        return self.shifted(-self.rows.start, -self.positions.start, -self.columns.start)
 
     def shifted(self, rows: int, positions: int, columns: int) -> Box:
         return Box(_shifted(self.rows, rows), _shifted(self.positions, positions), _shifted(self.columns, columns))
@@ -133,11 +147,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The student ranks that read a teacher rank's buffers."""
+    """The student ranks that map a teacher rank's buffers."""
 
     output: tuple[int, ...] = (0,)
     """Hidden states or logits."""
     head: tuple[int, ...] = (0,)
+    sends_head: bool = False
+    """The head is also sent to ranks on other nodes."""
 
 
 ONE_READER = Readers()

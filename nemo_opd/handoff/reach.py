@@ -1,4 +1,4 @@
-"""Whether every student rank can reach what it reads: asked before anything loads."""
+"""Whether every student rank can reach what it reads, and what of it crosses nodes: asked before anything loads."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from nemo_opd.handoff.plan import (
 )
 from nemo_opd.handoff.shards import chunk_sizes, contiguous, vocabulary_columns
 
-WITHIN_A_NODE = ("cuda_ipc", "shared_memory")
-"""Transports whose buffers cannot be mapped from another node."""
 GIB = 2**30
 
 
@@ -58,6 +56,22 @@ class Windows:
     """Empty where logits are handed over."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank of the student, or all of them, read from teachers on other nodes."""
+
+    output: int = 0
+    """In each batch."""
+    head: int = 0
+    """Once in a run."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.output + other.output, self.head + other.head)
+
+    def __bool__(self) -> bool:
+        return bool(self.output or self.head)
+
+
 def planned(sides: Sides, payload: Payload) -> Windows:
     """The windows of a full batch; which ranks read from which does not depend on its size."""
     teacher = sides.teacher
@@ -77,27 +91,50 @@ def planned(sides: Sides, payload: Payload) -> Windows:
 
 
 def planned_readers(sides: Sides, payload: Payload) -> tuple[Readers, ...]:
-    """By teacher rank: who will map its buffers, in every batch."""
+    """By teacher rank: who will map its buffers, in every batch; who is on another node does not."""
     windows = planned(sides, payload)
     output, head = (reading_ranks(each, sides.teacher.size) for each in (windows.output, windows.head))
-    return tuple(map(Readers, output, head))
+
+    def readers(rank: int) -> Readers:
+        near, near_head = (
+            tuple(reader for reader in readers[rank] if not sides.crosses(reader, rank)) for readers in (output, head)
+        )
+        return Readers(near, near_head, sends_head=len(near_head) < len(head[rank]))
+
+    return tuple(map(readers, range(sides.teacher.size)))
+
+
+def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
+    """By student rank: what of a full batch, and of the head, is sent to it from other nodes."""
+    windows = planned(sides, payload)
+
+    def num_bytes(rank: int, pieces: Sequence[Piece], row_bytes: int) -> int:
+        return sum(piece.target.num_cells for piece in pieces if sides.crosses(rank, piece.rank)) * row_bytes
+
+    head_row = (payload.hidden_size or 0) * payload.itemsize
+    return tuple(
+        Traffic(num_bytes(rank, output, payload.itemsize), num_bytes(rank, head, head_row))
+        for rank, (output, head) in enumerate(zip(windows.output, windows.head, strict=True))
+    )
 
 
 def check_reach(transport: str, teacher: str, sides: Sides, payload: Payload) -> None:
-    """Raises ConfigError where a window needs a buffer on another node, which the transport cannot map.
+    """Raises ConfigError where logits would cross nodes, which is too much for a network.
 
-    The message has the ranks, their nodes, the bytes, and the nearest layout of the same ranks that would work.
+    Hidden states may: what `transport` cannot map is sent. The message has the ranks, their nodes, the bytes, and the
+    nearest layout of the same ranks that would work.
     """
-    if transport not in WITHIN_A_NODE:
+    if payload.hidden_size is not None:
         return
     crossing = list(_crossings(sides, payload))
     if not crossing:
         return
     shown = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
     raise ConfigError(
-        f"handoff.transport={transport} stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
+        f"handoff.type=logits by {transport} stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
         f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
-        f"tp={sides.teacher.tp} for teacher {teacher!r}, {shown}; {_advice(teacher, sides, payload)}"
+        f"tp={sides.teacher.tp} for teacher {teacher!r}, {shown} in each batch; write handoff.type=hidden_states, "
+        f"which are sent between nodes, or {_advice(teacher, sides, payload)}"
     )
 
 
@@ -134,8 +171,8 @@ def _advice(teacher: str, sides: Sides, payload: Payload) -> str:
                 )
             return f"{what}, with which every window stays on its node"
     return (
-        "no other layout of these ranks keeps every window on its node; put the teacher's ranks on the student's nodes "
-        "(cluster.placement=colocated)"
+        "put the teacher's ranks on the student's nodes (cluster.placement=colocated): no other layout of these ranks "
+        "keeps every window on its node"
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_opd.handoff.base import Handle, Receiver
-from nemo_opd.handoff.plan import Box, Piece
+from nemo_opd.handoff.plan import Box
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +50,6 @@ class Region:
         num_rows, num_positions, num_columns = handle.shape
         box = Box(range(num_rows), range(num_positions), range(num_columns))
         return cls(num_rows, num_columns, (Part(handle, box, box),))
-
-    @classmethod
-    def of(cls, pieces: Sequence[Piece], handles: Mapping[int, Handle], num_rows: int, columns: range) -> Region:
-        """Pieces of a window, in the buffers of teacher ranks; `columns` of the window make up the region."""
-        parts = (
-            Part(handles[piece.rank], piece.source, piece.target.shifted(0, 0, -columns.start)) for piece in pieces
-        )
-        return cls(num_rows, len(columns), tuple(parts))
 
     def read(self, receiver: Receiver, texts: slice, width: int) -> Tensor:
         """Rows `texts`, the first `width` positions: [b, width, X].

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from nemo_opd.handoff.base import Handle
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWindow
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWindow
+from nemo_opd.handoff.parcel import Parcel
 from nemo_opd.handoff.plan import Block, Piece, Sides, head_pieces, output_pieces
-from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.region import Part, Region
 
 OutputHandle = HiddenStatesHandle | LogitsHandle
 Window = HiddenStatesWindow | LogitsWindow
@@ -18,6 +20,7 @@ Window = HiddenStatesWindow | LogitsWindow
 def windows(handles: Sequence[OutputHandle], sides: Sides) -> list[Window]:
     """One teacher's handles by its rank → windows by student rank, each with its own exports of the buffers it needs.
 
+    What is on another node is read where it arrives, and must be sent first (`Post` says what).
     The rows of a data-parallel part are those of its buffers. Raises ConfigError where they cannot be cut into as many
     equal parts as the student has, HandoffError where a buffer was not exported to a rank that reads it.
     """
@@ -35,8 +38,9 @@ def _hidden_states(handles: Sequence[HiddenStatesHandle], sides: Sides) -> Seque
     found = []
     outputs, heads = output_pieces(sides, blocks, num_rows, hidden_size), head_pieces(sides, columns)
     for student_rank, (output, head) in enumerate(zip(outputs, heads, strict=True)):
-        hidden = _region(student_rank, output, buffers, num_rows // sides.student.dp, range(hidden_size))
-        shards = tuple(handles[piece.rank].head_for(student_rank) for piece in head)
+        reader = _Reader(student_rank, sides)
+        hidden = reader.region(output, buffers, num_rows // sides.student.dp, range(hidden_size))
+        shards = tuple(handles[piece.rank].head_for(student_rank, reader.sent_by(piece.rank)) for piece in head)
         found.append(HiddenStatesWindow(hidden, shards))
     return found
 
@@ -50,7 +54,8 @@ def _logits(handles: Sequence[LogitsHandle], sides: Sides) -> Sequence[LogitsWin
     for student_rank, pieces in enumerate(output_pieces(sides, blocks, num_rows, vocab_size)):
         own_rows = num_rows // sides.student.dp
         by_columns = groupby(sorted(pieces, key=_first_column), key=lambda piece: piece.target.columns)
-        shards = (_region(student_rank, list(part), buffers, own_rows, columns) for columns, part in by_columns)
+        reader = _Reader(student_rank, sides)
+        shards = (reader.region(list(part), buffers, own_rows, columns) for columns, part in by_columns)
         found.append(LogitsWindow(tuple(shards)))
     return found
 
@@ -77,8 +82,25 @@ def _blocks(
     return blocks
 
 
-def _region(
-    student_rank: int, pieces: Sequence[Piece], buffers: Sequence[Handle], num_rows: int, columns: range
-) -> Region:
-    own = {rank: buffers[rank].for_receiver(student_rank) for rank in sorted({piece.rank for piece in pieces})}
-    return Region.of(pieces, own, num_rows, columns)
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """A student rank."""
+
+    rank: int
+    sides: Sides
+
+    def sent_by(self, teacher_rank: int) -> int | None:
+        """The rank itself where it is on another node; None: its buffers are mapped."""
+        return teacher_rank if self.sides.crosses(self.rank, teacher_rank) else None
+
+    def region(self, pieces: Sequence[Piece], buffers: Sequence[Handle], num_rows: int, columns: range) -> Region:
+        """Pieces of a window, in the buffers of teacher ranks; `columns` of the window make up the region."""
+        parts = tuple(self._part(place, piece, buffers[piece.rank], columns) for place, piece in enumerate(pieces))
+        return Region(num_rows, len(columns), parts)
+
+    def _part(self, place: int, piece: Piece, buffer: Handle, columns: range) -> Part:
+        target = piece.target.shifted(0, 0, -columns.start)
+        if self.sent_by(piece.rank) is None:
+            return Part(buffer.for_receiver(self.rank), piece.source, target)
+        parcel = Parcel(buffer.sender, piece.rank, piece.source)
+        return Part(buffer.sent_to(self.rank, parcel, place), piece.source.at_origin, target)

@@ -13,7 +13,7 @@ from typing import Any
 
 from nemo_opd.errors import RolloutError
 
-# By its file, since importing the package would take as long again; -P, lest its neighbours hide the standard library's.
+# By its file, for importing the package takes time; -P, lest its neighbours hide the standard library's modules.
 COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
 INTEGER = re.compile(r"[+-]?\d{1,1000}")
 WORD = re.compile(r"[^\W\d_]{3,}")
@@ -34,7 +34,9 @@ class Equivalence:
         self._ask_once = lru_cache(maxsize=1 << 16)(self._ask)
 
     def equal(self, wanted: str, given: str) -> bool:
-        """Whether both LaTeX formulas are equal; False where the comparison takes longer than `timeout_s`."""
+        """Whether both LaTeX formulas are equal; False where the comparison takes more processor time than
+        `timeout_s`.
+        """
         wanted, given = tidy(wanted), tidy(given)
         words = [bare_text(wanted), bare_text(given)]
         if words[0] == words[1]:

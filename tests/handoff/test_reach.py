@@ -1,4 +1,4 @@
-"""Windows that would cross nodes are refused before anything loads, with a layout that would work."""
+"""What crosses nodes, known before anything loads: hidden states are sent, logits refused with a layout that works."""
 
 import re
 from dataclasses import replace
@@ -8,9 +8,10 @@ import pytest
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import Readers, Sides, colocated, filled
-from nemo_opd.handoff.reach import Payload, check_reach, planned_readers
+from nemo_opd.handoff.reach import Payload, Traffic, check_reach, planned_readers, planned_traffic
 
 PAYLOAD = Payload(num_rows=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)
+LOGITS = replace(PAYLOAD, hidden_size=None)
 NODE = 8
 
 
@@ -27,12 +28,13 @@ def advised(message: str, side: str = "parallelism") -> tuple[int, int]:
         (Layout(16), Layout(16)),
         (Layout(16), Layout(2, 1, 8)),
         (Layout(4, 1, 4), Layout(8, 2, 1)),
-        (Layout(16), Layout(1, 4, 4)),  # positions and head are on both nodes
     ],
     ids=str,
 )
 def test_groups_that_fit_a_node_pass(transport: str, student: Layout, teacher: Layout) -> None:
-    check_reach(transport, "big", colocated(student, teacher, NODE), PAYLOAD)
+    sides = colocated(student, teacher, NODE)
+    check_reach(transport, "big", sides, LOGITS)
+    assert not any(planned_traffic(sides, PAYLOAD))
 
 
 @pytest.mark.parametrize(
@@ -40,9 +42,11 @@ def test_groups_that_fit_a_node_pass(transport: str, student: Layout, teacher: L
 )
 def test_a_window_over_two_nodes_is_refused_with_a_layout_that_passes(teacher: Layout, cut_positions: bool) -> None:
     sides = colocated(Layout(16), teacher, NODE)
-    payload = replace(PAYLOAD, cut_positions=cut_positions)
+    payload = replace(LOGITS, cut_positions=cut_positions)
 
-    with pytest.raises(ConfigError, match=r"cuda_ipc.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1") as refused:
+    with pytest.raises(
+        ConfigError, match=r"logits by cuda_ipc.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1.*type=hidden_states, "
+    ) as refused:
         check_reach("cuda_ipc", "big", sides, payload)
 
     tp, cp = advised(str(refused.value))
@@ -51,14 +55,23 @@ def test_a_window_over_two_nodes_is_refused_with_a_layout_that_passes(teacher: L
 
 
 def test_the_bytes_are_those_of_rows_and_head() -> None:
-    """Student rank 0 has 64/16 rows; of a teacher with tp=16 it reads a sixteenth of the head from each rank."""
+    """Student rank 0 has 64/16 rows; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
+    sides = colocated(Layout(16), Layout(1, 1, 16), NODE)
     with pytest.raises(ConfigError) as refused:
-        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), PAYLOAD)
+        check_reach("cuda_ipc", "big", sides, LOGITS)
 
-    head = 151_936 / 16 * 2560 * 2 / 2**30
-    assert f"student rank 0 on node 0 reads {head:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)
-    # Hidden states are the same over tp, so they come from the own device.
+    logits = 64 / 16 * 4096 * 151_936 / 16 * 2 / 2**30
+    assert f"student rank 0 on node 0 reads {logits:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)
     assert "and 125 more" in str(refused.value)  # 16 · 8 crossings, of which three are shown
+    # Hidden states are the same over tp, so they come from the own device, and half of the head from the other node.
+    assert set(planned_traffic(sides, PAYLOAD)) == {Traffic(0, 151_936 // 2 * 2560 * 2)}
+
+
+def test_hidden_states_that_cross_are_counted() -> None:
+    """Two nodes, and the teacher's rows are half of them on either; the head is on both."""
+    sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
+
+    assert set(planned_traffic(sides, PAYLOAD)) == {Traffic(64 // 2 * 4096 * 2560 * 2, 0)}
 
 
 def test_where_only_the_student_can_change_it_says_so() -> None:
@@ -66,31 +79,25 @@ def test_where_only_the_student_can_change_it_says_so() -> None:
     sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
 
     with pytest.raises(ConfigError) as refused:
-        check_reach("cuda_ipc", "big", sides, PAYLOAD)
+        check_reach("cuda_ipc", "big", sides, LOGITS)
 
     tp, cp = advised(str(refused.value), side=r"student\.parallelism")
     both = Layout(16 // (tp * cp), cp, tp)
-    check_reach("cuda_ipc", "big", replace(sides, student=both, teacher=both), PAYLOAD)
+    check_reach("cuda_ipc", "big", replace(sides, student=both, teacher=both), LOGITS)
 
 
 def test_where_no_layout_works_it_is_a_matter_of_places() -> None:
     sides = Sides(Layout(8), Layout(8), filled(8, NODE), filled(8, NODE, first=8))
 
-    with pytest.raises(ConfigError, match=r"no other layout.*cluster\.placement=colocated"):
-        check_reach("cuda_ipc", "big", sides, PAYLOAD)
-
-
-def test_a_transport_between_nodes_may_cross_them() -> None:
-    check_reach("nccl", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), PAYLOAD)
+    with pytest.raises(ConfigError, match=r"\(cluster\.placement=colocated\): no other layout"):
+        check_reach("cuda_ipc", "big", sides, LOGITS)
 
 
 def test_logits_are_read_from_every_shard() -> None:
     """Without a head there is no head to read, and columns of another node are refused all the same."""
-    logits = replace(PAYLOAD, hidden_size=None)
-
-    check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(2, 1, 8), NODE), logits)
+    check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(2, 1, 8), NODE), LOGITS)
     with pytest.raises(ConfigError, match="node 1"):
-        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), logits)
+        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), LOGITS)
 
 
 def test_readers_are_known_before_the_first_batch() -> None:
@@ -103,4 +110,10 @@ def test_readers_are_known_before_the_first_batch() -> None:
     assert [each.output for each in readers] == [(0,), (1,), (2,), (3,)]
     # The first shard is on ranks 0 and 2, the second on 1 and 3; who has neither on its device takes the lower rank.
     assert [each.head for each in readers] == [(0, 1, 3), (0, 1, 2), (2,), (3,)]
-    assert planned_readers(sides, replace(PAYLOAD, hidden_size=None))[0] == Readers((0, 1), ())
+    assert planned_readers(sides, LOGITS)[0] == Readers((0, 1), ())
+
+
+def test_who_is_on_another_node_maps_nothing() -> None:
+    sides = Sides(Layout(2), Layout(1), filled(2, NODE), filled(1, NODE, first=NODE))
+
+    assert planned_readers(sides, PAYLOAD) == (Readers((), (), sends_head=True),)

@@ -1,5 +1,6 @@
 """Tiny configurations of the families of models that transformers has, and folders with random weights of them."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -63,7 +64,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
 
 def model_of(family: str, seed: int = 0) -> PreTrainedModel:
     """With random weights everywhere: biases that start at 0 and norms that start at 1 would hide a missing one."""
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
+    model = AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family])).eval()  # models change their configuration
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import (
     _clear_fast_path_sharding_prop_cache,
     _clear_python_sharding_prop_cache,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests import processes
 
 Made = TypeVar("Made")
 
@@ -45,7 +46,7 @@ def alone() -> Iterator[None]:
 def on_ranks(num_ranks: int, function: Callable[[Any], Made], argument: Any, folder: Path) -> list[Made]:
     """What function(argument) gives on each rank of a gloo world."""
     folder.mkdir(parents=True, exist_ok=True)
-    mp.spawn(_rank, args=(num_ranks, function, argument, folder), nprocs=num_ranks)
+    processes.start(_rank, (num_ranks, function, argument, folder), num_ranks)
     return [pickle.loads((folder / f"{rank}.pickle").read_bytes()) for rank in range(num_ranks)]
 
 

@@ -54,8 +54,8 @@ def test_alone_and_in_batches_of_any_size_a_seed_gives_the_same(family: str) -> 
 
     for batch_size in (2, 16):
         made = sampler(model, batch_size=batch_size).generate(asked, Sampling(), 3)
-        assert same(made, alone)
         for left, right in zip(made, alone, strict=True):
+            np.testing.assert_array_equal(left.ids, right.ids)
             # float32 rounding of logits of about 10, through two layers.
             np.testing.assert_allclose(left.logprobs, right.logprobs, rtol=0, atol=1e-4)
 

@@ -12,9 +12,12 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
+from nemo_opd.handoff.reach import Traffic
 from nemo_opd.training import layout as module
 from nemo_opd.training.delivery import resolve_layouts
+from nemo_opd.training.memory.estimate import Phase
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.summary import batch_grid
 from tests.composition import compose
 from tests.tiny import Tiny
 
@@ -98,13 +101,33 @@ def test_what_does_not_divide_is_refused_with_what_would(
         preflight(configure(*overrides))
 
 
-def test_a_window_that_would_cross_nodes_is_refused(configure: Configure, with_heads: str) -> None:
+def test_logits_that_would_cross_nodes_are_refused(configure: Configure, with_heads: str) -> None:
     """Two nodes of four GPUs: a student over all eight reads rows that a data-parallel teacher has on both nodes."""
     with pytest.raises(ConfigError) as caught:
-        preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8"))
+        preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8", "handoff.type=logits"))
     message = str(caught.value)
-    assert message.startswith("handoff.transport=cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the student")
+    assert message.startswith("handoff.type=logits by cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the stu")
     assert "reads 0.00 GiB of teacher rank 4 on node 1" in message
+    assert "write handoff.type=hidden_states" in message
+
+
+def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, with_heads: str) -> None:
+    """Each rank of the student has half of the rows, 8 of 48 positions, sent; its memory for them is estimated."""
+    plan = preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8"))
+    sent = 16 // 2 * 48 * 24 * 4
+    for delivery in plan.deliveries:
+        assert delivery.traffic == (Traffic(sent, 0),) * 8
+    (part,) = [
+        part
+        for memory in plan.memory.memories
+        for part in memory.parts
+        if part.name == "output of teachers on other nodes"
+    ]
+    assert part.at(Phase.LOSS) == 2 * sent
+    table = batch_grid(plan)
+    shown = dict(zip(*(list(column.cells) for column in table.columns), strict=True))
+    name = plan.config.active_names[0]
+    assert shown[f"{name}, between nodes"] == "0.28 MiB of hidden states a step, 0.00 MiB of heads once, by nccl"
 
 
 def test_groups_that_stay_on_their_nodes_are_not_refused(configure: Configure, with_heads: str) -> None:

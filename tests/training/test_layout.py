@@ -8,6 +8,7 @@ import torch
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.layout import nearest, require_batch_divides, resolve_layout, resolve_placement
@@ -72,6 +73,29 @@ def test_separate_groups_share_out_every_node(
     assert placement.devices_per_node == 8
 
 
+def test_groups_that_no_node_can_have_a_share_of_lie_one_after_another(demo: RunConfig, gpus: None) -> None:
+    """So that the ranks of a teacher with tp are on one node, and the student's on the other."""
+    wide = demo.teachers[0].model_copy(update={"parallelism": Parallelism(tp=8)})
+    config = demo.model_copy(update={"teachers": (wide, demo.teachers[1])})
+    placement = placed(config, num_nodes=2, placement="separate", teacher_ranks=(8, 1))
+
+    student, first, second = placement.groups
+    assert first == tuple(Place(0, device) for device in range(8))
+    assert student == tuple(Place(1, device) for device in range(7))
+    assert second == (Place(1, 7),)
+    assert placement.devices_per_node == 8
+
+
+def test_nodes_that_cannot_have_equally_many(demo: RunConfig, gpus: None) -> None:
+    odd = placed(demo, num_nodes=2, placement="separate", teacher_ranks=3)
+    assert [len(group) for group in odd.groups] == [10, 3, 3]
+    assert odd.devices == tuple(Place(node, device) for node in (0, 1) for device in range(8))
+    cpu = placed(demo, "cpu", num_nodes=2, cpu_ranks=1, placement="separate")
+    assert cpu.groups == ((Place(0, 0),), (Place(0, 1),), (Place(1, 0),))
+    with pytest.raises(ConfigError, match=r"^cluster.num_nodes=4: .* 3 ranks in all, .* write cluster.num_nodes=3$"):
+        placed(demo, "cpu", num_nodes=4, cpu_ranks=1, placement="separate")
+
+
 @pytest.mark.parametrize(("ranks", "per_teacher"), [(None, 2), (1, 1), (4, 4)])
 def test_separate_teachers_on_cpu_are_beside_the_student(demo: RunConfig, ranks: int | None, per_teacher: int) -> None:
     placement = placed(demo, "cpu", cpu_ranks=2, placement="separate", teacher_ranks=ranks)
@@ -90,16 +114,19 @@ def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
 @pytest.mark.parametrize(
     ("cluster", "says"),
     [
-        ({"num_nodes": 2, "teacher_ranks": 3}, "cluster.teacher_ranks=3: 2 nodes .* write cluster.teacher_ranks=4$"),
         (
             {"teacher_ranks": (1, 2, 3)},
             r"cluster.teacher_ranks=\[1, 2, 3\]: 3 numbers for 2 teachers; write one for ea",
         ),
-        ({"teacher_ranks": 4}, "take 4 \\+ 4 of the 8 GPUs of a node, which leaves none .* lower it to 2 for each"),
-        ({"gpus_per_node": 2}, "needs a GPU for the student and for each of 2 teachers, and has 2; .*=colocated$"),
-        ({"gpus_per_node": 1}, "needs a GPU for the student and for each of 2 teachers, and has 1; .*=colocated$"),
+        ({"teacher_ranks": 4}, "take 4 \\+ 4 of the 8 GPUs of the node, which leaves none .* lower it to 2 for each"),
+        ({"gpus_per_node": 2}, "for the student and for each of 2 teachers, and the node has 2; .*=colocated$"),
+        ({"gpus_per_node": 1}, "for the student and for each of 2 teachers, and the node has 1; .*=colocated$"),
+        (
+            {"num_nodes": 2, "teacher_ranks": 8},
+            "take 8 \\+ 8 of the 16 GPUs of the cluster of 2 nodes, .* to 5 for each",
+        ),
     ],
-    ids=["nodes differ", "length", "none left", "no share", "one GPU"],
+    ids=["length", "none left", "no share", "one GPU", "none left on two nodes"],
 )
 def test_devices_that_do_not_suffice(demo: RunConfig, gpus: None, cluster: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):

@@ -269,7 +269,9 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     assert total(headless, "student: logits and their gradients", Phase.LOSS) == 0
     assert total(headless, "student: gradient of the head", Phase.LOSS) == vocabulary * width * (4 + 2)
     assert total(headless, "student: gradients of hidden states", Phase.LOSS) == tokens * width * 2
-    assert total(headless, "student: rows of logits and their gradient", Phase.LOSS) == 256 * 2**20 * (1 + 4 // 2)
+    # Of three heads, whose rows share the budget; the student's have a gradient.
+    rows = total(headless, "student: rows of logits and their gradient", Phase.LOSS)
+    assert rows == 256 * 2**20 // 3 * (3 + 4 // 2)
     assert headless.memories[0].peak < whole.memories[0].peak
 
 
@@ -285,7 +287,7 @@ def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
     (handed,) = [part for part in cross.parts if part.name == "hidden states handed over"]
     assert handed.at(Phase.TEACHERS) == 2 * 16 * 2048 * 2560 * 2
     (put_together,) = [part for part in student.parts if part.name == "teachers' output put together"]
-    assert put_together.at(Phase.LOSS) == 16 * 2048 * (2560 + 2048) * 2
+    assert put_together.at(Phase.LOSS) == 0
 
 
 def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:

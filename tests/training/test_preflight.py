@@ -143,7 +143,7 @@ def test_epochs_become_steps(configure: Configure, batch: int, micro: int, epoch
         )
     )
 
-    assert len(plan.train_documents) == NUM_DOCUMENTS
+    assert len(plan.data.train) == NUM_DOCUMENTS
     assert plan.steps_per_epoch == steps_per_epoch
     assert plan.total_steps == epochs * steps_per_epoch
 
@@ -153,10 +153,10 @@ def test_max_steps_go_beyond_the_data(configure: Configure) -> None:
 
 
 def test_validation_is_limited_or_absent(configure: Configure) -> None:
-    limited = preflight(configure("data.validation.max_samples=5")).validation_documents
+    limited = preflight(configure("data.validation.max_samples=5")).data.validation
     assert limited is not None
     assert len(limited) == 5
-    assert preflight(configure("data.validation.arrow_files=null")).validation_documents is None
+    assert preflight(configure("data.validation.arrow_files=null")).data.validation is None
 
 
 # Teachers
@@ -320,7 +320,7 @@ def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure,
 
     assert plan.student.vocab_size == size
     with pytest.raises(DataError, match="a document holds '<image>', for which the model has no embedding"):
-        plan.sample_maker("a picture: <image>")
+        plan.data.make_sample("a picture: <image>")
 
 
 @pytest.mark.parametrize(

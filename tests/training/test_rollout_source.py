@@ -153,9 +153,12 @@ def test_what_goes_wrong_ahead_is_raised_by_the_next_batch() -> None:
     def reward(rollout: Rollout) -> float:
         raise RolloutError("no number")
 
-    with source_of(
-        FakeEngine(), reward, reward={"type": "numeric"}, rollout={"staleness": 1, "overlap": True}
-    ) as source, pytest.raises(RolloutError, match="no number"):
+    with (
+        source_of(
+            FakeEngine(), reward, reward={"type": "numeric"}, rollout={"staleness": 1, "overlap": True}
+        ) as source,
+        pytest.raises(RolloutError, match="no number"),
+    ):
         source.next()
 
 

@@ -45,6 +45,7 @@ def finished(reference: Run, stopped: Run, folder: Path) -> Run:
 def test_stopping_with_a_batch_under_way_leaves_a_checkpoint_and_nothing_else(stopped: Run) -> None:
     last = stopped.metrics[-1]["step"]
     assert last < 30
+    assert "run.resume=auto" in stopped.last_line
     assert stopped.checkpoints[-1] == f"step_{last:06d}"
     assert stopped.leftovers() == []
 

@@ -30,24 +30,6 @@ def test_first_signal_asks_and_the_second_aborts(first: signal.Signals, second: 
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_without_kd_weight_no_teacher_runs(tiny: Tiny, tmp_path: Path) -> None:
-    """What job schedulers send, to the driver alone. Two questions, one run."""
-    more = ["loss.kd_weight=0", "train.max_steps=100000", *WITHOUT_VALIDATION]
-    run = start(tmp_path / "run", tiny.overrides(*more))
-    run.wait_for_step(2)
-    workers = run.workers()
-    run.process.terminate()
-    assert run.end() == 0, run.output
-    assert len(workers) == 1, "the student"
-    assert "run.resume=auto" in run.last_line
-    assert run.checkpoints == [f"step_{run.metrics[-1]['step']:06d}"]
-    for record in run.metrics:
-        assert not [key for key in record if key.startswith("train/kd") and key != "train/kd_scale"]
-        assert record["train/loss"] == record["train/ce"]
-    assert run.leftovers() == []
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("placement", ["colocated", "separate"])
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path, placement: str) -> None:
     """A separate one fails while the student is in the step before, which is still done."""
@@ -67,13 +49,21 @@ def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_killed_worker_ends_the_run_with_its_name(tiny: Tiny, tmp_path: Path) -> None:
-    """In the middle of a step, by SIGKILL, as the kernel does when memory runs out."""
+def test_killed_worker_ends_the_run_with_its_name_and_without_kd_weight_no_teacher_runs(
+    tiny: Tiny, tmp_path: Path
+) -> None:
+    """In the middle of a step, by SIGKILL, as the kernel does when memory runs out. Two questions, one run."""
     run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0")
-    psutil.Process(hanging(run)).kill()
+    student = psutil.Process(hanging(run))
+    assert run.workers() == [student], "no teacher"
+    student.kill()
     assert run.end() == 1
     assert run.last_line.startswith("error: student rank 0 died while training on a batch (step 3) (")
     assert "Traceback" not in run.output
+    assert [record["step"] for record in run.metrics] == [1, 2]
+    for record in run.metrics:
+        assert not [key for key in record if key.startswith("train/kd") and key != "train/kd_scale"]
+        assert record["train/loss"] == record["train/ce"]
     assert run.leftovers() == []
 
 

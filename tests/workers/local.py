@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
@@ -26,6 +25,7 @@ from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.phases import PREFIX
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import Scored, TeacherWorker
+from tests import processes
 from tests.composition import compose
 
 Given = TypeVar("Given")
@@ -35,8 +35,8 @@ Made = TypeVar("Made")
 def first_batches(plan: Plan, number: int) -> list[Batch]:
     config = plan.config
     with TrainLoader(
-        plan.train_documents,
-        plan.sample_maker,
+        plan.data.train,
+        plan.data.make_sample,
         config.train.global_batch_size,
         config.run.seed,
         config.data.shuffle,
@@ -196,7 +196,7 @@ def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Seque
         finally:
             dist.destroy_process_group()
     folder.mkdir(parents=True)
-    mp.spawn(_rank, args=(num_ranks, function, arguments, folder), nprocs=num_ranks)
+    processes.start(_rank, (num_ranks, function, arguments, folder), num_ranks)
     return pickle.loads((folder / "results").read_bytes())
 
 

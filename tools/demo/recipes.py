@@ -25,11 +25,12 @@ class ModelRecipe:
     batch: int
     learning_rate: float
     warmup: int
+    head_multiple: int = 64
 
     @property
     def head_rows(self) -> int:
-        """Rows of the embedding and the head: the tokenizer's size, padded to a multiple of 64."""
-        return -(-self.bpe.size // 64) * 64
+        """Rows of the embedding and the head: the tokenizer's size, padded to a multiple of `head_multiple`."""
+        return -(-self.bpe.size // self.head_multiple) * self.head_multiple
 
 
 RECIPES = {

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,10 @@ GRADIENT_CLIP = 1.0
 INIT_STD = 0.06
 FINAL_RATE = 0.01
 """The cosine ends at this fraction of the peak learning rate."""
+IGNORED = -100
+"""The label of a position that is not learned: what torch's cross-entropy leaves out."""
+
+Report = Callable[[int, float], None]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,14 @@ class Budget:
 
     steps: int
     seconds: float = math.inf
+
+
+@dataclass(frozen=True)
+class Examples:
+    """A batch: token ids [B, S], and for each the id that follows it, or IGNORED."""
+
+    inputs: torch.Tensor
+    labels: torch.Tensor
 
 
 def build_model(recipe: ModelRecipe, tokenizer: Tokenizer) -> LlamaForCausalLM:
@@ -66,7 +78,10 @@ class PackedSequences:
         self._generator = generator
         self._rows = torch.empty(0, SEQUENCE + 1, dtype=torch.int32)
 
-    def next(self) -> torch.Tensor:
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
         """The next batch of token ids, int64."""
         while len(self._rows) < self._batch:
             self._rows = torch.cat([self._rows, self._epoch()])
@@ -85,22 +100,30 @@ def train(
     tokenizer: Tokenizer,
     texts: list[str],
     budget: Budget,
-    report: Callable[[int, float], None],
+    report: Report,
 ) -> LlamaForCausalLM:
-    """The model of `recipe` at the end of `budget`; `report(step, nats per token)` is called after each step."""
+    """The model of `recipe`, trained on `texts`, at the end of `budget`."""
     torch.manual_seed(SEED)
     model = build_model(recipe, tokenizer)
     documents = [encoding.ids for encoding in tokenizer.encode_batch(texts)]
-    batches = PackedSequences(
+    packed = PackedSequences(
         documents, tokenizer.token_to_id(recipe.bpe.eos), recipe.batch, torch.Generator().manual_seed(SEED)
     )
+    fit(model, recipe, map(_next_tokens, packed), budget, report)
+    return model
+
+
+def fit(
+    model: LlamaForCausalLM, recipe: ModelRecipe, batches: Iterator[Examples], budget: Budget, report: Report
+) -> None:
+    """Train `model` until the end of `budget`, a batch a step; `report(step, nats per label)` is called after each."""
     optimizer = _optimizer(model, recipe.learning_rate)
     started, step, spent = time.monotonic(), 0, 0.0
     while spent < 1:
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate(step, recipe.warmup, spent)
-        ids = batches.next()
-        loss = F.cross_entropy(model(ids[:, :-1]).logits.flatten(0, 1), ids[:, 1:].flatten())
+        examples = next(batches)
+        loss = F.cross_entropy(model(examples.inputs).logits.flatten(0, 1), examples.labels.flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_CLIP)
         optimizer.step()
@@ -108,7 +131,10 @@ def train(
         step += 1
         spent = max(step / budget.steps, (time.monotonic() - started) / budget.seconds)
         report(step, loss.item())
-    return model
+
+
+def _next_tokens(ids: torch.Tensor) -> Examples:
+    return Examples(ids[:, :-1], ids[:, 1:])
 
 
 def save(model: LlamaForCausalLM, tokenizer: Tokenizer, recipe: ModelRecipe, folder: Path) -> None:

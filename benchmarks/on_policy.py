@@ -1,0 +1,198 @@
+"""The on-policy demo beside off-policy distillation on the teacher's samples and GRPO: equal steps, over seeds.
+
+uv run benchmarks/on_policy.py       # writes on_policy.{md,json} in benchmarks/results, and the plot in docs/images
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from queue import SimpleQueue
+
+import torch
+from demo import commit, hardware
+from quality_runs import pin
+from rich.console import Console
+from rich.progress import track
+
+from nemo_opd.config.data import Source
+from nemo_opd.data.documents import TEXT
+from nemo_opd.data.layout import TextLayout
+from nemo_opd.data.sources import load_documents
+from nemo_opd.logging.jsonl import read
+from nemo_opd.models.load import load_tokenizer
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.hf import HFEngine
+from nemo_opd.rollout.record import Prompt
+from nemo_opd.rollout.text import TextRenderer
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMAND = "uv run benchmarks/on_policy.py"
+TEACHER = "demo:arithmetic_teacher"
+ON_TEACHERS_SAMPLES = ("rollout.on_policy_share=0", "rollout.n=1", "data.train.arrow_files=null")
+"""One response each of as many prompts as there are rollouts in a step."""
+SETTINGS = {
+    "on-policy, reverse KL": (),
+    "on-policy, reverse KL, 64 prompts": ("rollout.n=1",),
+    "on-policy, TCAD": ("loss=tcad", "loss.support_size=16"),
+    "on-policy, policy gradient": ("loss=policy_gradient",),
+    "on-policy, another tokenizer (p_kl)": (
+        "teachers=arithmetic_cross",
+        "loss=p_kl",
+        "loss.divergence=reverse_kl",
+        "loss.ce_weight=0",
+    ),
+    "GRPO, exact reward": ("loss=grpo", "student.optimizer.lr=2e-4"),
+    "off-policy, forward KL on the teacher's samples": (
+        *ON_TEACHERS_SAMPLES,
+        "loss=same_vocab",
+        "loss.divergence=forward_kl",
+        "loss.ce_weight=0",
+    ),
+    "off-policy, cross-entropy on the teacher's samples": (
+        *ON_TEACHERS_SAMPLES,
+        "loss.kd_weight=0",
+        "loss.ce_weight=1",
+    ),
+}
+OFF_POLICY = tuple(name for name, overrides in SETTINGS.items() if ON_TEACHERS_SAMPLES[0] in overrides)
+MEASURES = ("eval/greedy", "eval/pass@1")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    setting: str
+    seed: int
+    steps: list[int]
+    """Of the evaluations, the first before training."""
+    scores: dict[str, list[float]]
+    """Measure → its value at each of them."""
+    wall_s: float
+    """The whole command, start-up and report included."""
+
+
+def teachers_samples(folder: Path, number: int) -> Path:
+    """The training prompts of the demo with a response of the teacher each, drawn at temperature 1."""
+    documents = load_documents(Source(arrow_files=("demo:arithmetic_train",)), TextLayout("text"), key="data.train")
+    prompts = [Prompt(i, text) for i, text in enumerate(documents[TEXT][:number])]
+    engine = HFEngine(TEACHER, dtype=torch.float32, device="cpu", batch_size=256)
+    renderer = TextRenderer(load_tokenizer(TEACHER, key="teacher"))
+    collector = Collector(engine, renderer, sampling=Sampling(), max_new_tokens=48, max_length=80)
+    file = folder / "teacher.jsonl"
+    with file.open("w", encoding="utf-8") as lines:
+        for rollout in collector.collect(prompts, 1, 0):
+            text, (response,) = rollout.prompt.content, rollout.responses
+            lines.write(json.dumps({"text": text, "response": response, "answer": response.split(" ")[-1]}) + "\n")
+    return file
+
+
+def run_once(setting: str, seed: int, samples: Path, extra: list[str]) -> Outcome:
+    overrides = [*SETTINGS[setting], f"run.seed={seed}", *extra]
+    if setting in OFF_POLICY:
+        overrides.append(f"data.train.jsonl_files={samples}")
+    with tempfile.TemporaryDirectory() as folder:
+        began = time.perf_counter()
+        subprocess.run(
+            [
+                sys.executable,
+                str(ROOT / "examples/run_on_policy_distillation.py"),
+                *overrides,
+                f"run.output_dir={folder}/run",
+            ],
+            check=True,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        wall = time.perf_counter() - began
+        asked = [record for record in read(Path(folder) / "run" / "metrics.jsonl") if MEASURES[0] in record]
+    scores = {measure: [record[measure] for record in asked] for measure in MEASURES}
+    return Outcome(setting, seed, [int(record["step"]) for record in asked], scores, wall)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = ["| run | greedy, by seed | mean | sampled, by seed | mean | wall-clock s |", "|---|---|---|---|---|---|"]
+    for setting in SETTINGS:
+        own = sorted((each for each in outcomes if each.setting == setting), key=lambda each: each.seed)
+        cells = []
+        for measure in MEASURES:
+            ends = [outcome.scores[measure][-1] for outcome in own]
+            cells += [", ".join(f"{end:.1%}" for end in ends), f"**{statistics.mean(ends):.1%}**"]
+        seconds = ", ".join(f"{outcome.wall_s:.0f}" for outcome in own)
+        lines.append(f"| {setting} | {' | '.join(cells)} | {seconds} |")
+    return "\n".join(lines)
+
+
+def plot(outcomes: list[Outcome], file: Path) -> None:
+    """Mean over seeds of sampled accuracy, by step."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for setting in SETTINGS:
+        own = [outcome.scores["eval/pass@1"] for outcome in outcomes if outcome.setting == setting]
+        steps = next(outcome.steps for outcome in outcomes if outcome.setting == setting)
+        style = "--" if setting in OFF_POLICY else "-"
+        axes.plot(steps, [statistics.mean(each) for each in zip(*own, strict=True)], style, marker="o", label=setting)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1)
+    axes.set_xlabel("step")
+    axes.set_ylabel("sampled answers that are right")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    figure.savefig(file, dpi=160)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("overrides", nargs="*", help="settings for every run, such as train.max_steps=20")
+    options = parser.parse_args()
+    facts = {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": COMMAND}
+    pairs = [(setting, seed) for seed in options.seeds for setting in SETTINGS]
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in range(options.jobs):
+        cores.put(core)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = teachers_samples(Path(folder), 4096)
+        with ThreadPoolExecutor(options.jobs, initializer=lambda: pin(cores.get())) as pool:
+            extra = ["evaluation.every=10", *options.overrides]
+            runs = pool.map(lambda pair: run_once(*pair, samples, extra), pairs)
+            outcomes = list(track(runs, "on-policy runs", total=len(pairs)))
+    first = outcomes[0]
+    start = " and ".join(f"{first.scores[measure][0]:.1%} ({measure.removeprefix('eval/')})" for measure in MEASURES)
+    text = "\n".join(
+        [
+            "# The on-policy demo: who learns how much in equal steps",
+            "",
+            f"Three-digit sums answered right after {first.steps[-1]} steps of 64 sequences.",
+            f"The student starts at {start}. Greedy: the likeliest answer; sampled: at temperature 1.",
+            "",
+            table(outcomes),
+            "",
+            *(f"* {name}: {value}" for name, value in facts.items()),
+            "",
+        ]
+    )
+    (options.output / "on_policy.md").write_text(text, encoding="utf-8")
+    record = {**facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
+    (options.output / "on_policy.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    plot(outcomes, ROOT / "docs" / "images" / "on_policy_accuracy.png")
+    Console().print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Checkpoints made into Hugging Face folders, and starts of runs made of such; in one process, whatever ranks wrote."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY
+from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Student
+from nemo_opd.errors import CheckpointError
+from nemo_opd.models.export import stored
+from nemo_opd.models.load import first_line, load_config, load_model, resolve, tokenizer_of
+from nemo_opd.models.lora import NAME, PEFT_PREFIX, Adapters, adapter_parameters, keep_adapters_only
+
+STATE = "state"
+MODEL = "model."
+"""Before the names of weights in a sharded state."""
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+Shapes = Mapping[str, torch.Size]
+"""By names in the model."""
+
+
+def trained_part(student: Student) -> PreTrainedModel:
+    """The student on meta, with adapters where it learns these; its state has what checkpoints have, and no more.
+
+    Raises ModelError where the configuration of `student.model` cannot be read, or cannot have these adapters.
+    """
+    config = load_config(student.model, key="student.model")
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (adapters := adapters_of(student)) is not None:
+        model.requires_grad_(False)
+        adapters.attach(model)
+        keep_adapters_only(model)
+    return model
+
+
+def adapters_of(student: Student) -> Adapters | None:
+    """None where all weights are trained. The values that they start from are of no interest here."""
+    return None if student.lora is None else Adapters(student.lora, student.model, seed=0)
+
+
+def to_hugging_face(checkpoint: Path, student: Student, output: Path, dtype: torch.dtype | None = None) -> torch.dtype:
+    """Write as a Hugging Face folder what a checkpoint of this student has learned: the dtype of what is written.
+
+    That is what the run itself exports: a whole model with its tokenizer or, where `student.lora.export` is adapter,
+    a folder for `peft`. dtype: of a whole model, and that of `student.model` by default; adapters are fp32. `output` is
+    whole or absent. Holds the model once, in `dtype`, and one tensor of the state. Raises CheckpointError for a state
+    that is incomplete, damaged or of another student and an output that is in use, and ModelError where `student.model`
+    cannot be read.
+    """
+    state, model = checkpoint / STATE, trained_part(student)
+    require_fit(shapes_in(state), shapes_of(model), what=str(checkpoint), student=student)
+    tokenizer = tokenizer_of(student, key="student")
+    adapters = adapters_of(student)
+    dtype = dtype or dtype_of(student)
+    with new_folder(output) as folder:
+        if adapters is None:
+            whole = load_model(student.model, dtype, key="student.model")
+            read_weights(state, whole.state_dict())
+        else:
+            learned = {name: torch.empty(parameter.shape) for name, parameter in adapter_parameters(model)}
+            read_weights(state, learned)
+            if adapters.settings.export == "adapter":
+                adapters.save(learned, model, folder)
+                tokenizer.save_pretrained(folder)
+                return torch.float32
+            whole = load_model(student.model, dtype, key="student.model")
+            adapters.merge(learned, whole)
+        # What transformers keeps in fp32 beside other weights, a run exports like these.
+        whole.save_pretrained(
+            folder, state_dict={name: stored(value, dtype) for name, value in whole.state_dict().items()}
+        )
+        tokenizer.save_pretrained(folder)
+    return dtype
+
+
+def dtype_of(student: Student) -> torch.dtype:
+    """That of the weights which the student starts from, as far as its configuration says."""
+    dtype = load_config(student.model, key="student.model").dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
+def shapes_in(state: Path) -> dict[str, torch.Size]:
+    """Of the weights in a sharded state. Raises CheckpointError where there is none, or it is damaged."""
+    try:
+        entries = FileSystemReader(state).read_metadata().state_dict_metadata
+    except Exception as error:  # its files are pickled
+        raise unreadable(state, error) from error
+    return {
+        name.removeprefix(MODEL): entry.size
+        for name, entry in entries.items()
+        if name.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in model.state_dict().items()}
+
+
+def read_weights(state: Path, into: Mapping[str, Tensor]) -> None:
+    """Copy whole weights out of a sharded state, each in its own dtype. Raises CheckpointError where it is damaged."""
+    try:
+        dcp.load({MODEL.removesuffix("."): dict(into)}, checkpoint_id=state, no_dist=True)
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
+        raise unreadable(state, error) from error
+
+
+def unreadable(state: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{state} cannot be read ({first_line(error)}): it is incomplete, damaged, or no state of a run; use another "
+        "checkpoint"
+    )
+
+
+def require_fit(found: Shapes, expected: Shapes, *, what: str, student: Student) -> None:
+    """Raises CheckpointError with the first weight of `what` that is not as the student's settings have it."""
+
+    def said(shape: torch.Size | None) -> str:
+        return "absent" if shape is None else str(list(shape))
+
+    learns = "student.lora=null" if student.lora is None else f"student.lora.rank={student.lora.rank}"
+    for name in sorted(found.keys() | expected.keys()):
+        if found.get(name) != expected.get(name):
+            raise CheckpointError(
+                f"{what} does not fit the run's settings: {name} is {said(found.get(name))} there, and "
+                f"{said(expected.get(name))} with student.model={student.model} and {learns}; give the settings that "
+                "belong to these weights"
+            )
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """A temporary folder beside `target`, which it becomes at the end; an error inside leaves no trace.
+
+    Raises CheckpointError where `target` is in use or cannot be written.
+    """
+    require_unused(target)
+    temporary = target.with_name(f"{TEMPORARY}{target.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        temporary.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written ({error}); make room, or name another folder as --output"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def require_unused(target: Path) -> None:
+    """Raises CheckpointError where something is there that is no empty folder."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists():
+        raise CheckpointError(
+            f"--output={target}: it exists and is not empty; nothing is overwritten, so name another folder or remove "
+            "it first"
+        )
+
+
+def require_whole_checkpoint(checkpoint: Path) -> None:
+    """Raises CheckpointError, with what it is instead where that can be told."""
+    value = f"--checkpoint={checkpoint}"
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"{value}: there is no such folder; name one such as RUN/checkpoints/step_000100")
+    if checkpoint.name.startswith(TEMPORARY):
+        raise CheckpointError(f"{value}: it was not written to its end; use the checkpoint before it")
+    inside = sorted(folder.parent for folder in checkpoint.glob(f"**/step_*/{PROGRESS}"))
+    if inside:
+        raise CheckpointError(f"{value}: it holds checkpoints and is none; name one of them, such as {inside[-1]}")
+    if (checkpoint / "config.json").is_file() or (checkpoint / ADAPTER_CONFIG).is_file():
+        raise CheckpointError(f"{value}: it is a Hugging Face folder already, so there is nothing to convert")
+    for part in (PROGRESS, STATE):
+        if not (checkpoint / part).exists():
+            raise CheckpointError(
+                f"{value}: it has no {part}, so it is incomplete or no checkpoint; name a folder such as "
+                "RUN/checkpoints/step_000100 as the run wrote it"
+            )
+
+
+def weights_to_start_from(reference: str, student: Student, model: PreTrainedModel) -> dict[str, Tensor]:
+    """What a checkpoint of this student would have of a Hugging Face folder, whole and in fp32, by names in `model`.
+
+    model: what `trained_part` gave. reference: a folder for `peft` where adapters are trained, else a model. Holds
+    these weights once. Raises CheckpointError where they do not fit the student, ModelError where they are unreadable.
+    """
+    if student.lora is not None:
+        weights = adapter_weights(Path(resolve(reference)), student.lora, model)
+    else:
+        weights = load_model(reference, torch.float32, key="--model").state_dict()
+    shapes = {name: value.shape for name, value in weights.items()}
+    require_fit(shapes, shapes_of(model), what=f"--model={reference}", student=student)
+    if student.lora is None:
+        require_equal_ties(weights, model, f"--model={reference}")
+    return weights
+
+
+def require_equal_ties(weights: Mapping[str, Tensor], model: PreTrainedModel, what: str) -> None:
+    for name, source in model.all_tied_weights_keys.items():
+        if not torch.equal(weights[name], weights[source]):
+            raise CheckpointError(
+                f"{what}: {name} and {source} differ, and are one weight in student.model, of which only one could be "
+                "kept; use it as student.model itself"
+            )
+
+
+def adapter_weights(folder: Path, lora: Lora, model: nn.Module) -> dict[str, Tensor]:
+    """From a folder for `peft`; names that the model has not stay as they are there."""
+    own = {peft_name(name): name for name, _ in adapter_parameters(model)}
+    try:
+        config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(
+            f"--model={folder}: no adapter can be read there ({first_line(error)}), and with student.lora checkpoints "
+            "have adapters alone; give a folder for peft, or use a whole model as student.model"
+        ) from error
+    for key, expected in {"lora_alpha": lora.alpha, "use_rslora": False}.items():
+        if config.get(key, expected) != expected:
+            raise CheckpointError(
+                f"--model={folder}: {ADAPTER_CONFIG} has {key}={config[key]}, but the run has {expected} "
+                f"(student.lora.alpha={lora.alpha}), so the same weights would count differently; make them equal"
+            )
+    return {own.get(name, name): value.float() for name, value in tensors.items()}
+
+
+def peft_name(name: str) -> str:
+    """In an adapter's file, of an adapter's parameter."""
+    owner, _, rest = name.rpartition(f".{NAME}.")
+    return f"{PEFT_PREFIX}{owner}.{rest}"
+
+
+def save_start(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    model: PreTrainedModel,
+    build_optimizer: Callable[[nn.Module], Optimizer],
+    build_scheduler: Callable[[Optimizer], LRScheduler],
+) -> None:
+    """Write the state of a run before its first step into the checkpoint `folder`, for any number of ranks.
+
+    weights: whole, by their names in `model`, which may be on meta. Optimizer, schedule and random generators are as a
+    run finds them that has no checkpoint. Needs no memory beside the weights but for one of them.
+    """
+    optimizer = build_optimizer(model)
+    scheduler = build_scheduler(optimizer)
+    _, optimizer_state = get_state_dict(model, optimizer)
+    state = {MODEL.removesuffix("."): dict(weights), "optimizer": before_first_step(optimizer_state)}
+    dcp.save(state, checkpoint_id=folder / STATE, no_dist=True)
+    rest = {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
+    torch.save(rest, folder / STATE / "rank_00000.pt")
+
+
+def before_first_step(optimizer_state: Any) -> dict[str, Any]:
+    """The same entries with zeros, of which no more than one each is held.
+
+    torch makes the entries by a step without gradients, which the step counters have counted.
+    """
+    return {
+        **optimizer_state,
+        "state": {
+            name: {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in entries.items()}
+            for name, entries in optimizer_state["state"].items()
+        },
+    }

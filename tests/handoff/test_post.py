@@ -1,0 +1,150 @@
+"""What is sent between nodes: whatever the layouts and places, ranks read the whole, and a head goes over once."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import replace
+
+import pytest
+import torch
+
+from nemo_opd.distributed.layout import Layout, Place
+from nemo_opd.errors import HandoffError
+from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.parcel import Parcel
+from nemo_opd.handoff.plan import Sides, filled
+from nemo_opd.handoff.post import Post, Round
+from nemo_opd.handoff.reach import Payload, Traffic, planned_traffic
+from nemo_opd.handoff.window import windows
+from tests.handoff.counting import EXPORTED
+from tests.handoff.test_window import (
+    HIDDEN,
+    LAYOUTS,
+    LENGTH,
+    NUM_ROWS,
+    PADDED_VOCAB,
+    VOCAB,
+    Output,
+    Ranks,
+    output,
+    own_rows,
+    read,
+    receivers,
+)
+
+PLACES = {
+    "a node each": lambda student, teacher: (filled(student, 8), filled(teacher, 8, first=8)),
+    "two ranks a node": lambda student, teacher: (filled(student, 2), filled(teacher, 2)),
+    "one after another": lambda student, teacher: (filled(student, 3), filled(teacher, 3, first=student)),
+}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    EXPORTED.clear()
+    with ExitStack() as entered:
+        yield entered
+
+
+def carry(sent: Round, ranks: Ranks, reading: Sequence[Receiver]) -> int:
+    """As a link does: the sender's parcels to a reader are its arrivals from there, in one order; bytes that went."""
+    num_bytes = 0
+    for teacher_rank, (sendings, writer) in enumerate(zip(sent.sendings, ranks.writers, strict=True)):
+        senders = {sender.identity: sender for sender in writer.senders}
+        for student_rank, receiver in enumerate(reading):
+            rooms = [
+                receiver.room(handle, "cpu")
+                for handle in sent.arrivals[student_rank]
+                if isinstance(parcel := handle.token(student_rank), Parcel) and parcel.rank == teacher_rank
+            ]
+            own = [each.parcel for each in sendings if each.student_rank == student_rank]
+            for room, parcel in zip(rooms, own, strict=True):
+                cells = parcel.cells(senders[parcel.sender].last)
+                assert cells.is_contiguous()
+                num_bytes += cells.nbytes
+                room.copy_(cells)
+    return num_bytes
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("is_cut", [True, False], ids=["own positions", "all positions"])
+@pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
+def test_every_rank_reads_its_rows_of_the_whole(
+    student: Layout, teacher: Layout, is_cut: bool, places: str, stack: ExitStack
+) -> None:
+    """Over two batches, the second of more rows; every export is taken, and none is made for who cannot map it."""
+    sides = Sides(student, teacher, *PLACES[places](student.size, teacher.size))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, is_cut=is_cut)))
+    reading, post = receivers(stack, student.size), Post(teacher.size)
+    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8, PADDED_VOCAB, is_cut)
+    planned = sum(planned_traffic(sides, payload), Traffic())
+    for batch in (1, 2):
+        whole = Output(output(batch, batch * NUM_ROWS).hidden, output().head)
+        found = windows(ranks.write(whole), sides)
+        num_bytes = carry(post.round(found), ranks, reading)
+        bias = planned.head // HIDDEN
+        assert num_bytes == batch * planned.output + (planned.head + bias if batch == 1 else 0)
+        for rank, window in enumerate(found):
+            expected = whole.logits[own_rows(sides, rank, len(whole.hidden))][..., :VOCAB]
+            torch.testing.assert_close(read(window, reading[rank]), expected, rtol=1e-13, atol=1e-13)
+        assert not EXPORTED
+
+
+def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
+    sides = Sides(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+
+    assert Post(2).round(windows(ranks.write(output()), sides)).is_empty
+    assert not any(planned_traffic(sides, Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)))
+
+
+def test_replicas_on_other_nodes_take_turns() -> None:
+    """Bug: all ranks of the student read from one, whose network is then what a step waits for."""
+    sides = Sides(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
+    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)
+    ranks = Ranks.start("hidden_states", sides)
+    sent = Post(4).round(windows(ranks.write(output()), sides))
+
+    outputs = [[each.student_rank for each in own if each.parcel.box is not None] for own in sent.sendings]
+    assert outputs == [[0], [1], [2], [3]]
+    assert {traffic.output for traffic in planned_traffic(sides, payload)} == {3 * LENGTH * HIDDEN * 8}
+    ranks.close()
+
+
+def test_a_slot_has_room_of_its_own(stack: ExitStack) -> None:
+    """A batch that is sent ahead must not take the place of the one that is being read."""
+    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
+    (receiver,), post = receivers(stack, 1), Post(1)
+    first, second = output(0), Output(output(1).hidden, output().head)
+    found = []
+    for slot, whole in enumerate((first, second)):
+        found.append(windows(ranks.write(whole, slot=slot), sides))
+        carry(post.round(found[-1]), ranks, [receiver])
+
+    for (window,), whole in zip(found, (first, second), strict=True):
+        torch.testing.assert_close(read(window, receiver), whole.logits[..., :VOCAB], rtol=1e-13, atol=1e-13)
+
+
+def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
+    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    (window,), (receiver,) = windows(ranks.write(output()), sides), receivers(stack, 1)
+
+    with pytest.raises(HandoffError, match=r"^student rank 0 is to read .* on another node before it was sent"):
+        window.rows(receiver, slice(None), LENGTH)
+
+
+def test_room_persists_and_grows(stack: ExitStack) -> None:
+    """Catches an allocation a step."""
+    sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    (receiver,) = receivers(stack, 1)
+    (window,) = windows(ranks.write(output()), sides)
+    (part,) = window.hidden.parts
+
+    small = receiver.room(part.handle, "cpu")
+    assert receiver.room(part.handle, "cpu").data_ptr() == small.data_ptr()
+    assert receiver.constant(part.handle).data_ptr() == small.data_ptr()
+    larger = replace(part.handle, shape=(2 * NUM_ROWS, LENGTH, HIDDEN))
+    assert receiver.room(larger, "cpu").shape == larger.shape
+    assert receiver.copied_bytes == 0

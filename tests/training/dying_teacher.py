@@ -1,0 +1,33 @@
+"""The example with a teacher of which one process dies in the middle of a forward pass: before its second layer."""
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from nemo_opd.training import models
+from nemo_opd.training.cli import main
+from nemo_opd.training.off_policy import distil
+from nemo_opd.types import TokenRows
+from nemo_opd.workers.teacher import Scored, TeacherWorker
+from tests.training.faulty_rank import die
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RANK, CALL = 1, 15
+"""Of two ranks; and of batches the 13th of training, behind the two of the first validation."""
+
+
+class DyingTeacher(TeacherWorker):
+    """Its other rank then waits for the second layer's parameters."""
+
+    calls = 0
+
+    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+        self.calls += 1
+        if dist.get_world_size() > 1 and dist.get_rank() == RANK and self.calls == CALL:
+            self.model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: die())
+        return super().forward(tokens, slot)
+
+
+if __name__ == "__main__":
+    models.TeacherWorker = DyingTeacher
+    main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

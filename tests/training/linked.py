@@ -1,0 +1,63 @@
+"""A student's and a teacher's worker that only hand over, for tests of what brings it over."""
+
+import torch
+import torch.distributed as dist
+
+from nemo_opd.handoff.arrivals import Arrivals
+from nemo_opd.handoff.base import Handle
+from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWindow, HiddenStatesWriter
+from nemo_opd.handoff.link import Link, Meeting
+from nemo_opd.handoff.plan import Readers
+from nemo_opd.handoff.post import Sending
+from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from tests.training.faulty_rank import die
+
+SHAPE, VOCAB = (2, 3, 5), 7
+
+
+def hidden(batch: int) -> torch.Tensor:
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(batch))
+
+
+class Teaching:
+    def __init__(self) -> None:
+        readers = Readers((), (), sends_head=True)
+        self.writer = HiddenStatesWriter(SharedMemorySender, VOCAB, SHAPE[2], torch.float32, readers=readers)
+
+    def forward(self, batch: int, dies: bool) -> HiddenStatesHandle:
+        self.dies = dies
+        self.writer.begin(*SHAPE[:2])
+        self.writer.write(0, HeadLogits(hidden(batch), Head(torch.ones(VOCAB, SHAPE[2]))))
+        return self.writer.handle()
+
+    def join_link(self, meeting: Meeting) -> None:
+        self.link = Link(meeting, meeting.teacher(dist.get_rank()), "cpu")
+
+    def send(self, sendings: list[Sending]) -> None:
+        if self.dies:
+            die()
+        buffers = {sender.identity: sender.last for sender in self.writer.senders if sender.allocation}
+        self.link.send([(each.parcel.cells(buffers[each.parcel.sender]), each.student_rank) for each in sendings])
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class Learning:
+    def __init__(self) -> None:
+        self.receiver = SharedMemoryReceiver(dist.get_rank())
+        self.arrivals = Arrivals(self.receiver, "cpu")
+
+    def join_links(self, meetings: list[Meeting | None]) -> None:
+        self.arrivals.join(meetings)
+
+    def receive(self, arrivals: list[list[Handle]]) -> None:
+        self.arrivals.receive(arrivals)
+
+    def read(self, window: HiddenStatesWindow) -> torch.Tensor:
+        rows = window.rows(self.receiver, slice(None), SHAPE[1])
+        return rows.read(torch.arange(SHAPE[0] * SHAPE[1]), VOCAB)
+
+    def close(self) -> None:
+        self.receiver.close()

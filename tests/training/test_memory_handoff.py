@@ -1,0 +1,105 @@
+"""The estimate of what is handed over, against the bytes of the buffers that writers make and windows put together."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from nemo_opd.config import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.base import Sender
+from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.plan import Readers, Sides, filled
+from nemo_opd.handoff.window import windows
+from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.training.memory.estimate import Part, Phase
+from nemo_opd.training.memory.process import ModelSetup
+from nemo_opd.training.memory.size import ModelSize, model_size
+from nemo_opd.training.memory.teacher import TeacherJob, handed_over, window_bytes
+from tests.composition import compose
+from tests.handoff.counting import CountingReceiver, CountingSender
+
+HIDDEN, VOCAB, LENGTH, ROWS = 16, 60, 12, 24
+
+
+@pytest.fixture(scope="module")
+def size() -> ModelSize:
+    return model_size(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+
+
+def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1) -> TeacherJob:
+    config: RunConfig = compose(
+        f"train.max_length={LENGTH}",
+        f"train.global_batch_size={ROWS}",
+        f"train.micro_batch_size={micro}",
+        "teachers.0.dtype=float32",
+        f"handoff.type={kind}",
+    )
+    setup = ModelSetup(size, VOCAB, layout, sequence_parallel=False)
+    return TeacherJob(config, config.teachers[0], setup, "cpu", "shared_memory", buffers)
+
+
+def written(of: TeacherJob, rank: int, reader: int = 0) -> HiddenStatesWriter | LogitsWriter:
+    """What a rank of the teacher makes of its rows, all positions of them, and its columns."""
+    layout, columns = of.setup.layout, range(rank % of.setup.layout.tp * of.columns, VOCAB)[: of.columns]
+    more = {"columns": columns, "readers": Readers((reader,), (reader,)), "num_slots": of.buffers}
+    writer: HiddenStatesWriter | LogitsWriter
+    if of.config.handoff.type == "logits":
+        writer = LogitsWriter(CountingSender, VOCAB, torch.float32, **more)
+        made: TensorLogits | HeadLogits = TensorLogits(torch.zeros(of.rows, LENGTH, len(columns)))
+    else:
+        writer = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, **more)
+        made = HeadLogits(torch.zeros(of.rows, LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
+    assert layout.size > rank
+    for slot in range(of.buffers):
+        writer.begin(of.rows, LENGTH, slot)
+        writer.write(0, made)
+    return writer
+
+
+def held(senders: tuple[Sender, ...]) -> int:
+    return sum(sender.last.nbytes for sender in senders if sender.allocation)
+
+
+def estimated(parts: tuple[Part, ...]) -> int:
+    return sum(part.at(Phase.LOSS) for part in parts)
+
+
+@pytest.mark.parametrize("kind", ["hidden_states", "logits"])
+@pytest.mark.parametrize("layout", [Layout(1), Layout(2), Layout(1, 1, 2), Layout(1, 2, 1), Layout(2, 2, 2)], ids=str)
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_buffers_are_what_is_estimated(size: ModelSize, layout: Layout, kind: str, buffers: int) -> None:
+    """Bug: hidden states divided by cp, although each of its ranks hands all over."""
+    of = job(size, layout, kind, micro=4, buffers=buffers)
+    writer = written(of, rank=0)
+    assert held(writer.senders) == estimated(handed_over(of))
+    writer.close()
+
+
+@pytest.mark.parametrize("micro", [4, 6, 12])
+def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) -> None:
+    """Of a microbatch, and only where one teacher's rows end in its midst: 8 rows a rank of three. Bug: all rows."""
+    of = job(size, Layout(3), "hidden_states", micro)
+    sides = Sides(Layout(2), Layout(3), filled(2, 8), filled(3, 8))
+    writers = [written(of, rank, reader=rank // 2) for rank in range(3)]
+    # The middle one's rows are read by both.
+    writers[1].close()
+    writers[1] = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, readers=Readers((0, 1), (0, 1)))
+    writers[1].begin(8, LENGTH)
+    writers[1].write(0, HeadLogits(torch.zeros(8, LENGTH, HIDDEN), Head(torch.zeros(VOCAB, HIDDEN))))
+    most = 0
+    for rank, window in enumerate(windows([writer.handle() for writer in writers], sides)):
+        receiver = CountingReceiver(rank)
+        for start in range(0, ROWS // 2, micro):
+            before = receiver.copied_bytes
+            window.hidden.read(receiver, slice(start, start + micro), LENGTH)
+            most = max(most, receiver.copied_bytes - before)
+    assert most == window_bytes(of)
+    assert (most > 0) == (8 % micro > 0)
+    for writer in writers:
+        writer.close()

@@ -1,0 +1,27 @@
+"""How many of the demo's sums a saved model answers rightly."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.demo.arithmetic import Sum
+
+MAX_NEW_TOKENS = 40
+"""A response is at most 30 tokens of the student and 33 of the cross teacher, with the end token."""
+SEED = 0
+
+
+@torch.inference_mode()
+def accuracy(folder: Path, questions: Sequence[Sum], *, greedy: bool) -> float:
+    """Share of the questions whose last number is the answer; one response each, greedy or drawn at temperature 1."""
+    torch.manual_seed(SEED)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    prompts = tokenizer([question.prompt for question in questions], padding=True, return_tensors="pt")
+    sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
+    ids = model.generate(**prompts, **sampling, max_new_tokens=MAX_NEW_TOKENS)
+    texts = tokenizer.batch_decode(ids[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    right = [text.split(" ")[-1] == question.answer for text, question in zip(texts, questions, strict=True)]
+    return sum(right) / len(right)
