@@ -8,21 +8,37 @@ if sys.path[0] == __file__.rpartition("/")[0]:
     sys.path[0] = __file__.rpartition("/tools/")[0]
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
+import yaml
 
 from nemo_opd.checkpoint.convert import (
+    other_settings,
+    read_whole_checkpoint,
+    require_same_adapters,
     require_unused,
-    require_whole_checkpoint,
+    save_start,
     to_hugging_face,
+    trained_part,
+    weights_to_start_from,
 )
-from nemo_opd.checkpoint.manager import CheckpointManager
-from nemo_opd.errors import CheckpointError
-from tools.projection import command
+from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.run import RunConfig
+from nemo_opd.data.order import BatchOrder
+from nemo_opd.errors import CheckpointError, OPDError
+from nemo_opd.training.corpus import load_corpus
+from nemo_opd.training.prompts import load_prompts
+from nemo_opd.training.sides import load_side
+from nemo_opd.workers.student import build_optimizer, build_scheduler
 
 DTYPES = ("float32", "bfloat16", "float16")
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
 FIRST = "step_000000"
 EPILOG = """\
 A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. to-hf puts them together for
@@ -44,7 +60,9 @@ examples:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = command.make_parser(__doc__, EPILOG)
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="direction", required=True, metavar="DIRECTION")
     there = commands.add_parser("to-hf", help="a checkpoint becomes a Hugging Face folder")
     there.add_argument(
@@ -62,22 +80,115 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def convert(arguments: argparse.Namespace, console: Console) -> None:
-    (to_hf if arguments.direction == "to-hf" else from_hf)(arguments, console)
+def convert(arguments: argparse.Namespace) -> str:
+    """Says what was written. Raises an OPDError; nothing is written then."""
+    return (to_hf if arguments.direction == "to-hf" else from_hf)(arguments)
 
 
-def to_hf(arguments: argparse.Namespace, console: Console) -> None:
-    checkpoint, output = arguments.checkpoint, arguments.output
-    require_whole_checkpoint(checkpoint)
+def to_hf(arguments: argparse.Namespace) -> str:
+    checkpoint, output, dtype = arguments.checkpoint, arguments.output, arguments.dtype
+    progress = read_whole_checkpoint(checkpoint)
     require_unused(output)
     config = read_config(arguments.config, run_directory(checkpoint))
-    progress = CheckpointManager(checkpoint.parent, config.train.keep_last).read_folder(checkpoint)
-    require_same_adapters(progress, config, checkpoint)
-    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
-    if dtype not in (None, torch.float32) and writes_adapter(config):
+    require_same_adapters(progress.settings, identity(config), checkpoint)
+    lora = config.student.lora
+    if dtype not in (None, "float32") and lora is not None and lora.export == "adapter":
         raise CheckpointError(
-            f"--dtype={arguments.dtype}: student.lora.export=adapter writes adapters, which are float32; leave --dtype "
-            "out, or give --config with student.lora.export: merged"
+            f"--dtype={dtype}: student.lora.export=adapter writes adapters, which are float32; leave --dtype out, or "
+            "give a --config with student.lora.export: merged"
         )
-    written = to_hugging_face(checkpoint, config.student, output, dtype)
-    say(console, f"wrote {output}: the student after step {progress.step:,}, {str(written).removeprefix('torch.')}")
+    written = to_hugging_face(checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype))
+    return f"wrote {output}: the student after step {progress.step:,}, in {str(written).removeprefix('torch.')}"
+
+
+def from_hf(arguments: argparse.Namespace) -> str:
+    output = arguments.output
+    checkpoints = CheckpointManager(output.parent, keep_last=1)
+    require_first(output, checkpoints)
+    run = run_directory(output)
+    config = read_config(arguments.config, run)
+    model = trained_part(config.student)
+    order = data_order(config)
+    weights = weights_to_start_from(arguments.model, config.student, model)
+    total_steps = config.train.max_steps or (config.train.epochs or 1) * order.steps_per_epoch
+    progress = Progress(step=0, loader=order.place(0), kd_ratio=None, bits_per_byte={}, settings=identity(config))
+    with checkpoints.writing(progress) as folder:
+        save_start(
+            folder,
+            weights,
+            model,
+            partial(build_optimizer, config.student.optimizer),
+            lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
+        )
+    if not (run / CONFIG).exists():
+        (run / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    said = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
+    if config.student.lora is None and (others := other_settings(arguments.model, config.student)):
+        shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())
+        said += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
+    return said
+
+
+def run_directory(checkpoint: Path) -> Path:
+    return checkpoint.absolute().parent.parent
+
+
+def read_config(given: Path | None, run: Path) -> RunConfig:
+    """Raises CheckpointError where there is none, and ConfigError for settings that are not valid."""
+    file = given or run / CONFIG
+    if not file.is_file():
+        key = "--config" if given is None else f"--config={given}"
+        raise CheckpointError(
+            f"{key}: there is no {file}; give the run's settings as a file, which its own command writes with "
+            "`--cfg job --resolve > FILE`"
+        )
+    try:
+        return from_yaml(file)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file} cannot be read ({error}); give another file as --config") from error
+
+
+def require_first(output: Path, checkpoints: CheckpointManager) -> None:
+    """Raises CheckpointError where a run in that directory would not continue from `output`."""
+    if output.name != FIRST or output.absolute().parent.name != CHECKPOINTS:
+        raise CheckpointError(
+            f"--output={output}: a run finds its checkpoints by their names, and this is one before the first step; "
+            f"name RUN/{CHECKPOINTS}/{FIRST}, where RUN is to be run.output_dir"
+        )
+    require_unused(output)
+    if later := [step for step in checkpoints.steps() if step]:
+        raise CheckpointError(
+            f"--output={output}: the run has a checkpoint of step {later[-1]:,} already, from which it would continue; "
+            "name another run directory"
+        )
+
+
+def data_order(config: RunConfig) -> BatchOrder:
+    """The order of the run's batches. Raises what reading its tokenizers and its data raises."""
+    # On how many devices it will run does not matter to that, and they need not be here.
+    whole = {"parallelism": Parallelism()}
+    student = load_side(config.student.model_copy(update=whole), "student", "cpu")
+    teachers = [
+        load_side(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
+        for i, teacher in enumerate(config.active_teachers)
+    ]
+    size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle
+    if config.rollout is None:
+        return BatchOrder(len(load_corpus(config, student, teachers).train), size, seed, shuffle)
+    return BatchOrder(len(load_prompts(config, student, teachers).train), size // config.rollout.n, seed, shuffle)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    try:
+        print(convert(parse(arguments)))
+    except (OPDError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted, nothing was written", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY
+from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student
 from nemo_opd.errors import CheckpointError
@@ -33,6 +34,18 @@ MODEL = "model."
 """Before the names of weights in a sharded state."""
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+NOT_COMPUTED_WITH = {
+    "_name_or_path",
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "pad_token_id",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of a model's configuration on which its logits do not depend."""
 
 Shapes = Mapping[str, torch.Size]
 """By names in the model."""
@@ -119,12 +132,23 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 def read_weights(state: Path, into: Mapping[str, Tensor]) -> None:
     """Copy whole weights out of a sharded state, each in its own dtype. Raises CheckpointError where it is damaged."""
     try:
-        dcp.load({MODEL.removesuffix("."): dict(into)}, checkpoint_id=state, no_dist=True)
+        with in_one_process():
+            dcp.load({MODEL.removesuffix("."): dict(into)}, checkpoint_id=state, no_dist=True)
     except (Exception, CheckpointException) as error:  # the latter is no Exception
         raise unreadable(state, error) from error
 
 
+@contextmanager
+def in_one_process() -> Iterator[None]:
+    """torch warns of it even where it was told."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
 def unreadable(state: Path, error: BaseException) -> CheckpointError:
+    if isinstance(error, CheckpointException):
+        error = next((cause for cause, _ in error.failures.values()), error)
     return CheckpointError(
         f"{state} cannot be read ({first_line(error)}): it is incomplete, damaged, or no state of a run; use another "
         "checkpoint"
@@ -179,23 +203,42 @@ def require_unused(target: Path) -> None:
         )
 
 
-def require_whole_checkpoint(checkpoint: Path) -> None:
-    """Raises CheckpointError, with what it is instead where that can be told."""
+def read_whole_checkpoint(checkpoint: Path) -> Progress:
+    """The driver's part. Raises CheckpointError for what is no whole checkpoint, with what it is where that shows."""
     value = f"--checkpoint={checkpoint}"
     if not checkpoint.is_dir():
         raise CheckpointError(f"{value}: there is no such folder; name one such as RUN/checkpoints/step_000100")
     if checkpoint.name.startswith(TEMPORARY):
         raise CheckpointError(f"{value}: it was not written to its end; use the checkpoint before it")
-    inside = sorted(folder.parent for folder in checkpoint.glob(f"**/step_*/{PROGRESS}"))
-    if inside:
-        raise CheckpointError(f"{value}: it holds checkpoints and is none; name one of them, such as {inside[-1]}")
-    if (checkpoint / "config.json").is_file() or (checkpoint / ADAPTER_CONFIG).is_file():
-        raise CheckpointError(f"{value}: it is a Hugging Face folder already, so there is nothing to convert")
     for part in (PROGRESS, STATE):
         if not (checkpoint / part).exists():
+            raise CheckpointError(f"{value}: it has no {part}; {what_else(checkpoint)}")
+    try:
+        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{value}: {PROGRESS} cannot be read ({error}); use another checkpoint") from error
+
+
+def what_else(folder: Path) -> str:
+    """What a folder may be that is no whole checkpoint, and what to do about it."""
+    inside = sorted(each.parent for pattern in ("", "*/") for each in folder.glob(f"{pattern}step_*/{PROGRESS}"))
+    if inside:
+        return f"it is a folder of checkpoints; name one of them, such as {inside[-1]}"
+    if (folder / "config.json").is_file() or (folder / ADAPTER_CONFIG).is_file():
+        return "it is a Hugging Face folder already, which nothing has to be made of"
+    return "it is incomplete, or no checkpoint; name a folder such as RUN/checkpoints/step_000100, as the run wrote it"
+
+
+def require_same_adapters(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: Path) -> None:
+    """Raises CheckpointError where adapters of these settings would count for more or less than they were trained to.
+
+    Both are what `identity` gives.
+    """
+    for key in sorted(saved.keys() | current.keys()):
+        if key.startswith("student.lora") and saved.get(key) != current.get(key):
             raise CheckpointError(
-                f"{value}: it has no {part}, so it is incomplete or no checkpoint; name a folder such as "
-                "RUN/checkpoints/step_000100 as the run wrote it"
+                f"--checkpoint={checkpoint} was written with {key}={saved.get(key)!r}, and the settings have "
+                f"{current.get(key)!r}; give the run's own config.yaml as --config"
             )
 
 
@@ -214,6 +257,18 @@ def weights_to_start_from(reference: str, student: Student, model: PreTrainedMod
     if student.lora is None:
         require_equal_ties(weights, model, f"--model={reference}")
     return weights
+
+
+def other_settings(reference: str, student: Student) -> dict[str, tuple[object, object]]:
+    """Key → what a model's configuration says, and that of `student.model`, where they differ in how they compute."""
+    there, here = (
+        load_config(each, key=key).to_dict() for each, key in ((reference, "--model"), (student.model, "student.model"))
+    )
+    return {
+        key: (there.get(key), here.get(key))
+        for key in sorted((there.keys() | here.keys()) - NOT_COMPUTED_WITH)
+        if there.get(key) != here.get(key)
+    }
 
 
 def require_equal_ties(weights: Mapping[str, Tensor], model: PreTrainedModel, what: str) -> None:
@@ -267,7 +322,8 @@ def save_start(
     scheduler = build_scheduler(optimizer)
     _, optimizer_state = get_state_dict(model, optimizer)
     state = {MODEL.removesuffix("."): dict(weights), "optimizer": before_first_step(optimizer_state)}
-    dcp.save(state, checkpoint_id=folder / STATE, no_dist=True)
+    with in_one_process():
+        dcp.save(state, checkpoint_id=folder / STATE, no_dist=True)
     rest = {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
     torch.save(rest, folder / STATE / "rank_00000.pt")
 

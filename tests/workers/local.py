@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from nemo_opd.aggregation import joined, share_metrics, share_out
+from nemo_opd.aggregation import joined, share_metrics, share_out, weighted_by_confidence
+from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.window import OutputHandle, Window, windows
@@ -26,7 +27,7 @@ from nemo_opd.workers.phases import PREFIX
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import Scored, TeacherWorker
 from tests import processes
-from tests.composition import compose
+from tests.composition import DEMO, compose
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
@@ -53,6 +54,7 @@ class LocalModels:
         config = plan.config
         self.aggregation = config.aggregation
         self.priors = [teacher.weight for teacher in config.active_teachers]
+        self.alphas = confidence_alphas(config)
         self.micro_batch_size = config.train.micro_batch_size
         self.teachers = [
             TeacherWorker(
@@ -63,7 +65,7 @@ class LocalModels:
                 device="cpu",
                 transport="shared_memory",
                 handoff=config.handoff.type,
-                score=config.aggregation.score,
+                score=config.aggregation.score if self.alphas[i] is None else "log_probability",
                 readers=plan.deliveries[i].readers,
             )
             for i, settings in enumerate(config.active_teachers)
@@ -103,15 +105,16 @@ class LocalModels:
     def teach(self, batch: Batch) -> tuple[Batch, tuple[Window, ...]]:
         by_teacher = [gathered(each) for each in self.scored(batch)]
         scores = [
-            joined([by_rank[rank].scores for rank in leads(layout)], len(batch))
+            None if by_rank[0].scores is None else joined([by_rank[rank].scores for rank in leads(layout)], len(batch))
             for by_rank, layout in zip(by_teacher, self.grid.teachers, strict=True)
-            if by_rank[0].scores is not None
         ]
         own_windows = tuple(
             windows([each.handle for each in by_rank], delivery.sides)[dist.get_rank()]
             for by_rank, delivery in zip(by_teacher, self.deliveries, strict=True)
         )
-        return share_out(self.aggregation, batch, scores, priors=self.priors), own_windows
+        given = [each for each in scores if each is not None]
+        shared = share_out(self.aggregation, batch, given, priors=self.priors)
+        return weighted_by_confidence(shared, scores, self.alphas), own_windows
 
     def score(self, batch: Batch) -> tuple[OutputHandle, ...]:
         return tuple(each.handle for each in self.scored(batch))
@@ -175,8 +178,8 @@ def train(job: Training) -> Trained:
     return result
 
 
-def plan_of(overrides: Sequence[str]) -> Plan:
-    return preflight(compose(*overrides))
+def plan_of(overrides: Sequence[str], config_name: str = DEMO) -> Plan:
+    return preflight(compose(*overrides, config_name=config_name))
 
 
 def on_ranks(plan: Plan, num_ranks: int) -> Plan:

@@ -1,0 +1,384 @@
+"""Checkpoints of real workers, on one rank and on two, to Hugging Face folders and back: the same bits."""
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.config.load import to_yaml
+from nemo_opd.data.loader import TrainLoader
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.preflight import preflight
+from tests.tiny import Tiny
+from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+from tools.convert_checkpoint import main
+
+STEPS = 2
+TRAIN = ("student.optimizer.lr=1e-2", "student.scheduler.warmup_steps=1")
+LORA = {"merged": "student.lora={rank:3,alpha:12}", "adapter": "student.lora={rank:3,alpha:12,export:adapter}"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    folder: Path
+    trained: Trained
+    plan: Plan
+
+    @property
+    def run(self) -> Path:
+        return self.folder.parent.parent
+
+
+@dataclass(frozen=True)
+class Starts:
+    """Training from weights that are the run's own model, and from a checkpoint made of them; by number of ranks."""
+
+    own: dict[int, Trained]
+    converted: dict[int, Trained]
+
+
+@dataclass(frozen=True)
+class World:
+    checkpoints: dict[str, Checkpoint]
+    starts: Starts
+    start: Path
+    """A run with no checkpoint but one that was made of `weights`."""
+    weights: Path
+    plan: Plan
+    """Of that run."""
+
+
+def save_other(folder: Path, tiny: Tiny, dtype: torch.dtype, *, tied: bool, seed: int) -> Path:
+    """A model as the tiny student, with other weights."""
+    config = LlamaForCausalLM.from_pretrained(tiny.student).config
+    config.tie_word_embeddings = tied
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(folder)
+    return folder
+
+
+def progress_of(plan: Plan, step: int) -> Progress:
+    return Progress(step=step, loader={}, kd_ratio=None, bits_per_byte={}, settings=identity(plan.config))
+
+
+def trained(folder: Path, plans: Mapping[str, Plan], more: Sequence[Training], num_ranks: int) -> list[Trained]:
+    """Of one world: with a checkpoint in a run directory for each plan, then more."""
+    with ExitStack() as stack:
+        jobs = []
+        for name, plan in plans.items():
+            manager = CheckpointManager(folder / name / "checkpoints", keep_last=1)
+            target = stack.enter_context(manager.writing(progress_of(plan, STEPS)))
+            (folder / name / "config.yaml").write_text(to_yaml(plan.config))
+            jobs.append(Training(plan, first_batches(plan, STEPS), save_to=target))
+        return in_world(num_ranks, train, [*jobs, *more], folder / f"world_{num_ranks}")
+
+
+@pytest.fixture(scope="module")
+def world(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> World:
+    folder = tmp_path_factory.mktemp("converted")
+    half = save_other(folder / "half", tiny, torch.bfloat16, tied=False, seed=5)
+    weights = save_other(folder / "weights", tiny, torch.float32, tied=True, seed=6)
+    on_two = ("cluster.cpu_ranks=2", f"student.model={half}")
+    alone = {"plain": plan_of(tiny.overrides(*TRAIN))}
+    alone |= {name: plan_of(tiny.overrides(*TRAIN, lora)) for name, lora in LORA.items()}
+    together = {
+        "two ranks": plan_of(tiny.overrides(*TRAIN, *on_two)),
+        "tensor parallel": plan_of(tiny.overrides(*TRAIN, *on_two, "student.parallelism.tp=2")),
+    }
+    start = folder / "start" / "checkpoints" / "step_000000"
+    (folder / "config.yaml").write_text(to_yaml(alone["plain"].config))
+    assert main(["from-hf", f"--model={weights}", f"--output={start}", f"--config={folder / 'config.yaml'}"]) == 0
+    own = plan_of(tiny.overrides(*TRAIN, f"student.model={weights}"))
+    batches = first_batches(own, STEPS)
+    starts = [Training(own, batches), Training(alone["plain"], batches, load_from=start)]
+    *first, own_1, converted_1 = trained(folder, alone, starts, 1)
+    *second, own_2, converted_2 = trained(folder, together, starts, 2)
+    plans = alone | together
+    return World(
+        {
+            name: Checkpoint(folder / name / "checkpoints" / f"step_{STEPS:06d}", result, plans[name])
+            for name, result in zip(plans, [*first, *second], strict=True)
+        },
+        Starts({1: own_1, 2: own_2}, {1: converted_1, 2: converted_2}),
+        start,
+        weights,
+        alone["plain"],
+    )
+
+
+def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+def to_hf(checkpoint: Path, output: Path, *more: str) -> int:
+    return main(["to-hf", f"--checkpoint={checkpoint}", f"--output={output}", *more])
+
+
+def weights_in(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", ["plain", "merged", "two ranks", "tensor parallel"])
+def test_it_is_what_the_run_exported(name: str, world: World, tmp_path: Path) -> None:
+    checkpoint = world.checkpoints[name]
+    assert to_hf(checkpoint.folder, tmp_path / "out") == 0
+
+    assert_equal(weights_in(tmp_path / "out"), weights_in(checkpoint.folder / "student"))
+    model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == (torch.bfloat16 if checkpoint.plan.config.cluster.cpu_ranks == 2 else torch.float32)
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == checkpoint.plan.student.vocab_size
+    both = [{file.name for file in folder.iterdir()} for folder in (tmp_path / "out", checkpoint.folder / "student")]
+    assert both[0] == both[1]
+    assert "generation_config.json" in both[0]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_adapters_are_what_the_run_exported(world: World, tmp_path: Path) -> None:
+    checkpoint = world.checkpoints["adapter"]
+    assert to_hf(checkpoint.folder, tmp_path / "out") == 0
+
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (checkpoint.folder / "student" / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["plain", "two ranks", "tensor parallel"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_masters_in_the_precision_asked_for(name: str, dtype: str, world: World, tmp_path: Path) -> None:
+    """As gathered by the ranks themselves; bug: fp32 that went through the bf16 of the model it started from."""
+    checkpoint, kind = world.checkpoints[name], getattr(torch, dtype)
+    tmp_path = tmp_path / "runs" / "deep"
+    assert to_hf(checkpoint.folder, tmp_path, f"--dtype={dtype}") == 0
+
+    expected = {key: value.to(kind) for key, value in checkpoint.trained.weights.items()}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_equal({key: value for key, value in model.state_dict().items() if key in expected}, expected)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == dtype
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_starts_from_it_as_from_its_own_model(num_ranks: int, world: World) -> None:
+    """To the last bit. Bugs: step counters that have counted torch's step without gradients, a lost warm-up."""
+    own, converted = world.starts.own[num_ranks], world.starts.converted[num_ranks]
+    for expected, actual in zip(own.curve, converted.curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == {**expected, "peak_memory_gb": 0}
+    assert_equal(converted.weights, own.weights)
+    before = world.checkpoints["plain"].trained
+    assert own.curve[0]["ce"] != pytest.approx(before.curve[0]["ce"], rel=1e-2)
+
+
+def test_there_and_back_is_the_same(world: World, tmp_path: Path) -> None:
+    assert to_hf(world.start, tmp_path / "out") == 0
+
+    assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
+
+
+def test_trained_weights_there_and_back(world: World, tmp_path: Path) -> None:
+    """Untied and in bf16, from two ranks."""
+    checkpoint = world.checkpoints["two ranks"]
+    start = tmp_path / "run" / "checkpoints" / "step_000000"
+    config = f"--config={checkpoint.run / 'config.yaml'}"
+    assert main(["from-hf", f"--model={checkpoint.folder / 'student'}", f"--output={start}", config]) == 0
+    assert to_hf(start, tmp_path / "out") == 0
+
+    assert_equal(weights_in(tmp_path / "out"), weights_in(checkpoint.folder / "student"))
+
+
+def test_adapters_there_and_back(world: World, tmp_path: Path) -> None:
+    checkpoint = world.checkpoints["adapter"]
+    start = tmp_path / "run" / "checkpoints" / "step_000000"
+    config = f"--config={checkpoint.run / 'config.yaml'}"
+    assert main(["from-hf", f"--model={checkpoint.folder / 'student'}", f"--output={start}", config]) == 0
+    assert to_hf(start, tmp_path / "out") == 0
+
+    name = "adapter_model.safetensors"
+    assert_equal(load_file(tmp_path / "out" / name), load_file(checkpoint.folder / "student" / name))
+    # The warm-up's first step is one of learning rate zero.
+    (begun,) = in_world(1, train, [Training(checkpoint.plan, first_batches(checkpoint.plan, 1), start)], tmp_path)
+    assert_equal(begun.weights, checkpoint.trained.weights)
+
+
+def test_a_run_finds_it_and_its_place_in_the_data(world: World, tiny: Tiny) -> None:
+    run = world.start.parent.parent
+    plan = preflight(plan_of(tiny.overrides(*TRAIN, f"run.output_dir={run}", "run.resume=auto")).config)
+
+    assert plan.progress is not None
+    assert plan.progress.step == 0
+    assert (run / "config.yaml").is_file()
+    config = plan.config
+    with TrainLoader(
+        plan.data.train,
+        plan.data.make_sample,
+        config.train.global_batch_size,
+        config.run.seed,
+        config.data.shuffle,
+        num_workers=0,
+    ) as loader:
+        beginning = loader.state_dict()
+        loader.load_state_dict(plan.progress.loader)
+        assert loader.state_dict() == beginning
+
+
+def edited(checkpoint: Checkpoint, folder: Path, old: str, new: str) -> str:
+    """The run's settings, changed, as an argument."""
+    text = (checkpoint.run / "config.yaml").read_text()
+    assert old in text
+    (folder / "edited.yaml").write_text(text.replace(old, new))
+    return f"--config={folder / 'edited.yaml'}"
+
+
+def copied(checkpoint: Checkpoint, folder: Path) -> Path:
+    shutil.copytree(checkpoint.run, folder / "run")
+    return folder / "run" / "checkpoints" / checkpoint.folder.name
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The last line of a command that must fail; what shows progress may come before."""
+    assert main(list(arguments)) == 1
+    printed = capsys.readouterr().err.splitlines()[-1]
+    assert printed.startswith("error: ")
+    return printed
+
+
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("progress.json", "it has no progress.json; it is incomplete, or no checkpoint"),
+        ("state", "it has no state; it is incomplete"),
+        ("state/.metadata", "state cannot be read ("),
+        ("state/__1_0.distcp", "it is incomplete, damaged, or no state of a run; use another checkpoint"),
+    ],
+)
+def test_an_incomplete_checkpoint(
+    broken: str, message: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = copied(world.checkpoints["two ranks"], tmp_path)
+    part = checkpoint / broken
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+    assert message in refused(capsys, "to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_shard_that_is_cut_short(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = copied(world.checkpoints["plain"], tmp_path)
+    shard = checkpoint / "state" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:2000])
+
+    said = refused(capsys, "to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}")
+    assert "state cannot be read" in said
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+
+
+def test_what_is_no_checkpoint(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = world.checkpoints["plain"].folder
+    (tmp_path / ".incomplete_step_000004").mkdir()
+    for given, message in {
+        tmp_path / "absent": "there is no such folder",
+        tmp_path / ".incomplete_step_000004": "not written to its end",
+        folder.parent: f"it is a folder of checkpoints; name one of them, such as {folder}",
+        folder.parent.parent: f"it is a folder of checkpoints; name one of them, such as {folder}",
+        folder / "student": "it is a Hugging Face folder already",
+        tmp_path: "it has no progress.json; it is incomplete, or no checkpoint",
+    }.items():
+        said = refused(capsys, "to-hf", f"--checkpoint={given}", f"--output={tmp_path / 'out'}")
+        assert said.startswith(f"error: --checkpoint={given}: ")
+        assert message in said
+
+
+@pytest.mark.parametrize("name", ["plain", "adapter"])
+def test_settings_that_do_not_fit(
+    name: str, world: World, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = world.checkpoints[name]
+    command = ["to-hf", f"--checkpoint={checkpoint.folder}", f"--output={tmp_path / 'out'}"]
+    other = edited(checkpoint, tmp_path, f"model: {tiny.student}", f"model: {tiny.teacher_same}")
+    assert f" with student.model={tiny.teacher_same} and " in refused(capsys, *command, other)
+    if name == "adapter":
+        said = refused(capsys, *command, edited(checkpoint, tmp_path, "alpha: 12", "alpha: 24"))
+        assert "was written with student.lora.alpha=12, and the settings have 24" in said
+        assert "--dtype=float16: student.lora.export=adapter" in refused(capsys, *command, "--dtype=float16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_settings_that_are_absent(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = copied(world.checkpoints["plain"], tmp_path)
+    config = tmp_path / "run" / "config.yaml"
+    command = ["to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}"]
+    config.write_text("a: [b")
+    assert f"{config} cannot be read (" in refused(capsys, *command)
+    config.unlink()
+    assert f"--config: there is no {config}; give the run's settings" in refused(capsys, *command)
+    assert "--config=absent.yaml: there is no absent.yaml" in refused(capsys, *command, "--config=absent.yaml")
+
+
+def test_nothing_is_overwritten(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "note").write_text("mine")
+    said = refused(capsys, "to-hf", f"--checkpoint={world.checkpoints['plain'].folder}", f"--output={tmp_path}")
+    assert "it exists and is not empty" in said
+    assert "it exists and is not empty" in refused(
+        capsys, "from-hf", f"--model={world.weights}", f"--output={world.start}"
+    )
+    assert [entry.name for entry in tmp_path.iterdir()] == ["note"]
+
+
+def test_a_start_must_be_where_a_run_looks_for_it(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = copied(world.checkpoints["plain"], tmp_path).parent.parent
+    model = f"--model={world.weights}"
+    for name in ("checkpoints/step_000007", "step_000000"):
+        said = refused(capsys, "from-hf", model, f"--output={run / name}")
+        assert "name RUN/checkpoints/step_000000" in said
+    said = refused(capsys, "from-hf", model, f"--output={run / 'checkpoints' / 'step_000000'}")
+    assert f"has a checkpoint of step {STEPS} already" in said
+    assert [entry.name for entry in (run / "checkpoints").iterdir()] == [f"step_{STEPS:06d}"]
+
+
+def test_weights_that_do_not_fit(world: World, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    untied = save_other(tmp_path / "untied", tiny, torch.float32, tied=False, seed=7)
+    plain, adapter = world.checkpoints["plain"], world.checkpoints["adapter"]
+    for checkpoint, model, message in (
+        (plain, tiny.teacher_same, "does not fit the run's settings: "),
+        (plain, untied, "lm_head.weight and model.embed_tokens.weight differ, and are one weight in student.model"),
+        (plain, tmp_path / "absent", "there is no such folder"),
+        (adapter, world.weights, "no adapter can be read there"),
+        (plain, adapter.folder / "student", "the folder has no config.json"),
+    ):
+        config = f"--config={checkpoint.run / 'config.yaml'}"
+        output = tmp_path / "run" / "checkpoints" / "step_000000"
+        said = refused(capsys, "from-hf", f"--model={model}", f"--output={output}", config)
+        assert said.startswith(f"error: --model={model}")
+        assert message in said
+        assert not (tmp_path / "run").exists()
+    other = edited(adapter, tmp_path, "alpha: 12", "alpha: 24")
+    said = refused(capsys, "from-hf", f"--model={adapter.folder / 'student'}", f"--output={output}", other)
+    assert "adapter_config.json has lora_alpha=12, but the run has 24 (student.lora.alpha=24)" in said
+
+
+def test_a_model_that_computes_otherwise_is_pointed_out(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(world.weights, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    plain = world.checkpoints["plain"]
+    start = tmp_path / "run" / "checkpoints" / "step_000000"
+    command = ["from-hf", f"--model={tmp_path / 'model'}", f"--output={start}", f"--config={plain.run / 'config.yaml'}"]
+
+    assert main(command) == 0
+    assert "which differs: rms_norm_eps=1e-06, there 0.25\n" in capsys.readouterr().out

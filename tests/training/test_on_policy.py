@@ -1,0 +1,98 @@
+"""A whole on-policy run by the example script: what it leaves, and that it continues as if it had never stopped."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_opd.logging.samples import read_samples
+from tests.training.launch import ROOT, Run, start
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
+STEPS, HALF = 6, 3
+OVERRIDES = [
+    "teachers=arithmetic_multi",
+    "teachers.0.loss.type=tcad",
+    "teachers.0.loss.support_size=16",
+    "teachers.1.loss.type=p_kl",
+    "teachers.1.loss.divergence=reverse_kl",
+    "loss.ce_weight=0.1",
+    f"train.max_steps={STEPS}",
+    f"train.save_every={HALF}",
+    "train.validate_every=null",
+    "train.global_batch_size=16",
+    "train.micro_batch_size=8",
+    "rollout.n=2",
+    "rollout.on_policy_share=0.75",
+    "data.validation.arrow_files=demo:arithmetic_validation",
+    "data.validation.max_samples=8",
+    "evaluation.max_new_tokens=40",
+    "evaluation.data.max_samples=8",
+    f"evaluation.every={HALF}",
+    "evaluation.n=2",
+    "evaluation.k=[1,2]",
+]
+TIMES = "perf/"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = start(tmp_path_factory.mktemp("on_policy") / "whole", OVERRIDES, script=SCRIPT)
+    run.wait_for_step(1)
+    run.processes()
+    assert run.end() == 0, run.output
+    assert run.leftovers() == []
+    return run
+
+
+def test_a_run_says_what_it_samples(whole: Run) -> None:
+    first, *steps = whole.metrics
+
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    assert 0 < first["eval/greedy"] < 1
+    assert first["val/bits_per_byte"] > 0
+    for record in steps:
+        assert record["train/mismatch"] < 1e-5
+        assert 0 < record["train/overlap/same"] <= 1
+        assert 0 < record["train/overlap/cross"] <= 1
+        assert record["train/entropy"] > 0
+        assert 0 <= record["rollout/reward"] <= 1
+        assert record["rollout/eos_rate"] + record["rollout/truncation_rate"] == pytest.approx(1)
+        assert record["rollout/staleness"] == 0
+        assert record["perf/rollout_s"] > 0
+        assert record["perf/data_wait_s"] == 0
+    assert {step for step, record in enumerate(whole.metrics) if "eval/pass@2" in record} == {0, HALF, STEPS}
+
+
+def test_what_the_student_answered_is_in_the_report(whole: Run) -> None:
+    answers = read_samples(whole.output_dir / "samples.jsonl")
+    page = (whole.output_dir / "report" / "report.html").read_text(encoding="utf-8")
+
+    assert {answer.step for answer in answers} == {0, HALF, STEPS}
+    assert answers[-1].response in page
+    assert "Questions" in page
+    assert "greedy" in whole.output
+
+
+def test_a_run_that_continues_samples_the_same(whole: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "half"
+    shutil.copytree(whole.output_dir, folder)
+    shutil.rmtree(folder / "checkpoints" / f"step_{STEPS:06d}")
+    shutil.rmtree(folder / "final")
+    run = start(folder, ["--config", str(whole.output_dir / "config.yaml"), "run.resume=auto"], script=SCRIPT)
+
+    assert run.end() == 0, run.output
+    assert [told(record) for record in run.metrics] == [told(record) for record in whole.metrics]
+    assert (folder / "samples.jsonl").read_text() == (whole.output_dir / "samples.jsonl").read_text()
+    own, other = (load_file(each / "final" / "model.safetensors") for each in (folder, whole.output_dir))
+    assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+
+
+def told(record: dict[str, float]) -> str:
+    """But for how long it took."""
+    return json.dumps({name: value for name, value in record.items() if not name.startswith(TIMES)})

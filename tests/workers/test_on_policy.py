@@ -1,0 +1,166 @@
+"""A step on sampled sequences: however a batch is cut, the student learns the same (METHODS §7 and §10)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.data.collate import collate
+from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.rollout_source import with_rollouts
+from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
+from tests.tiny import Tiny
+from tests.workers.local import Trained, Training, in_world, plan_of, train
+from tests.workers.test_invariance import RTOL, WEIGHT_ATOL
+
+QUESTIONS = ["12+34=", "for i in", "Größe", "привет"]
+N = 2
+BOTH = ["teachers=demo_multi", "loss=p_kl", "loss.ce_weight=0.5"]
+LOSSES = {
+    "tcad": [*BOTH, "teachers.1.loss.type=tcad", "teachers.1.loss.support_size=8", "teachers.1.loss.power_alpha=0.3"],
+    "reward": [*BOTH, "reward.weighting_beta=0.7"],
+    "sampled_kl": [*BOTH, "teachers.1.loss.type=sampled_kl"],
+    "grpo": [
+        "teachers=demo_multi",
+        "loss=grpo",
+        "loss.kd_weight=0.3",
+        "teachers.0.loss.type=strict",
+        "loss.clip_low=0.02",
+    ],
+}
+GRIDS = ((1, 4), (1, 1), (2, 2))
+"""Ranks, microbatch size."""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("on_policy") / "prompts.jsonl"
+    rows = [{"text": text, "response": f" {i} done", "answer": str(i)} for i, text in enumerate(QUESTIONS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def plan(tiny: Tiny, prompts: Path, *overrides: str) -> Plan:
+    models = [f"teachers.0.model={tiny.teacher_cross}", f"teachers.1.model={tiny.teacher_same}"]
+    return plan_of(
+        [
+            "student=demo",
+            *overrides,
+            *(models if "teachers=demo_multi" in overrides else []),
+            f"student.model={tiny.student}",
+            "data.train.arrow_files=null",
+            f"data.train.jsonl_files={prompts}",
+            "data.shuffle=false",
+            "evaluation=null",
+            "train.global_batch_size=8",
+            "train.micro_batch_size=4",
+            "train.max_length=40",
+            "train.max_steps=2",
+            f"rollout.n={N}",
+            "rollout.max_new_tokens=12",
+            "student.optimizer.lr=1e-2",
+            "student.optimizer.eps=1e-3",
+            "student.scheduler.warmup_steps=0",
+        ],
+        config_name="on_policy_demo",
+    )
+
+
+def batch_of(plan: Plan, seed: int) -> Batch:
+    """Random tokens as if sampled, of different lengths, for three prompts; the dataset's response for the fourth."""
+    data, config = plan.data, plan.config
+    assert isinstance(data, Prompts)
+    *own, other = data.train.all()
+    random = np.random.default_rng(seed)
+    end = min(data.end_ids)
+    rollouts = [rollout_of(prompt, sample, data, random, end) for prompt in own for sample in range(N)]
+    rewards = random.integers(0, 2, len(rollouts)).astype(float).tolist()
+    samples = [data.make_sample(each) for each in (*rollouts, data.from_dataset(other))]
+    return with_rollouts(collate(samples), rollouts, [other], rewards, config)
+
+
+def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Generator, end: int) -> Rollout:
+    asked = data.renderer.prompt_ids(prompt)
+    said = random.integers(1, 300, random.integers(1, 11)).astype(np.int32)
+    said = np.append(said[said != end], np.int32(end))
+    ids = np.concatenate([asked, said])
+    mask = np.arange(len(ids)) >= len(asked)
+    logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
+    turns = np.array([[len(asked), len(ids)]], np.int32)
+    return Rollout(prompt, sample, ids, mask, logprobs, turns, (data.renderer.text(said[:-1]),), (), "stop", 0)
+
+
+@pytest.fixture(scope="module")
+def trained(tiny: Tiny, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
+    """By loss, on every grid; and on the first with the rows in another order."""
+    plans = {name: plan(tiny, prompts, *overrides) for name, overrides in LOSSES.items()}
+    batches = {name: [batch_of(own, seed) for seed in range(2)] for name, own in plans.items()}
+    found: dict[str, list[Trained]] = {name: [] for name in LOSSES}
+    for ranks, micro in GRIDS:
+        jobs = [Training(with_micro(plans[name], micro), batches[name]) for name in LOSSES]
+        folder = tmp_path_factory.mktemp("world") / f"{ranks}_{micro}"
+        for name, made in zip(LOSSES, in_world(ranks, train, jobs, folder), strict=True):
+            found[name].append(made)
+    order = torch.tensor([4, 1, 6, 0, 3, 5, 2])
+    jobs = [Training(plans[name], [in_order(each, order) for each in batches[name]]) for name in LOSSES]
+    for name, made in zip(LOSSES, in_world(1, train, jobs, Path()), strict=True):
+        found[name].append(made)
+    return found
+
+
+def with_micro(plan: Plan, size: int) -> Plan:
+    train = plan.config.train.model_copy(update={"micro_batch_size": size})
+    return replace(plan, config=plan.config.model_copy(update={"train": train}))
+
+
+def in_order(batch: Batch, order: torch.Tensor) -> Batch:
+    def of_tokens(rows: TokenRows) -> TokenRows:
+        return TokenRows(rows.ids[order], rows.lengths[order], rows.loss_mask[order], rows.num_bytes[order])
+
+    def of_teacher(rows: TeacherRows) -> TeacherRows:
+        chunks = None if rows.chunks is None else ChunkRows(rows.chunks.student[order], rows.chunks.teacher[order])
+        weights = None if rows.rollout_weights is None else rows.rollout_weights[order]
+        return TeacherRows(of_tokens(rows.tokens), chunks, None, weights)
+
+    known = batch.sampled
+    assert known is not None
+    sampled = SampledRows(known.is_sampled[order], known.logprobs[order], known.advantages[order], known.prompts[order])
+    return Batch(of_tokens(batch.student), tuple(map(of_teacher, batch.teachers)), sampled)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_nothing_depends_on_how_a_batch_is_cut_or_ordered(trained: dict[str, list[Trained]], loss: str) -> None:
+    first, *others = trained[loss]
+
+    assert first.curve[0]["grad_norm"] > 1e-3
+    for other in others:
+        for own, same in zip(first.curve, other.curve, strict=True):
+            learned = {name: value for name, value in own.items() if name != "peak_memory_gb"}
+            assert learned == pytest.approx({name: same[name] for name in learned}, rel=RTOL, abs=1e-6)
+        for name, weight in first.weights.items():
+            torch.testing.assert_close(other.weights[name], weight, rtol=0, atol=WEIGHT_ATOL)
+
+
+def test_losses_differ(trained: dict[str, list[Trained]]) -> None:
+    """Catches a setting that reaches no loss."""
+    norms = {loss: made[0].curve[0]["grad_norm"] for loss, made in trained.items()}
+
+    assert len({round(norm, 5) for norm in norms.values()}) == len(LOSSES)
+
+
+@pytest.mark.parametrize("loss", ["reverse_kl", "jsd", "tcad", "policy_gradient"])
+def test_a_student_that_is_its_teacher_learns_nothing(tiny: Tiny, prompts: Path, loss: str) -> None:
+    more = ["loss.coverage_coef=0"] if loss == "tcad" else []
+    twin = plan(tiny, prompts, f"loss={loss}", *more, f"teachers.0.model={tiny.student}")
+    batch = batch_of(twin, 0)
+    assert batch.sampled is not None
+
+    (made,) = in_world(1, train, [Training(twin, [batch])], Path())
+
+    assert made.curve[0]["kd/same"] == pytest.approx(0, abs=1e-6)
+    assert made.curve[0]["grad_norm"] == pytest.approx(0, abs=1e-6)
