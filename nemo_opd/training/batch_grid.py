@@ -2,12 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
+from typing import TypeVar
 
 from nemo_opd.data.collate import pad_rows, shards
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging.metrics import merge
 from nemo_opd.types import Batch, Max, Metric, Metrics
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,13 @@ class BatchGrid:
         """The rows of each rank of a group; ranks that differ in cp or tp alone have the same."""
         parts = shards(self.padded(batch), layout.dp)
         return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
+
+
+def shared_out(items: Sequence[Item], layout: Layout) -> list[list[Item]]:
+    """By rank: equal consecutive parts, one per data-parallel index, disjoint and complete."""
+    bounds = [len(items) * d // layout.dp for d in range(layout.dp + 1)]
+    parts = [list(items[start:stop]) for start, stop in pairwise(bounds)]
+    return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
 
 
 def leads(layout: Layout) -> list[int]:

@@ -5,7 +5,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,7 +14,7 @@ from nemo_opd.cluster.worker_group import Pending, WorkerGroup
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.batch_grid import leads, reduced
+from nemo_opd.training.batch_grid import leads, reduced, shared_out
 from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -146,13 +145,9 @@ class Models:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """A continuation of each prompt by the student, in order; each data-parallel index samples its own part."""
-        layout = self._grid.student
-        bounds = [len(requests) * d // layout.dp for d in range(layout.dp + 1)]
-        parts = [list(requests[start:stop]) for start, stop in pairwise(bounds)]
-        arguments = [(parts[layout.coordinates(rank)[0]], sampling, version) for rank in range(layout.size)]
-        by_rank: list[list[Completion]] = self.student.call(
-            "generate", arguments, about=f"rollouts of step {version + 1}"
-        )
+        layout, about = self._grid.student, f"rollouts of step {version + 1}"
+        arguments = [(part, sampling, version) for part in shared_out(requests, layout)]
+        by_rank: list[list[Completion]] = self.student.call("generate", arguments, about=about)
         return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.batch_grid import BatchGrid, leads, reduced
+from nemo_opd.training.batch_grid import BatchGrid, leads, reduced, shared_out
 from nemo_opd.types import Batch, Last, Max, Mean, Metrics, Sum, TeacherRows, TokenRows
 
 LAYOUTS = [Layout(1), Layout(2), Layout(3, tp=2), Layout(2, cp=2), Layout(1, cp=2, tp=2), Layout(4, cp=3, tp=2)]
@@ -65,3 +65,15 @@ def test_a_maximum_that_a_lead_does_not_report_is_kept() -> None:
 
 def test_leads_are_the_first_of_each_data_parallel_index() -> None:
     assert leads(Layout(3, cp=2, tp=2)) == [0, 4, 8]
+
+
+@pytest.mark.parametrize("number", [0, 1, 7, 12])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_item_is_with_one_data_parallel_index_and_all_of_its_ranks(number: int, layout: Layout) -> None:
+    by_rank = shared_out(range(number), layout)
+
+    assert [item for rank in leads(layout) for item in by_rank[rank]] == list(range(number))
+    assert len(by_rank) == layout.size
+    for rank, own in enumerate(by_rank):
+        assert own == by_rank[leads(layout)[layout.coordinates(rank)[0]]]
+        assert abs(len(own) - number / layout.dp) < 1
