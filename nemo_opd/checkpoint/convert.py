@@ -5,6 +5,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,18 @@ def trained_part(student: Student) -> PreTrainedModel:
 
     Raises ModelError where the configuration of `student.model` cannot be read, or cannot have these adapters.
     """
-    config = load_config(student.model, key="student.model")
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = on_meta(student.model, key="student.model")
     if (adapters := adapters_of(student)) is not None:
         model.requires_grad_(False)
         adapters.attach(model)
         keep_adapters_only(model)
+    return model
+
+
+def on_meta(reference: str, *, key: str) -> PreTrainedModel:
+    config = load_config(reference, key=key)
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     return model
 
 
@@ -248,14 +254,14 @@ def weights_to_start_from(reference: str, student: Student, model: PreTrainedMod
     model: what `trained_part` gave. reference: a folder for `peft` where adapters are trained, else a model. Holds
     these weights once. Raises CheckpointError where they do not fit the student, ModelError where they are unreadable.
     """
+    what, expected = f"--model={reference}", shapes_of(model)
     if student.lora is not None:
         weights = adapter_weights(Path(resolve(reference)), student.lora, model)
-    else:
-        weights = load_model(reference, torch.float32, key="--model").state_dict()
-    shapes = {name: value.shape for name, value in weights.items()}
-    require_fit(shapes, shapes_of(model), what=f"--model={reference}", student=student)
-    if student.lora is None:
-        require_equal_ties(weights, model, f"--model={reference}")
+        require_fit({name: value.shape for name, value in weights.items()}, expected, what=what, student=student)
+        return weights
+    require_fit(shapes_of(on_meta(reference, key="--model")), expected, what=what, student=student)
+    weights = load_model(reference, torch.float32, key="--model").state_dict()
+    require_equal_ties(weights, model, what)
     return weights
 
 
@@ -316,7 +322,7 @@ def save_start(
     """Write the state of a run before its first step into the checkpoint `folder`, for any number of ranks.
 
     weights: whole, by their names in `model`, which may be on meta. Optimizer, schedule and random generators are as a
-    run finds them that has no checkpoint. Needs no memory beside the weights but for one of them.
+    run finds them that has no checkpoint. Needs memory for one tensor of each shape beside the weights.
     """
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
@@ -329,14 +335,19 @@ def save_start(
 
 
 def before_first_step(optimizer_state: Any) -> dict[str, Any]:
-    """The same entries with zeros, of which no more than one each is held.
+    """The same entries with zeros, one tensor for all that are alike.
 
     torch makes the entries by a step without gradients, which the step counters have counted.
     """
+
+    @cache
+    def zeros(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
     return {
         **optimizer_state,
         "state": {
-            name: {key: torch.zeros((), dtype=value.dtype).expand(value.shape) for key, value in entries.items()}
+            name: {key: zeros(value.shape, value.dtype) for key, value in entries.items()}
             for name, entries in optimizer_state["state"].items()
         },
     }
