@@ -39,7 +39,7 @@ def configured(base: dict[str, Any], overrides: Sequence[str]) -> RunConfig:
     for override in overrides:
         key, _, value = override.partition("=")
         OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
-    return from_omegaconf(config)
+    return from_omegaconf(config, RunConfig)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ class Example:
         for override in self.overrides:
             key, _, value = override.partition("=")
             OmegaConf.update(config, key, yaml.safe_load(value), force_add=True)
-        return from_omegaconf(config)
+        return from_omegaconf(config, RunConfig)
 
 
 @dataclass(frozen=True)

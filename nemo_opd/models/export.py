@@ -1,5 +1,6 @@
 """Hugging Face folders from sharded models."""
 
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -22,6 +23,10 @@ def save_pretrained(
     state = gathered(model)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict={name: stored(value, dtype) for name, value in state.items()})
+        # It has written the dtype that the model is trained in.
+        config = deepcopy(model.config)
+        config.dtype = dtype
+        config.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     dist.barrier()
 

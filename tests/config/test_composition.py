@@ -18,19 +18,27 @@ ON_POLICY_GROUPS = ("rollout=", "reward=", "environment=", "evaluation=")
 ON_POLICY_OPTIONS = ("loss=grpo", "loss=policy_gradient")
 """What only a run can have whose student samples."""
 OF_ONE_TOKENIZER = ("loss=same_vocab", "loss=reverse_kl", "loss=jsd", "loss=tcad", "loss=policy_gradient")
-CROSS_TOKENIZER = ("demo_multi", "phi4mini_llama3b", "qwen3_4b", "qwen2_5_7b", "arithmetic_cross", "arithmetic_multi")
-CONVERSATIONS = "data.messages_key=messages"
+CROSS_TOKENIZER = (
+    "demo_multi",
+    "demo_single",
+    "phi4mini_llama3b",
+    "qwen3_4b",
+    "qwen2_5_7b",
+    "arithmetic_cross",
+    "arithmetic_multi",
+)
+CONVERSATIONS = ("data.messages_key=messages", "data.response_key=null")
 NEEDED = {
     "aggregation=averaged_logits": ["teachers.0.type=same_tokenizer"],
-    "environment=calculator": [CONVERSATIONS],
-    "reward=environment": [CONVERSATIONS, "environment=calculator", "reward.answer_key=answer"],
+    "environment=calculator": [*CONVERSATIONS],
+    "reward=environment": [*CONVERSATIONS, "environment=calculator", "reward.answer_key=answer"],
     "reward=function": ["reward.function=package.module:name"],
 }
 """What an option needs beside it."""
 OF_A_RECIPE = {
     "off_policy": {option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
     "on_policy": {
-        **{f"aggregation={kind}": ["teachers=demo_multi"] for kind in ("routed", "select_teacher")},
+        **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},
         "aggregation=averaged_logits": ["teachers=demo_multi", "teachers.0.type=same_tokenizer"],
         **{f"teachers={name}": ["loss=p_kl"] for name in CROSS_TOKENIZER},
     },

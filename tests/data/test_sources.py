@@ -155,7 +155,7 @@ def test_demo_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path))
     source = ValidationSource(arrow_files="demo:validation", max_samples=3)
     assert len(load_documents(source, TextLayout("text"), key="data.validation")) == 3
-    assert "use demo:train or demo:validation" in refusal(Source(arrow_files="demo:test"))
+    assert "use demo:train, demo:validation, demo:arithmetic_train or" in refusal(Source(arrow_files="demo:test"))
     assert "put 'demo:train' under arrow_files" in refusal(Source(jsonl_files="demo:train"))
 
 

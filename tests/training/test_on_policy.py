@@ -79,6 +79,15 @@ def test_what_the_student_answered_is_in_the_report(whole: Run) -> None:
     assert "greedy" in whole.output
 
 
+def test_the_student_is_written_in_the_precision_it_was_read_in(whole: Run) -> None:
+    """Catches a configuration that tells of the precision it was trained in."""
+    weights = load_file(whole.output_dir / "final" / "model.safetensors")
+    config = json.loads((whole.output_dir / "final" / "config.json").read_text(encoding="utf-8"))
+
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    assert config["dtype"] == "bfloat16"
+
+
 def test_a_run_that_continues_samples_the_same(whole: Run, tmp_path: Path) -> None:
     folder = tmp_path / "half"
     shutil.copytree(whole.output_dir, folder)
