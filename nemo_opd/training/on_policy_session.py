@@ -91,10 +91,9 @@ class OnPolicySession(Session):
             metrics["rollout/reward_max"] = Max(max(collected.rewards))
         return values(metrics)
 
-    def measure_start(self) -> None:
-        super().measure_start()
-        if not self.step and self.config.evaluation is not None:
-            self.loggers.log(0, self.evaluate())
+    def values_at_start(self) -> dict[str, float]:
+        """Of validation and of the questions, where there are any."""
+        return super().values_at_start() | ({} if self.config.evaluation is None else self.evaluate())
 
     def validate(self) -> dict[str, float]:
         self.source.wait()

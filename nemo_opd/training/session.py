@@ -108,9 +108,14 @@ class Session:
         return every is not None and self.step % every == 0
 
     def measure_start(self) -> None:
-        """Validate the student as it is and the teachers, once in the life of a run."""
-        if self.step or self.plan.data.validation is None:
-            return
+        """Measure the student as it is, and the teachers, once in the life of a run."""
+        if not self.step and (values := self.values_at_start()):
+            self.loggers.log(0, values)
+
+    def values_at_start(self) -> dict[str, float]:
+        """Of validation, where there is any."""
+        if self.plan.data.validation is None:
+            return {}
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
@@ -120,7 +125,7 @@ class Session:
             for teacher, bits in zip(self.config.active_teachers, teachers, strict=True)
             if bits > 0  # a teacher to whom no validation text is routed has none
         }
-        self.loggers.log(0, values)
+        return values
 
     def validate(self) -> dict[str, float]:
         """val/* of the student as it is now."""
