@@ -243,8 +243,7 @@ def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme
         label = f"top tokens shared with {key.removeprefix(OVERLAP)}"
         _curve(overlap, records, key, label, theme.cycle[(2 + i) % len(theme.cycle)])
     for axes in (lengths, entropy, overlap):
-        axes.margins(y=0.15)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
         _legend(axes)
     _steps_below(overlap)
 
