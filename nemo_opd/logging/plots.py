@@ -243,7 +243,8 @@ def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme
         label = f"top tokens shared with {key.removeprefix(OVERLAP)}"
         _curve(overlap, records, key, label, theme.cycle[(2 + i) % len(theme.cycle)])
     for axes in (lengths, entropy, overlap):
-        axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
+        if axes.lines:
+            axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
         _legend(axes)
     _steps_below(overlap)
 
