@@ -1,0 +1,80 @@
+"""When a run is said to be in trouble, and when not."""
+
+import pytest
+
+from nemo_opd.config.health import Health
+from nemo_opd.training.health import FIRST_STEPS, SIGNS, HealthMonitor
+
+WELL = {
+    "rollout/response_length": 20.0,
+    "rollout/truncation_rate": 0.1,
+    "train/entropy": 1.0,
+    "rollout/repetition": 0.1,
+    "train/mismatch": 0.001,
+}
+ILL = {
+    "rollout/response_length": 81.0,
+    "rollout/truncation_rate": 0.95,
+    "train/entropy": 0.01,
+    "rollout/repetition": 0.6,
+    "train/mismatch": 0.6,
+}
+LIMITS = Health(patience=3)
+
+
+def after_a_good_start() -> HealthMonitor:
+    monitor = HealthMonitor(LIMITS)
+    for _ in range(FIRST_STEPS):
+        assert monitor.observe(WELL) == []
+    return monitor
+
+
+def test_the_signs_are_all_there() -> None:
+    assert {sign.metric for sign in SIGNS} == WELL.keys() == ILL.keys()
+
+
+@pytest.mark.parametrize("metric", ILL)
+def test_a_sign_is_told_once_after_some_steps_in_a_row(metric: str) -> None:
+    monitor, ill = after_a_good_start(), WELL | {metric: ILL[metric]}
+
+    told = [monitor.observe(ill) for _ in range(5)]
+
+    assert [len(alarms) for alarms in told] == [0, 0, 1, 0, 0]
+
+
+def test_a_step_in_between_starts_anew() -> None:
+    monitor = after_a_good_start()
+
+    assert not any(monitor.observe(record) for record in (ILL, ILL, WELL, ILL, ILL))
+    assert len(monitor.observe(ILL)) == len(ILL)
+
+
+def test_the_message_has_both_figures_and_a_way_out() -> None:
+    monitor = after_a_good_start()
+    longer = WELL | {"rollout/response_length": 100.0}
+
+    (alarm,) = [alarm for _ in range(3) for alarm in monitor.observe(longer)]
+
+    assert "100 tokens on average, 20 at first" in alarm
+    assert "health.max_length_growth" in alarm
+
+
+def test_what_was_so_from_the_start_is_no_sign() -> None:
+    """A task may be one whose answers are cut, or certain; engine and trainer have to agree in any case."""
+    monitor = HealthMonitor(LIMITS)
+
+    alarms = [alarm for _ in range(20) for alarm in monitor.observe(ILL)]
+
+    assert len(alarms) == 1
+    assert "engine and trainer" in alarms[0]
+
+
+def test_a_run_that_continues_knows_its_first_steps_and_what_was_told() -> None:
+    whole, continued = HealthMonitor(LIMITS), HealthMonitor(LIMITS)
+    records = [{"eval/greedy": 0.5}, *[WELL] * FIRST_STEPS, *[WELL | {"rollout/repetition": 0.6}] * 3]
+    before = [whole.observe(record) for record in records]
+    continued.replay(records)
+
+    assert before[-1]
+    for record in (ILL, ILL, ILL):
+        assert continued.observe(record) == whole.observe(record)
