@@ -137,7 +137,7 @@ def test_end_of_turn_pairs(llama_qwen: ProjectionMatrix) -> None:
     assert (llama_qwen.indices[128009, 0], llama_qwen.weights[128009, 0], llama_qwen.exact[128009]) == (151645, 1, True)
 
 
-BUILD = """
+BUILD = r"""
 import json, re, sys, time
 from pathlib import Path
 from tests.tokenizers_fixture import real_tokenizer
