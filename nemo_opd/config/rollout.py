@@ -73,8 +73,8 @@ class ServerRollout(RolloutBase):
     concurrency: int = Field(256, ge=1)
     """Requests under way at once."""
     weights_folder: Path | None = None
-    """Where the student is written for the server to load; by default in the run's directory. Server and student must
-    both see it.
+    """Where the student is written for the server to load, in a folder `rollout_weights` that is removed at the end; by
+    default in the run's directory. Server and student must both see it.
     """
 
     @model_validator(mode="after")

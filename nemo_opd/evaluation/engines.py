@@ -12,7 +12,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.load import load_model, load_tokenizer, read_template, resolve
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
-from nemo_opd.rollout.hf import Sampler, end_ids
+from nemo_opd.rollout.hf import Sampler, end_ids, max_positions
 from nemo_opd.rollout.server import ServerEngine
 
 
@@ -76,9 +76,3 @@ def tokenizer_of(config: EvaluationConfig) -> PreTrainedTokenizerFast:
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template, key="chat_template")
     return tokenizer
-
-
-def max_positions(model: PretrainedConfig) -> int | None:
-    """Tokens a sequence can have; None where the configuration names no limit."""
-    limit = getattr(model.get_text_config(), "max_position_embeddings", None)
-    return int(limit) if limit else None

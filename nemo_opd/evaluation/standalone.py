@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import to_yaml
-from nemo_opd.evaluation.engines import max_positions, open_engine, tokenizer_of
+from nemo_opd.evaluation.engines import open_engine, tokenizer_of
 from nemo_opd.evaluation.questions import Fitting, fitting, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.table import estimates_table
@@ -26,6 +26,7 @@ from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.hf import max_positions
 from nemo_opd.rollout.prompts import Renderer
 from nemo_opd.rollout.text import TextRenderer
 

@@ -1,14 +1,12 @@
 """A user's own reward."""
 
-import importlib
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from nemo_opd.config.reward import FunctionReward
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.base import RewardFunction
+from nemo_opd.rollout.imported import imported
 from nemo_opd.rollout.record import Rollout
 
 
@@ -17,7 +15,7 @@ class UserFunction(RewardFunction):
 
     def __init__(self, settings: FunctionReward) -> None:
         self.name = settings.function
-        self._function = imported(settings.function)
+        self._function = reward_function(settings.function)
 
     def score(self, rollout: Rollout) -> float:
         try:
@@ -26,18 +24,10 @@ class UserFunction(RewardFunction):
             raise RolloutError(f"{self.at(rollout)}: it raised {type(error).__name__}: {error}") from error
 
 
-def imported(reference: str) -> Callable[[Rollout], Any]:
-    """The function that `package.module:function` names; the working folder is looked in too."""
-    module_name, _, name = reference.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module_name), name)
-    except Exception as error:  # what a module raises when imported shares no base class
-        raise ConfigError(
-            f"reward.function={reference}: cannot be imported ({type(error).__name__}: {error}); give "
-            "`package.module:function`, with the package installed or in the working folder"
-        ) from error
+def reward_function(reference: str) -> Callable[[Rollout], Any]:
+    """The function that `package.module:function` names. Raises ConfigError for what is none."""
+    found = imported(reference, key="reward.function", form="package.module:function")
     if not callable(found):
         raise ConfigError(f"reward.function={reference}: it is a {type(found).__name__}; name a function")
-    return found
+    function: Callable[[Rollout], Any] = found
+    return function

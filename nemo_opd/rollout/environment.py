@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import numbers
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.environment import Environment as Settings
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
+from nemo_opd.rollout.imported import imported
 from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
 
 __all__ = ["Environment", "EnvironmentStep", "Opening", "Played", "build_environment"]
@@ -44,21 +42,12 @@ class Environment(Protocol):
 
 def build_environment(settings: Settings) -> Callable[[], Environment]:
     """Makes the environment of one rollout. Raises ConfigError for a class that cannot be imported or is none."""
-    return Calculator if isinstance(settings, CalculatorEnvironment) else imported(settings.function)
+    return Calculator if isinstance(settings, CalculatorEnvironment) else environment_class(settings.function)
 
 
-def imported(reference: str) -> Callable[[], Environment]:
-    """The class that `package.module:Class` names; the working folder is looked in too."""
-    module, _, name = reference.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # what a module raises when imported shares no base class
-        raise ConfigError(
-            f"environment.function={reference}: cannot be imported ({type(error).__name__}: {error}); give "
-            "`package.module:Class`, with the package installed or in the working folder"
-        ) from error
+def environment_class(reference: str) -> Callable[[], Environment]:
+    """The class that `package.module:Class` names. Raises ConfigError for what is none."""
+    found = imported(reference, key="environment.function", form="package.module:Class")
     missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if not isinstance(found, type) or missing:
         what = f"a {type(found).__name__}" if not isinstance(found, type) else f"without {' and '.join(missing)}"
@@ -66,7 +55,8 @@ def imported(reference: str) -> Callable[[], Environment]:
             f"environment.function={reference}: it is {what}; name a class with the methods of "
             "nemo_opd.rollout.environment.Environment"
         )
-    return found
+    made: Callable[[], Environment] = found
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from nemo_opd.alignment.generation_config import generation_ids
@@ -20,6 +26,7 @@ from nemo_opd.errors import ModelError, RolloutError
 from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
 from nemo_opd.rollout.inverse_cdf import InverseCDF, uniforms
+from nemo_opd.rollout.lengths import check_lengths
 
 PADDING = 0
 """Any id will do: attention leaves out what is before a prompt, and what is behind an end is cut off."""
@@ -51,7 +58,7 @@ class Sampler:
         Communicates what the model's forward does. Raises RolloutError for requests that do not fit the model, and for
         logits that are not finite.
         """
-        check_lengths(requests, max_positions(self._model))
+        check_lengths(requests, max_positions(self._model.config))
         # Alike in what they cost: the cut first, which is steps, then the prompt, which is padding.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
@@ -141,26 +148,10 @@ def left_padded(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
+def max_positions(config: PretrainedConfig) -> int | None:
     """How many tokens a sequence of the model can have; None where its configuration names no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(limit) if limit else None
-
-
-def check_lengths(requests: Sequence[Request], limit: int | None) -> None:
-    """Raises RolloutError for a request that has no prompt, or that may become longer than the model's positions."""
-    for request in requests:
-        prompt, new = len(request.prompt_ids), request.max_new_tokens
-        if not prompt or new < 1:
-            raise RolloutError(
-                f"a request has {prompt} prompt tokens and max_new_tokens={new}; both must be 1 at least: drop empty "
-                "prompts"
-            )
-        if limit is not None and prompt + new > limit:
-            raise RolloutError(
-                f"a prompt of {prompt} tokens and {new} new ones make {prompt + new}, and the model has {limit} "
-                "positions; lower rollout.max_new_tokens or rollout.max_prompt_length"
-            )
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationConfig | None = None) -> frozenset[int]:

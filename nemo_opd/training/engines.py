@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -43,7 +43,8 @@ def open_engine(plan: Plan, models: Models, version: int) -> Iterator[StudentEng
     if not isinstance(settings, ServerRollout):
         yield OwnWorkers(models, version)
         return
-    folder = settings.weights_folder or plan.output_dir / "rollout_weights"
+    # A folder of its own, which can be removed whole, whatever else is beside it.
+    folder = (settings.weights_folder or plan.output_dir) / "rollout_weights"
     first = version_folder(folder, version)
     try:
         export_whole(models, first)
@@ -57,10 +58,8 @@ def open_engine(plan: Plan, models: Models, version: int) -> Iterator[StudentEng
             version=version,
             max_length=plan.config.train.max_length,
         )
-        try:
+        with closing(engine):
             yield Server(engine, models, folder)
-        finally:
-            engine.close()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

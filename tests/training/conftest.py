@@ -1,11 +1,17 @@
 """Runs that several tests look at: each starts Ray, which takes seconds."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
 import pytest
 
 from tests.tiny import Tiny
 from tests.training.launch import SCRIPT, Run, start
+
+if TYPE_CHECKING:
+    from ray.cluster_utils import Cluster as Nodes
 
 STEPS = 30
 SAVE_EVERY = 10
@@ -34,6 +40,25 @@ def reference(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     run.processes()
     assert run.end() == 0, run.output
     return run
+
+
+CPUS = 4
+"""Of each node."""
+HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> "Iterator[Nodes]":
+    from ray.cluster_utils import Cluster as Nodes  # behind nemo_opd.cluster, which sets what Ray reads at its import
+
+    before = set(psutil.Process().children(recursive=True))
+    nodes = Nodes(initialize_head=True, head_node_args=HEAD)
+    nodes.add_node(num_cpus=CPUS)
+    yield nodes
+    started = set(psutil.Process().children(recursive=True)) - before
+    nodes.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert not alive
 
 
 FAULTY = Path(__file__).with_name("faulty_workers.py")

@@ -1,10 +1,8 @@
 """A teacher on another of two Ray nodes: what it makes is sent, the run is the same, and its death ends it."""
 
 import time
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -22,7 +20,6 @@ from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Delivery
 from tests.training.launch import Run, start
 from tests.training.linked import SHAPE, VOCAB, Learning, Teaching, hidden
-from tests.training.test_several_nodes import CPUS, HEAD
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
@@ -30,20 +27,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 AT_ONCE_S = 15.0
 """Far below cluster.timeout_s."""
-
-
-@pytest.fixture(scope="module")
-def nodes() -> "Iterator[Nodes]":
-    from ray.cluster_utils import Cluster as Nodes  # behind nemo_opd.cluster, which sets what Ray reads at its import
-
-    before = set(psutil.Process().children(recursive=True))
-    nodes = Nodes(initialize_head=True, head_node_args=HEAD)
-    nodes.add_node(num_cpus=CPUS)
-    yield nodes
-    started = set(psutil.Process().children(recursive=True)) - before
-    nodes.shutdown()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert not alive
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,9 @@
 """Two Ray nodes on this machine: ranks land where they were planned, a run is the same, a lost node is noticed."""
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
 import pytest
 
 from nemo_opd.cluster.placement import Placement
@@ -20,23 +18,6 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
 
 pytestmark = pytest.mark.slow
-CPUS = 4
-"""Of each node."""
-HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"prestart_worker_first_driver": False}}
-
-
-@pytest.fixture(scope="module")
-def nodes() -> "Iterator[Nodes]":
-    from ray.cluster_utils import Cluster as Nodes  # behind nemo_opd.cluster, which sets what Ray reads at its import
-
-    before = set(psutil.Process().children(recursive=True))
-    nodes = Nodes(initialize_head=True, head_node_args=HEAD)
-    nodes.add_node(num_cpus=CPUS)
-    yield nodes
-    started = set(psutil.Process().children(recursive=True)) - before
-    nodes.shutdown()
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert not alive
 
 
 def settings(nodes: "Nodes") -> Cluster:
