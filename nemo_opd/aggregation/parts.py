@@ -164,8 +164,14 @@ def build_parts(
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
     for i, (teacher, factor, projection, size) in enumerate(entries):
         sizes = student_vocab_size, size
-        term = build(config.term(i), projection, student_vocab_size=sizes[0], teacher_vocab_size=sizes[1])
         is_same = teacher.type == "same_tokenizer"
+        term = build(
+            config.term(i),
+            projection,
+            across_tokenizers=not is_same,
+            student_vocab_size=sizes[0],
+            teacher_vocab_size=sizes[1],
+        )
         compared = Overlap(None, *sizes) if is_same else Overlap.across(projection, *sizes)
         parts.append(Part(teacher.name, factor, term, i, itemgetter(i), compared))
     return Parts(tuple(parts), count_together=aggregation.type in ("select_teacher", "routed"))

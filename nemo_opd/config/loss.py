@@ -156,14 +156,17 @@ class TCADTerm(DivergenceTerm):
 
 
 class SampledKLTerm(Settings):
-    """The KL estimated on the sampled tokens alone, for a teacher with the student's tokenizer (METHODS §10)."""
+    """The KL estimated on the sampled tokens alone, or the aligned chunks of them for a teacher with another tokenizer
+    (METHODS §10).
+    """
 
     type: Literal["sampled_kl"] = "sampled_kl"
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Of a token, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
+    """Of a token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
-    """policy_gradient: the negative estimate is the advantage of the token, in a clipped policy gradient; direct: the
-    estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the forward KL.
+    """policy_gradient: the negative estimate is the advantage of the token or chunk, in a clipped policy gradient;
+    direct: the estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the
+    forward KL.
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
     """policy_gradient: ratios to the model that sampled count for 1 − clip_low at least."""

@@ -31,7 +31,8 @@ from nemo_opd.config.rollout import Rollouts
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.config.train import Train
 
-SAME_TOKENIZER_TERMS = (SameVocabTerm, TCADTerm, SampledKLTerm)
+ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
+SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm)
 
 
 class Run(Settings):
@@ -89,7 +90,7 @@ class RunConfig(Settings):
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
-            if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*SAME_TOKENIZER_TERMS, GRPOLoss)):
+            if isinstance(teacher, CrossTokenizerTeacher) and isinstance(term, (*ONE_VOCABULARY_TERMS, GRPOLoss)):
                 key = f"teachers.{i}.loss.type" if teacher.loss else "loss.type"
                 raise ValueError(
                     f"{key}={term.type} compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "

@@ -14,6 +14,7 @@ from nemo_opd.losses.planned import compute_together
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.rollout_weights import confidence_weights, group_advantages, reward_weights
 from nemo_opd.losses.same_vocab import same_vocab
+from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
 from nemo_opd.losses.sampled_kl import sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict
@@ -41,6 +42,7 @@ __all__ = [
     "p_kl",
     "reward_weights",
     "same_vocab",
+    "sampled_chunk_kl",
     "sampled_kl",
     "shared_prefix",
     "strict",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,9 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import Loss, PlannedLoss
+from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import FAINT
@@ -73,14 +72,14 @@ def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
     chunk_size: units computed at a time, by default what fits a byte budget.
     """
     units = inputs.units
-    student = _RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
-    teacher = _RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
+    student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
+    teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
 
     ahead = inputs.teacher_ahead(teacher.positions.rows, teacher.positions.offsets)
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        log_surprise_q = teacher.log_surprise(ahead.of(part).to(inputs.dtype), part, inputs.temperature)
-        return binary_cross_entropy(log_surprise_q, student.log_surprise(logits, part, inputs.temperature))
+        log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, inputs.temperature)
+        return binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
 
     of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
@@ -90,23 +89,10 @@ def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
     return term.times(inputs.temperature)
 
 
-@dataclass(frozen=True, slots=True)
-class _RealisedChunks:
-    """Units as one side has spelled them."""
-
-    positions: ChunkPositions
-    targets: Tensor
-    """int64 [R]"""
-
-    @staticmethod
-    def of(first_rows: Tensor, lengths: Tensor, ids: Tensor) -> _RealisedChunks:
-        positions = ChunkPositions.of(first_rows, lengths)
-        return _RealisedChunks(positions, positions.targets(ids))
-
-    def log_surprise(self, logits: Tensor, part: slice, temperature: float) -> Tensor:
-        """log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
-        odds_against = log_odds_against(logits, self.targets[self.positions.span(part)].unsqueeze(1))
-        return self.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
+def _log_surprise(chunks: RealisedChunks, logits: Tensor, part: slice, temperature: float) -> Tensor:
+    """log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
+    odds_against = log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
+    return chunks.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 
 def log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
+from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
 from nemo_opd.losses.sampled_kl import sampled_kl
 from nemo_opd.losses.shared_prefix import shared_prefix
 from nemo_opd.losses.strict import strict, strict_units
@@ -79,15 +80,17 @@ def build(
     term: LossTerm,
     projection: ProjectionMatrix | None = None,
     *,
+    across_tokenizers: bool = False,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
 ) -> TermLoss:
     """The callable of a term, each setting of which is a keyword of its loss.
 
-    Sizes: of the tokenizers, where the heads are wider; see the losses for their defaults. Raises ConfigError where a
-    term has no projection and needs one.
+    across_tokenizers: the teacher has its own, which matters to a term that takes either kind. Sizes: of the
+    tokenizers, where the heads are wider; see the losses for their defaults. Raises ConfigError where a term has no
+    projection and needs one.
     """
-    kind = _KINDS[term.type]
+    kind = (_KINDS_ACROSS if across_tokenizers else _KINDS)[term.type]
     plan = partial(
         kind.loss.plan,
         **term.model_dump(exclude=set(OF_THE_DRIVER)),
@@ -118,14 +121,8 @@ def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled
 
 
 def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
-    """No token is scored of sequences that were not sampled, such as those of validation."""
-    if sampled is None:
-        return {"ids": student.ids, "mask": torch.zeros_like(student.loss_mask)}
-    return {
-        "ids": student.ids,
-        "mask": student.loss_mask & sampled.is_sampled.unsqueeze(1),
-        "logprobs": sampled.logprobs[:, : student.ids.shape[1]],
-    }
+    is_sampled, logprobs = _of_samples(student, sampled)
+    return {"ids": student.ids, "mask": student.loss_mask & is_sampled, **logprobs}
 
 
 def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
@@ -139,6 +136,19 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
         "student_chunk_id": teacher.chunks.student,
         "teacher_chunk_id": teacher.chunks.teacher,
     }
+
+
+def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
+    is_sampled, logprobs = _of_samples(student, sampled)
+    aligned = _aligned_chunks(type_, student, teacher, sampled)
+    return aligned | {"student_chunk_id": aligned["student_chunk_id"].where(is_sampled, -1), **logprobs}
+
+
+def _of_samples(student: TokenRows, sampled: SampledRows | None) -> tuple[Tensor, Arguments]:
+    """Which sequences were sampled, bool [B, 1], and what the engine said of them. None of those of validation were."""
+    if sampled is None:
+        return torch.zeros_like(student.loss_mask[:, :1]), {}
+    return sampled.is_sampled.unsqueeze(1), {"logprobs": sampled.logprobs[:, : student.ids.shape[1]]}
 
 
 def _count_scored_tokens(arguments: Arguments) -> Tensor:
@@ -172,3 +182,5 @@ _KINDS = {
     "alm": _Kind(alm, _aligned_chunks, _count_chunks, needs_projection=False),
     "uld": _Kind(uld, _aligned_chunks, _count_chunks, needs_projection=False),
 }
+_KINDS_ACROSS = _KINDS | {"sampled_kl": _Kind(sampled_chunk_kl, _sampled_chunks, _count_chunks, needs_projection=False)}
+"""The same for a teacher with another tokenizer."""

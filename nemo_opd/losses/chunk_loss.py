@@ -111,6 +111,13 @@ class ChunkInputs:
         """In which losses are computed."""
         return compute_dtype(self.student)
 
+    @property
+    def weights(self) -> Tensor | None:
+        """[U]: those of the units' sequences; None: all 1."""
+        if self.sequence_weights is None:
+            return None
+        return self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
+
     def teacher_at(self, rows: Tensor) -> Tensor:
         """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
         return self.teacher.read(rows, self.teacher_size).to(self.dtype)
@@ -130,10 +137,7 @@ class ChunkInputs:
         chunk_size: int | None,
     ) -> Term:
         """A sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
-        weights = None
-        if self.sequence_weights is not None:
-            weights = self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
-        return Term(rows, loss_of, cells, self.student_size, begins, weights, chunk_size=chunk_size, ahead=ahead)
+        return Term(rows, loss_of, cells, self.student_size, begins, self.weights, chunk_size=chunk_size, ahead=ahead)
 
 
 def first_position_term(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +20,7 @@ class ChunkPositions:
     """int64 [R]: which token of its unit."""
     lengths: Tensor
     """int64 [U]: tokens of each unit."""
-    offsets: list[int]
+    offsets: Sequence[int]
     """[U + 1]: where units begin in `rows`; on the host, since they cut it."""
 
     @staticmethod
@@ -30,6 +31,11 @@ class ChunkPositions:
         place = torch.arange(offsets[-1], device=lengths.device) - begin
         rows = first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place
         return ChunkPositions(rows, place, lengths, offsets)
+
+    @staticmethod
+    def single(rows: Tensor) -> ChunkPositions:
+        """Of units [U] of one token each."""
+        return ChunkPositions(rows, torch.zeros_like(rows), torch.ones_like(rows), range(len(rows) + 1))
 
     def per_position(self, of_units: Tensor) -> Tensor:
         """[U] → [R]"""
@@ -44,13 +50,18 @@ class ChunkPositions:
 
     def targets(self, ids: Tensor) -> Tensor:
         """The ids [R] of the tokens, out of [B, S]."""
-        return ids.flatten().index_select(0, self.rows + 1).long()
+        return self.of_tokens(ids).long()
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """What is said of the tokens, [R], out of [B, S]."""
+        return values.flatten().index_select(0, self.rows + 1)
 
     def mean(self, values: Tensor, units: slice) -> Tensor:
         """Over the positions of each unit: [R, X] → [U, X], in a fixed order."""
         return self._reduce("mean", values, units)
 
     def sum(self, values: Tensor, units: slice) -> Tensor:
+        """[R, …] → [U, …]"""
         return self._reduce("sum", values, units)
 
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nemo_opd.errors import ConfigError
 from nemo_opd.losses.arguments import check_positions
-from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO, Clip, clip_metrics
+from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.clipped_ratio import Clip
+from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
 from nemo_opd.losses.label_positions import LabelPositions
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import Loss, PlannedLoss
-from nemo_opd.losses.readings import Readings
-from nemo_opd.losses.surprise import LIVE_COPIES, surprise
-from nemo_opd.losses.term import Term, unit_cells
-from nemo_opd.types import Mean, Metric
-
-ESTIMATORS = ("k1", "k2", "k3")
-UPDATES = ("policy_gradient", "direct")
+from nemo_opd.losses.realised_chunks import RealisedChunks
 
 
 @Loss
@@ -53,9 +47,9 @@ def sampled_kl(
     sequence_weights [B]: of each sequence's tokens in the sum; those of weight 0 are left out. normalizer: scored
     tokens of the global batch, by default of this call. Metrics: `kd`, the mean of k3 in nats a token, which is 0 or
     more whatever the estimator; with update="policy_gradient" also `policy/clip_fraction` and `policy/ratio`. Raises
-    ConfigError for shapes, sizes, names or bounds that do not fit.
+    ConfigError for shapes, sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """
-    _check(estimator, update)
+    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip))
     places = LabelPositions.of(
         student_logits,
         teacher_logits,
@@ -65,52 +59,16 @@ def sampled_kl(
         teacher_vocab_size=teacher_vocab_size,
     )
     check_positions(mask.shape, ids=ids, **({} if logprobs is None else {"logprobs": logprobs}))
-    clip = Clip(clip_low, clip_high, dual_clip)
-    targets = ids.flatten().index_select(0, places.rows + 1).long()
-    behaviour = None if logprobs is None else logprobs.flatten().index_select(0, places.rows + 1)
-    readings = Readings.of(places.student, len(places), 3)
-    ahead = places.teacher_ahead()
-
-    def loss_of(logits: Tensor, part: slice) -> Tensor:
-        s = -surprise(logits, targets[part])
-        t = -surprise(ahead.of(part).to(logits.dtype), targets[part])
-        estimate = _estimate(estimator, s, t)
-        sampled_at = s.detach() if behaviour is None else behaviour[part].to(s.dtype)
-        found = clip(s - sampled_at, -estimate)
-        kd = _estimate("k3", s.detach(), t)
-        readings.put(part, torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1))
-        return estimate if update == "direct" else found.loss
-
-    def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-        kd, ratio, is_clipped = readings.found()
-        of_ratio = clip_metrics(ratio, is_clipped) if update == "policy_gradient" else {}
-        return {"kd": Mean(kd.sum(), len(places))} | of_ratio
-
-    cells = unit_cells(len(places), 2 * LIVE_COPIES * places.size)
-    term = Term(
-        places.student_rows,
-        loss_of,
-        cells,
+    tokens = ChunkPositions.single(places.rows)
+    targets = tokens.targets(ids)
+    sampled = SampledChunks(
+        places.student,
+        RealisedChunks(ChunkPositions.single(places.student_rows), targets),
+        RealisedChunks(tokens, targets),
+        places.teacher_ahead(),
         places.size,
-        weights=places.weights,
-        chunk_size=chunk_size,
-        ahead=ahead,
+        places.size,
+        None if logprobs is None else tokens.of_tokens(logprobs),
+        places.weights,
     )
-    divisor = (len(places) if normalizer is None else normalizer) or 1
-    return PlannedLoss(places.student, [term], 1 / divisor, metrics_of)
-
-
-def _estimate(estimator: str, s: Tensor, t: Tensor) -> Tensor:
-    """Of KL(p ‖ q), from log-probabilities [u] of student and teacher."""
-    if estimator == "k1":
-        return s - t
-    if estimator == "k2":
-        return (s - t).square() / 2
-    log_ratio = (t - s).clamp(max=LARGEST_LOG_RATIO)
-    return torch.expm1(log_ratio) - log_ratio
-
-
-def _check(estimator: str, update: str) -> None:
-    for key, value, choices in (("estimator", estimator, ESTIMATORS), ("update", update, UPDATES)):
-        if value not in choices:
-            raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
+    return estimate.plan(sampled, normalizer, chunk_size)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
-from nemo_opd.config.loss import SameVocabTerm, TCADTerm
+from nemo_opd.config.loss import SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.on_policy import confidence_alphas
 from tests.config.test_validation import CROSS, SAME, VALID, message_of
 
@@ -107,9 +107,20 @@ def test_a_run_without_rollouts_has_no_settings_for_them(section: dict[str, Any]
     )
 
 
-@pytest.mark.parametrize("type_", ["grpo", "sampled_kl"])
-def test_losses_of_samples_need_rollouts(type_: str) -> None:
-    assert "add rollout=hf" in message_of(on_policy(rollout=None, loss={"type": type_}))
+@pytest.mark.parametrize(
+    ("type_", "teacher"), [("grpo", SAME), ("sampled_kl", SAME), ("sampled_kl", CROSS)], ids=["grpo", "same", "cross"]
+)
+def test_losses_of_samples_need_rollouts(type_: str, teacher: dict[str, Any]) -> None:
+    assert "add rollout=hf" in message_of(on_policy(rollout=None, loss={"type": type_}, teachers=[teacher]))
+
+
+def test_sampled_kl_is_for_teachers_of_either_kind() -> None:
+    config = from_dict(on_policy(loss={"type": "sampled_kl", "estimator": "k3"}, teachers=[CROSS, SAME]))
+
+    for i in range(2):
+        term = config.term(i)
+        assert isinstance(term, SampledKLTerm)
+        assert term.estimator == "k3"
 
 
 def test_a_teacher_beside_grpo_is_an_exact_kl() -> None:

@@ -19,6 +19,7 @@ from nemo_opd.losses import (
     h_kl,
     p_kl,
     same_vocab,
+    sampled_chunk_kl,
     sampled_kl,
     shared_prefix,
     strict,
@@ -178,11 +179,11 @@ def tcad_case(name: str, **options: Any) -> Case:
     )
 
 
-def sampled_kl_case(estimator: str) -> Case:
+def sampled_kl_case(estimator: str, loss: Callable[..., LossOutput] = sampled_kl) -> Case:
     """That is differentiated; a policy gradient is no gradient of its value."""
     return Case(
-        f"sampled_kl-{estimator}",
-        sampled_kl,
+        f"{loss.__name__}-{estimator}",
+        loss,
         {"estimator": estimator, "update": "direct"},
         needs_projection=False,
         takes_divergence=False,
@@ -202,6 +203,8 @@ LOSSES = [
     tcad_case("all", support_size=99, coverage_coef=0),
     sampled_kl_case("k2"),
     sampled_kl_case("k3"),
+    sampled_kl_case("k2", sampled_chunk_kl),
+    sampled_kl_case("k3", sampled_chunk_kl),
     Case("p_kl", p_kl, needs_every_token=True, same_vocab_options={}),
     Case(
         "p_kl-vocab_topk",

@@ -21,7 +21,7 @@ from nemo_opd.config.loss import (
     ULDTerm,
 )
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses import p_kl, same_vocab, sampled_kl, tcad
+from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.build import build
 from nemo_opd.types import ChunkRows, SampledRows, TeacherRows, TokenRows
 
@@ -90,6 +90,29 @@ def test_sampled_kl_term():
     assert (validated.loss.item(), validated.metrics["kd"].count) == (0, 0)
 
 
+def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
+    """Only chunks of what was sampled are units, and the engine's log-probabilities reach the loss."""
+    student, teacher, of_batch = logits(7, 10, 0), logits(6, 11, 1), sampled(9)
+    settings = {"estimator": "k2", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0}
+    loss = build(SampledKLTerm(**settings), across_tokenizers=True, student_vocab_size=9, teacher_vocab_size=11)
+    tokens, own = rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS))
+    chunks = [CHUNKS[0].clone(), CHUNKS[1]]
+    chunks[0][1] = -1
+    arguments = {
+        "student_ids": tokens.ids,
+        "teacher_ids": own.tokens.ids,
+        "student_chunk_id": chunks[0],
+        "teacher_chunk_id": chunks[1],
+        "logprobs": of_batch.logprobs[:, :7],
+        "student_vocab_size": 9,
+    }
+    direct = sampled_chunk_kl(student, teacher, **arguments, normalizer=4, **settings)
+    out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
+    assert torch.equal(out.loss, direct.loss)
+    assert loss.num_units(tokens, own, of_batch) == direct.metrics["kd"].count > 0
+    assert loss.num_units(tokens, own) == loss.plan(student, teacher, tokens, own, 4).compute().metrics["kd"].count == 0
+
+
 def test_p_kl_term():
     matrix = oracle.Matrix.random(9, 11, 3, seed=0)
     student, teacher = logits(7, 10, 0), logits(6, 11, 1)
@@ -142,9 +165,9 @@ def test_units_are_counted_as_the_loss_counts_them(term):
 @pytest.mark.parametrize("term", [SameVocabTerm, TCADTerm, SampledKLTerm, *CROSS_TERMS])
 def test_every_setting_of_a_term_is_an_argument_of_its_loss(term):
     """Catches a setting that a run accepts and that reaches nothing."""
-    function = getattr(losses, term().type)
     settings = set(term.model_fields) - {"type", "power_alpha"}
-    assert settings <= set(inspect.signature(function).parameters)
+    for function in {getattr(losses, term().type), *([sampled_chunk_kl] if term is SampledKLTerm else [])}:
+        assert settings <= set(inspect.signature(function).parameters)
 
 
 def test_p_kl_needs_a_projection_and_chunks():

@@ -99,8 +99,9 @@ def test_gradient_along_random_directions(case: Case):
             case.run(batch.with_logits(batch.student + sign * step * direction), temperature=1.7, chunk_size=2).loss
             for sign in (1, -1)
         )
-        # The third derivative along a unit vector is below 10, so that step²/6 of it is below 2e-8.
-        torch.testing.assert_close((gradient * direction).sum(), (ahead - behind) / (2 * step), rtol=0, atol=2e-8)
+        # The third derivative along a unit vector is below 10, or ten times the first where that is large, so that
+        # step²/6 of it is below 2e-8 or 2e-8 of the first.
+        torch.testing.assert_close((gradient * direction).sum(), (ahead - behind) / (2 * step), rtol=2e-8, atol=2e-8)
 
 
 @every_divergence

@@ -24,7 +24,7 @@ BOTH = ["teachers=demo_multi", "loss=p_kl", "loss.ce_weight=0.5"]
 LOSSES = {
     "tcad": [*BOTH, "teachers.1.loss.type=tcad", "teachers.1.loss.support_size=8", "teachers.1.loss.power_alpha=0.3"],
     "reward": [*BOTH, "reward.weighting_beta=0.7"],
-    "sampled_kl": [*BOTH, "teachers.1.loss.type=sampled_kl"],
+    "sampled_kl": ["teachers=demo_multi", "loss=policy_gradient", "loss.ce_weight=0.5"],
     "grpo": [
         "teachers=demo_multi",
         "loss=grpo",

@@ -1,0 +1,110 @@
+"""Estimates of KL(p ‖ q) on what the student sampled, and what a loss makes of them (METHODS §10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO, Clip, clip_metrics
+from nemo_opd.losses.logit_rows import TrainableRows
+from nemo_opd.losses.planned import PlannedLoss
+from nemo_opd.losses.read_ahead import ReadAhead
+from nemo_opd.losses.readings import Readings
+from nemo_opd.losses.realised_chunks import RealisedChunks
+from nemo_opd.losses.surprise import LIVE_COPIES
+from nemo_opd.losses.term import Term, unit_cells
+from nemo_opd.types import Mean, Metric
+
+ESTIMATORS = ("k1", "k2", "k3")
+UPDATES = ("policy_gradient", "direct")
+
+
+@dataclass(frozen=True, slots=True)
+class SampledChunks:
+    """Runs of tokens that the student sampled, each beside the teacher's tokens for it. A unit is one run."""
+
+    source: TrainableRows
+    """The student's logits."""
+    student: RealisedChunks
+    teacher: RealisedChunks
+    ahead: ReadAhead
+    """The teacher's logits at its tokens."""
+    student_size: int
+    teacher_size: int
+    logprobs: Tensor | None
+    """[R]: of the student's tokens by the model that sampled them; None: by this one."""
+    weights: Tensor | None
+    """[U]; None: all 1."""
+
+    def __len__(self) -> int:
+        return len(self.student)
+
+    def log_ratio(self, s: Tensor, part: slice) -> Tensor:
+        """log of how much likelier the student finds units now than when it sampled them, [u], of its own s [u]."""
+        if self.logprobs is None:
+            return s - s.detach()
+        positions = self.student.positions
+        return s - positions.sum(self.logprobs[positions.span(part)].to(s.dtype), part)
+
+
+@dataclass(frozen=True, slots=True)
+class KLEstimate:
+    """How units are estimated, and how an estimate trains. Raises ConfigError for names that are none."""
+
+    estimator: str
+    """One of ESTIMATORS."""
+    update: str
+    """One of UPDATES."""
+    clip: Clip
+
+    def __post_init__(self) -> None:
+        for key, value, choices in (("estimator", self.estimator, ESTIMATORS), ("update", self.update, UPDATES)):
+            if value not in choices:
+                raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
+
+    def plan(self, chunks: SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
+        """The sum over units / normalizer, by default their number. chunk_size: units computed at a time."""
+        student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
+        readings = Readings.of(chunks.source, num_units, 3)
+
+        def loss_of(logits: Tensor, part: slice) -> Tensor:
+            s = student.log_likelihood(logits, part)
+            t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
+            estimate = estimated(self.estimator, s, t)
+            found = self.clip(chunks.log_ratio(s, part), -estimate)
+            kd = estimated("k3", s.detach(), t)
+            readings.put(part, torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1))
+            return estimate if self.update == "direct" else found.loss
+
+        def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
+            kd, ratio, is_clipped = readings.found()
+            of_ratio = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
+            return {"kd": Mean(kd.sum(), num_units)} | of_ratio
+
+        of_student = (student.positions.offsets, LIVE_COPIES * chunks.student_size)
+        of_teacher = (teacher.positions.offsets, LIVE_COPIES * chunks.teacher_size)
+        term = Term(
+            student.positions.rows,
+            loss_of,
+            unit_cells(num_units, 1, of_student, of_teacher),
+            chunks.student_size,
+            student.positions.offsets,
+            chunks.weights,
+            chunk_size=chunk_size,
+            ahead=chunks.ahead,
+        )
+        divisor = (num_units if normalizer is None else normalizer) or 1
+        return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
+
+
+def estimated(estimator: str, s: Tensor, t: Tensor) -> Tensor:
+    """Of KL(p ‖ q), from log-probabilities [u] of student and teacher."""
+    if estimator == "k1":
+        return s - t
+    if estimator == "k2":
+        return (s - t).square() / 2
+    log_ratio = (t - s).clamp(max=LARGEST_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
