@@ -29,7 +29,7 @@ MUCH_WITHOUT_ROW = 0.05
 PAIR_LOSSES = ("gold", "h_kl", "strict")
 """Compare the tokens that have a partner."""
 ROW_LOSSES = ("p_kl", *PAIR_LOSSES)
-"""Read the rows of the projection; byte_prefix and shared_prefix have maps of their own, alm and uld none."""
+"""Read the rows of the projection; byte_prefix and shared_prefix have maps of their own, alm, uld, sampled_kl none."""
 CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 
@@ -84,7 +84,7 @@ def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
 def fit_warnings(audit: Audit, loss: str) -> list[str]:
     """A sentence for each reason why the loss of this type (`p_kl`, `h_kl`, …) fits the pair badly; none where it fits.
 
-    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `same_vocab`) always fit.
+    Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always fit.
     """
     warnings = []
     if loss in PAIR_LOSSES:
