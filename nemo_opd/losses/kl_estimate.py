@@ -73,9 +73,9 @@ class KLEstimate:
         def loss_of(logits: Tensor, part: slice) -> Tensor:
             s = student.log_likelihood(logits, part)
             t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
-            estimate = estimated(self.estimator, s, t)
+            estimate = _estimated(self.estimator, s, t)
             found = self.clip(chunks.log_ratio(s, part), -estimate)
-            kd = estimated("k3", s.detach(), t)
+            kd = _estimated("k3", s.detach(), t)
             readings.put(part, torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1))
             return estimate if self.update == "direct" else found.loss
 
@@ -100,7 +100,7 @@ class KLEstimate:
         return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
 
 
-def estimated(estimator: str, s: Tensor, t: Tensor) -> Tensor:
+def _estimated(estimator: str, s: Tensor, t: Tensor) -> Tensor:
     """Of KL(p ‖ q), from log-probabilities [u] of student and teacher."""
     if estimator == "k1":
         return s - t
