@@ -7,6 +7,7 @@ ACTIVITIES = {
     "bits_per_byte": "reading the validation texts",
     "train_step": "training on a batch",
     "evaluate": "validating",
+    "generate": "continuing prompts",
     "save": "writing a checkpoint",
     "export": "writing the trained model",
     "join_link": "connecting to the student's ranks on other nodes",

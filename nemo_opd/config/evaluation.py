@@ -48,6 +48,12 @@ class Evaluation(Questions):
 
     every: int | None = Field(None, ge=1)
     """Optimizer steps; by default before the first and after the last alone."""
+    teachers: bool = True
+    """Ask each teacher too, once, before the first step: in its own tokenizer and chat template, and sampled as the
+    student is, by transformers in its own workers.
+    """
+    teacher_batch_size: int = Field(64, ge=1)
+    """Sequences a rank of a teacher samples at a time."""
     num_samples_shown: int = Field(8, ge=0)
     """Answers in the report's table."""
 

@@ -8,7 +8,7 @@ from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
 from nemo_opd.config.reward import EnvironmentReward
-from nemo_opd.config.rollout import HFRollout, Rollouts
+from nemo_opd.config.rollout import Rollouts
 
 if TYPE_CHECKING:
     from nemo_opd.config.run import RunConfig
@@ -35,7 +35,6 @@ def check_on_policy(config: RunConfig) -> None:
     rollout = config.rollout
     assert rollout is not None
     check_batch(config, rollout)
-    check_engine(config, rollout)
     check_lengths(config, rollout)
     check_responses(config, rollout)
     check_environment(config)
@@ -50,15 +49,6 @@ def check_batch(config: RunConfig, rollout: Rollouts) -> None:
         raise ValueError(
             f"train.global_batch_size={size} counts rollouts, {n} of each prompt (rollout.n), of which it is no "
             f"multiple; write train.global_batch_size={-(-size // n) * n}"
-        )
-
-
-def check_engine(config: RunConfig, rollout: Rollouts) -> None:
-    parallelism = config.student.parallelism
-    if isinstance(rollout, HFRollout) and parallelism.sequence_parallel and parallelism.tp > 1:
-        raise ValueError(
-            "student.parallelism.sequence_parallel=true: one new position at a time cannot be shared between "
-            f"{parallelism.tp} ranks, so rollout.type=hf cannot sample; set it to false, or use rollout=server"
         )
 
 

@@ -2,9 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+
+STUDENT_BEFORE = "student before"
+STUDENT_AFTER = "student after"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,21 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreRow:
-    """How well the student answers questions, by one measure."""
+    """How well the student answers questions, by one measure, beside its teachers."""
 
     measure: str
     """Such as `pass@1`."""
     before: Score | None
     after: Score
+    teachers: Mapping[str, Score] = field(default_factory=dict)
+    """By name, of those that were asked."""
+
+    @property
+    def by_model(self) -> dict[str, Score]:
+        """Student before, student after, then the teachers; those that are known."""
+        before = {} if self.before is None else {STUDENT_BEFORE: self.before}
+        teachers = {f"teacher {name}": score for name, score in self.teachers.items()}
+        return before | {STUDENT_AFTER: self.after} | teachers
 
 
 @dataclass(frozen=True, slots=True)

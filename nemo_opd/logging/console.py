@@ -202,8 +202,7 @@ class ConsoleLogger(Logger):
         if any(key.startswith("val/") for key in values):
             self._print_validation(step, values)
         if any(key.startswith("eval/") for key in values):
-            lead = Text.assemble(f"step {self._counted(step)}  ", ("questions", "bold green"))
-            self._console.print(Line(lead, EVALUATION, values))
+            self._print_questions(step, values)
 
     def _show_training(self, step: int, values: Mapping[str, float]) -> None:
         if self._live is not None:
@@ -230,6 +229,14 @@ class ConsoleLogger(Logger):
             self._best = bits
         lead = Text.assemble(f"step {self._counted(step)}  ", ("val", "bold green" if better else "bold yellow"))
         self._console.print(Line(lead, VALIDATION, values, "  best" if better and not first else ""))
+
+    def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
+        lead = Text.assemble(f"step {self._counted(step)}  ", ("questions", "bold green"))
+        self._console.print(Line(lead, EVALUATION, values))
+        for teacher in self._run.teachers:
+            fields = tuple((name, f"{key}/{teacher.name}", form) for name, key, form in EVALUATION)
+            if any(key in values for _, key, _ in fields):
+                self._console.print(Line(Text(f"  teacher {teacher.name}"), fields, values))
 
     def _counted(self, step: int) -> str:
         total = str(self._run.total_steps)
@@ -306,11 +313,14 @@ def closing_table(closing: ClosingTable) -> Table:
 
 
 def score_table(closing: ClosingTable) -> Table:
-    """Shares of questions before and after, with confidence intervals."""
+    """Shares of questions, with confidence intervals: of the student before and after, and of its teachers."""
     table = Table(title="Questions", title_justify="left", title_style="bold", border_style="dim")
-    for name in ("measure", "before", "after"):
-        table.add_column(name, justify="left" if name == "measure" else "right", no_wrap=True)
+    table.add_column("measure", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
     for row in closing.scores:
-        before = "-" if row.before is None else share(*row.before)
-        table.add_row(row.measure, before, Text(share(*row.after), "bold green"))
+        for i, (model, score) in enumerate(row.by_model.items()):
+            style = "bold green" if score is row.after else ""
+            table.add_row("" if i else row.measure, Text(model, style), Text(share(*score), style))
+        table.add_section()
     return table

@@ -10,7 +10,7 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import TYPE_CHECKING
 
 from nemo_opd.logging.base import ClosingTable
@@ -28,6 +28,8 @@ SMOOTH_FROM = 60
 TEACHER_PREFIX = "train/kd/"
 OVERLAP = "train/overlap/"
 QUESTIONS = "eval/"
+DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
+"""Of teachers, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,18 +217,24 @@ def draw_validation(figure: Figure, records: Records, closing: ClosingTable, the
 
 
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Shares of questions over the run, with their confidence intervals."""
+    """Shares of questions over the run, with their confidence intervals; each teacher's as level lines."""
     from matplotlib.ticker import PercentFormatter
 
     axes = figure.subplots()
-    bounds = {key for record in records for key in record if key.startswith(QUESTIONS)}
-    names = [key for key in sorted(bounds) if f"{key}_low" in bounds]
-    for i, key in enumerate(names):
-        colour = theme.cycle[i % len(theme.cycle)]
+    known = {key for record in records for key in record if key.startswith(QUESTIONS)}
+    names = [key for key in sorted(known) if f"{key}_low" in known and key.count("/") == 1]
+    colours = dict(zip(names, cycle(theme.cycle), strict=False))
+    for key, colour in colours.items():
         steps, values = series(records, key)
         axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(QUESTIONS))
         low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
         axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+    teachers = sorted({key.split("/")[2] for key in known if key.count("/") == 2})
+    for teacher, dashes in zip(teachers, cycle(DASHES), strict=False):
+        axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
+        for key, colour in colours.items():
+            for value in series(records, f"{key}/{teacher}")[1]:
+                axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(-0.02, 1.02)
     _legend(axes)

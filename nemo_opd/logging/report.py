@@ -2,14 +2,14 @@
 
 import base64
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 
 import yaml
 
-from nemo_opd.logging.base import ClosingRow, ClosingTable
+from nemo_opd.logging.base import ClosingRow, ClosingTable, ScoreRow
 from nemo_opd.logging.facts import Fact, run_facts, run_name, teacher_facts
 from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.formats import amount, change, clock, share
@@ -129,15 +129,21 @@ def _closing_section(closing: ClosingTable) -> str:
 def _score_section(closing: ClosingTable) -> str:
     if not closing.scores:
         return ""
-    rows = "".join(
-        f'<tr><td>{escape(row.measure)}</td><td class="number">{"–" if row.before is None else share(*row.before)}</td>'
-        f'<td class="number"><b>{share(*row.after)}</b></td></tr>'
-        for row in closing.scores
-    )
+    models = list(dict.fromkeys(model for row in closing.scores for model in row.by_model))
+    heads = "".join(f'<th class="number">{escape(model)}</th>' for model in models)
+    rows = "".join(_score_row(row, models) for row in closing.scores)
     return (
-        '<section><h2>Questions</h2><table><thead><tr><th>measure</th><th class="number">before</th>'
-        f'<th class="number">after</th></tr></thead><tbody>{rows}</tbody></table></section>'
+        f"<section><h2>Questions</h2><table><thead><tr><th>measure</th>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></section>"
     )
+
+
+def _score_row(row: ScoreRow, models: Sequence[str]) -> str:
+    cells = [f"<td>{escape(row.measure)}</td>"]
+    for score in map(row.by_model.get, models):
+        shown = "–" if score is None else share(*score)
+        cells.append(f'<td class="number">{f"<b>{shown}</b>" if score is row.after else shown}</td>')
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _closing_row(closing: ClosingTable, row: ClosingRow) -> str:

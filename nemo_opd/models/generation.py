@@ -13,36 +13,29 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
-from nemo_opd.errors import RolloutError
 from nemo_opd.models.head import replaced_forward
+from nemo_opd.models.tensor_styles import whole_positions
 
 WHOLE_SEQUENCES = "sdpa"
 """transformers' name of the attention that takes a mask and a cache, in place of that over a group's positions."""
 
 
 @contextmanager
-def generating(model: PreTrainedModel, mesh: DeviceMesh | None, parallelism: Parallelism | None) -> Iterator[None]:
+def generating(model: PreTrainedModel, mesh: DeviceMesh | None) -> Iterator[None]:
     """Inside, each rank can call the model's `generate`; afterwards it is as it was, in its modes and its shards.
 
     The model is as `load_sharded` made it over `mesh`, adapters, checkpointed activations and compiled layers
-    included, or a plain one, with None and None. Inside it is in eval mode, records no gradients, has layers that are
+    included, or a plain one, with None. Inside it is in eval mode, records no gradients, has layers that are
     not compiled, and computes in FSDP2's `param_dtype`. Parameters must not change.
 
     Communicates an all-gather of all parameters on entering, each rank holding them whole meanwhile, in
     `param_dtype`; tensor-parallel ones stay cut over their group. Inside, data-parallel ranks, and those of a
     context-parallel group, take their steps apart, with whatever sequences they have. The ranks of a tensor-parallel
     group keep step: they must be given the same sequences, and get the same whole rows of logits, for which they
-    gather columns at every step. Nothing is sent on leaving.
-
-    Raises RolloutError for positions that are shared between the ranks of a tensor-parallel group.
+    gather columns at every step. All have all positions, for one new position cannot be shared. Nothing is sent on
+    leaving.
     """
-    if parallelism is not None and parallelism.sequence_parallel and parallelism.tp > 1:
-        raise RolloutError(
-            "student.parallelism.sequence_parallel=true: one new position at a time cannot be shared between "
-            f"{parallelism.tp} ranks, so rollout.type=hf cannot sample; set it to false, or use rollout=server"
-        )
     with ExitStack() as inside:
         inside.enter_context(torch.no_grad())
         inside.enter_context(evaluating(model))
@@ -51,6 +44,7 @@ def generating(model: PreTrainedModel, mesh: DeviceMesh | None, parallelism: Par
             inside.enter_context(attention_of(model, WHOLE_SEQUENCES))
         inside.enter_context(gathered_parameters(model))
         if mesh is not None and (tensor := tensor_axis(mesh)) is not None:
+            inside.enter_context(whole_positions())
             inside.enter_context(whole_logits(model, tensor))
         yield
 

@@ -4,15 +4,16 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
 from nemo_opd.errors import ModelError
 from nemo_opd.models.tensor_plan import Style, TensorPlan, inside, tensor_plan
 from nemo_opd.models.tensor_styles import (
-    SEQUENCE,
     Block,
+    Residual,
+    Rows,
     VocabularyEmbedding,
     VocabularyHead,
     Whole,
@@ -26,12 +27,13 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_paralle
     The model may be on meta; where it is not, every rank must have the same values. Embedding and head are cut along
     the vocabulary, and stay one parameter where they are tied; the model's logits are each rank's own columns.
     Communicates, for each block of a layer, an all-reduce of hidden states [B, S, D] forward and one backward; with
-    `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size.
+    `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size, but
+    within `whole_positions`.
     Raises ModelError naming `key`, which is that of tp.
     """
     plan = tensor_plan(model, mesh.size(), sequence_parallel=sequence_parallel, key=key)
     _cut_vocabulary(model, mesh, f"{key}={mesh.size()}")
-    residual: Placement = SEQUENCE if sequence_parallel else Replicate()
+    residual = Residual(is_shared=sequence_parallel)
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if (style := _style(name, module, plan, residual)) is not None:
@@ -39,7 +41,7 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_paralle
     for block in plan.blocks:
         parallelize_module(modules[block], mesh, Block(residual), src_data_rank=None)
     if sequence_parallel:
-        share_positions(modules[plan.layers[0]], modules[plan.layers[-1]], mesh)
+        share_positions(modules[plan.layers[0]], modules[plan.layers[-1]], mesh, residual)
 
 
 def _cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, value: str) -> None:
@@ -57,7 +59,7 @@ def _cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, value: str) -> Non
     parallelize_module(head, mesh, VocabularyHead(), src_data_rank=None)
 
 
-def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Placement) -> ParallelStyle | None:
+def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -> ParallelStyle | None:
     """Of a module that has parameters of its own which are not cut yet; None for others."""
     own = list(module.parameters(recurse=False))
     if not own or isinstance(own[0], DTensor):
@@ -68,12 +70,12 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Placement) 
         case Style.COLUMNS_GATHERED:
             return ColwiseParallel(output_layouts=Replicate())
         case Style.ROWS:
-            return RowwiseParallel(output_layouts=residual)
+            return Rows(residual)
         case Style.ROWS_SPLIT:
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=residual)
+            return Rows(residual, input_layouts=Replicate())
         case Style.OF_HEADS:
             return Whole(Partial())
     in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)
     in_block = any(inside(name, block) for block in plan.blocks)
     # Between blocks a rank may see some of the positions only.
-    return Whole(Partial() if residual == SEQUENCE and in_layer and not in_block else Replicate())
+    return Whole(Partial() if residual.is_shared and in_layer and not in_block else Replicate())

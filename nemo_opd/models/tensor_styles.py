@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -10,10 +12,37 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
 SEQUENCE = Shard(1)
 """Of hidden states [B, S, D]."""
+_HAS_ALL: ContextVar[bool] = ContextVar("whole_positions", default=False)
+
+
+@contextmanager
+def whole_positions() -> Iterator[None]:
+    """Inside, positions are not shared: a forward pass has all of them on each rank, also of a model cut otherwise.
+
+    So many as come need not be a multiple of the group's size then. For passes without a backward.
+    """
+    before = _HAS_ALL.set(True)
+    try:
+        yield
+    finally:
+        _HAS_ALL.reset(before)
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """Hidden states [B, S, D] between the blocks of layers, as they lie over a tensor-parallel group."""
+
+    is_shared: bool
+    """Each rank has a part of the positions, but within `whole_positions`."""
+
+    @property
+    def placement(self) -> Placement:
+        """In the forward pass that is under way."""
+        return SEQUENCE if self.is_shared and not _HAS_ALL.get() else Replicate()
 
 
 class Whole(ParallelStyle):
@@ -85,13 +114,32 @@ class VocabularyHead(ParallelStyle):
         return module
 
 
+class Rows(ParallelStyle):
+    """A linear layer with a part of the input features, at the end of a block: its outputs are summed over the ranks.
+
+    torch's own style must know beforehand which ranks get the sum.
+    """
+
+    def __init__(self, residual: Residual, *, input_layouts: Placement | None = None) -> None:
+        self.residual, self.input_layouts = residual, input_layouts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        summed = RowwiseParallel(input_layouts=self.input_layouts, output_layouts=Partial(), use_local_output=False)
+        parallelize_module(module, device_mesh, summed, src_data_rank=self.src_data_rank)
+        module.register_forward_hook(self._leave)
+        return module
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
+        return output.redistribute(placements=[self.residual.placement], async_op=True).to_local()
+
+
 class Block(ParallelStyle):
     """A part of a layer: what enters is made whole, once for all of its linear layers.
 
     Its gradients are summed once as well: an all-reduce, or a reduce-scatter where positions are shared.
     """
 
-    def __init__(self, residual: Placement) -> None:
+    def __init__(self, residual: Residual) -> None:
         self.residual = residual
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -102,7 +150,7 @@ class Block(ParallelStyle):
         self, mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def entered(hidden: Tensor) -> DTensor:
-            local = DTensor.from_local(hidden, mesh, [self.residual], run_check=False)
+            local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
             return local.redistribute(placements=[Replicate()])
 
         if args:
@@ -110,19 +158,20 @@ class Block(ParallelStyle):
         return args, {**kwargs, "hidden_states": entered(kwargs["hidden_states"])}
 
 
-def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh) -> None:
+def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh, residual: Residual) -> None:
     """Each rank takes its part of the positions where the first layer begins; all are whole again after the last.
 
-    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size.
+    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size. Nothing
+    of this holds within `whole_positions`.
     """
 
     def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return moved(args[0], mesh, Replicate(), SEQUENCE), *args[1:]
+        return moved(args[0], mesh, Replicate(), residual.placement), *args[1:]
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return moved(output[0], mesh, SEQUENCE, Replicate()), *output[1:]
-        return moved(output, mesh, SEQUENCE, Replicate())
+            return moved(output[0], mesh, residual.placement, Replicate()), *output[1:]
+        return moved(output, mesh, residual.placement, Replicate())
 
     first.register_forward_pre_hook(take)
     last.register_forward_hook(gather)

@@ -39,13 +39,15 @@ class ConversationRenderer:
         tokenizer: PreTrainedTokenizerBase,
         template_kwargs: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
+        *,
+        key: str = "student",
     ) -> None:
         """`template_kwargs` are variables of the template, such as `enable_thinking`; `vocab_size`: ids the model can
-        read, all by default.
+        read, all by default; `key`: what the model is called in the settings.
 
         Raises AlignmentError for a tokenizer without a chat template or whose tokens lack exact bytes.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._key = tokenizer, key
         self._template_kwargs = dict(template_kwargs or {})
         self._whole = ChatRenderer(tokenizer, template_kwargs=self._template_kwargs)
         self._pieces = pieces_of(tokenizer)
@@ -62,8 +64,8 @@ class ConversationRenderer:
             text = self._render(messages_of(prompt), prompt.tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program: it may fail with any exception
             raise DataError(
-                f"prompt {prompt.index} (row, counted from 0): the student's chat template refuses it: {error}; change "
-                "or leave out the row, or set student.chat_template to one that accepts it"
+                f"prompt {prompt.index} (row, counted from 0): the chat template of {self._key} refuses it: {error}; "
+                f"change or leave out the row, or set {self._key}.chat_template to one that accepts it"
             ) from error
         ids = np.array(self._encoded(text), np.int32)
         require_ids(ids, self._vocab_size, self._tokenizer, text)
@@ -83,8 +85,8 @@ class ConversationRenderer:
         stop = int(np.flatnonzero(whole.assistant_mask).max(initial=-1)) + 1
         if not stop:
             raise DataError(
-                f"prompt {prompt.index} (row, counted from 0): the student's chat template leaves out what the "
-                "assistant says; set student.chat_template to one that writes it"
+                f"prompt {prompt.index} (row, counted from 0): the chat template of {self._key} leaves out what the "
+                f"assistant says; set {self._key}.chat_template to one that writes it"
             )
         start = int(np.flatnonzero(~whole.assistant_mask[:stop]).max(initial=-1)) + 1
         return Continued(whole.ids[:stop], start, int(whole.ids[stop - 1]) in self._turn_ends)
@@ -134,9 +136,9 @@ class ConversationRenderer:
                 return alone.rpartition(mark)[2], whole
         roles = ", ".join(str(message["role"]) for message in new)
         raise RolloutError(
-            f"the student's chat template refuses what the environment says (role {roles}) after "
+            f"the chat template of {self._key} refuses what the environment says (role {roles}) after "
             f"{len(messages)} messages: {refusal}; use an environment with roles that the template has, or another "
-            "student.chat_template"
+            f"{self._key}.chat_template"
         ) from refusal
 
     def _behind_turn(self, tokens: LocatedTokens, stop: int, shared: int) -> Ids:

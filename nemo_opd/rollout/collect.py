@@ -85,8 +85,8 @@ class Collector:
     def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
         if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):
             _log.warning(
-                "the student's chat template does not show tools, so only a prompt that tells of them leads to calls; "
-                "set student.chat_template to one that does"
+                "the model's chat template does not show tools, so only a prompt that tells of them leads to calls; "
+                "set its chat_template to one that does"
             )
         self._has_asked = True
 

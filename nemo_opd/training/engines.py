@@ -1,7 +1,7 @@
 """Where the student samples: in its own workers, or on a server that is given its weights."""
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -109,3 +109,15 @@ class Server:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._engine.generate(requests, sampling)
+
+
+class TeachersWorkers:
+    """An active teacher in its own workers; its weights do not change."""
+
+    def __init__(self, models: Models, teacher: int, end_ids: Collection[int], batch_size: int) -> None:
+        """end_ids: tokens that end what it samples. batch_size: sequences a rank takes at a time."""
+        self._models, self._teacher = models, teacher
+        self._end_ids, self._batch_size = end_ids, batch_size
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids, self._batch_size)

@@ -2,7 +2,7 @@
 
 import shutil
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out, 
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
 from nemo_opd.config.on_policy import confidence_alphas
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
@@ -145,10 +146,15 @@ class Models:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """A continuation of each prompt by the student, in order; each data-parallel index samples its own part."""
-        layout, about = self._grid.student, f"rollouts of step {version + 1}"
-        arguments = [(part, sampling, version) for part in shared_out(requests, layout)]
-        by_rank: list[list[Completion]] = self.student.call("generate", arguments, about=about)
-        return [completion for rank in leads(layout) for completion in by_rank[rank]]
+        about = f"rollouts of step {version + 1}"
+        return continued(self.student, self._grid.student, requests, sampling, version, about=about)
+
+    def generate_by_teacher(
+        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+    ) -> list[Completion]:
+        """The same by an active teacher, of prompts in its own tokens; batch_size: sequences a rank takes at a time."""
+        group, layout = self.teachers[i], self._grid.teachers[i]
+        return continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         totals = []
@@ -180,6 +186,15 @@ class Models:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def continued(
+    group: WorkerGroup, layout: Layout, requests: Sequence[Request], *more: object, about: str
+) -> list[Completion]:
+    """What the ranks of a group make of their parts of the requests, in order. `more` is told to each rank."""
+    arguments = [(part, *more) for part in shared_out(requests, layout)]
+    by_rank: list[list[Completion]] = group.call("generate", arguments, about=about)
+    return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
 
 def export_whole(models: Models, folder: Path) -> None:

@@ -1,25 +1,26 @@
 """A session whose student samples what it learns from."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 
 from nemo_opd.evaluation.shown import shown_answers
-from nemo_opd.evaluation.tasks import PREFIX, evaluate_task
+from nemo_opd.evaluation.tasks import PREFIX, EvaluationResult, evaluate_task
 from nemo_opd.logging.base import ClosingTable, Score, ScoreRow
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
 from nemo_opd.logging.samples import SampleLog
 from nemo_opd.rewards import build_reward
-from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.metrics import rollout_metrics
-from nemo_opd.training.engines import open_engine
+from nemo_opd.training.engines import TeachersWorkers, open_engine
 from nemo_opd.training.health import HealthMonitor
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.respondents import Respondent
 from nemo_opd.training.rollout_source import Parts, RolloutSource
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
@@ -52,7 +53,7 @@ class OnPolicySession(Session):
         self.reward = None if config.reward is None else stack.enter_context(build_reward(config.reward))
         rollout = config.rollout
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
-        collector = self._collector(sampling, rollout.max_new_tokens)
+        collector = self._collector(self.engine, prompts.student, sampling, rollout.max_new_tokens)
         self.source.connect(
             Parts(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, self.reward), self.engine
         )
@@ -60,15 +61,15 @@ class OnPolicySession(Session):
         if self.step:
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 
-    def _collector(self, sampling: Sampling, max_new_tokens: int) -> Collector:
+    def _collector(self, engine: Generator, asked: Respondent, sampling: Sampling, max_new_tokens: int) -> Collector:
         environment = self.config.environment
         collector = partial(
             Collector,
-            self.engine,
-            self.prompts.renderer,
+            engine,
+            asked.renderer,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
-            max_length=self.config.train.max_length,
+            max_length=asked.max_length,
             seed=self.config.run.seed,
         )
         if environment is None:
@@ -93,7 +94,8 @@ class OnPolicySession(Session):
 
     def values_at_start(self) -> dict[str, float]:
         """Of validation and of the questions, where there are any."""
-        return super().values_at_start() | ({} if self.config.evaluation is None else self.evaluate())
+        values = super().values_at_start()
+        return values if self.config.evaluation is None else values | self.evaluate() | self.evaluate_teachers()
 
     def validate(self) -> dict[str, float]:
         self.source.wait()
@@ -101,23 +103,39 @@ class OnPolicySession(Session):
 
     def evaluate(self) -> dict[str, float]:
         """eval/* of the student as it is now."""
+        self.loggers.phase("asking the student")
+        self.source.settle()
+        result = self._ask(self.engine, self.prompts.student)
+        assert self.config.evaluation is not None
+        self.samples.write(shown_answers(result, self.step, self.config.evaluation.num_samples_shown))
+        return result.metrics
+
+    def evaluate_teachers(self) -> dict[str, float]:
+        """eval/*/<teacher> of those that are asked."""
+        settings = self.config.evaluation
+        assert settings is not None
+        metrics: dict[str, float] = {}
+        for i, asked in enumerate(self.prompts.asked_teachers):
+            teacher = self.config.active_names[i]
+            self.loggers.phase(f"asking the teacher {teacher}")
+            engine = TeachersWorkers(self.models, i, asked.end_ids, settings.teacher_batch_size)
+            metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, asked).metrics.items()}
+        return metrics
+
+    def _ask(self, engine: Generator, asked: Respondent) -> EvaluationResult:
         settings, rollout = self.config.evaluation, self.config.rollout
         assert settings is not None
         assert rollout is not None
         assert self.reward is not None
-        self.loggers.phase("asking the student")
-        self.source.settle()
         new = settings.max_new_tokens or rollout.max_new_tokens
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        result = evaluate_task(
-            self._collector(Sampling(temperature=0.0), new) if settings.greedy else None,
-            self._collector(sampling, new),
+        return evaluate_task(
+            self._collector(engine, asked, Sampling(temperature=0.0), new) if settings.greedy else None,
+            self._collector(engine, asked, sampling, new),
             self.prompts.questions,
             self.reward,
             settings,
         )
-        self.samples.write(shown_answers(result, self.step, settings.num_samples_shown))
-        return result.metrics
 
     def watch(self, record: Mapping[str, float]) -> None:
         """Tell of new signs of trouble, and end the run where `health.action` says so."""
@@ -132,22 +150,31 @@ class OnPolicySession(Session):
 
     def closing_table(self) -> ClosingTable:
         asked = [record for record in read(self.plan.output_dir / "metrics.jsonl") if is_asked(record)]
-        return replace(super().closing_table(), scores=scores(asked[0], asked[-1]) if asked else ())
+        rows = scores(asked[0], asked[-1], self.config.active_names) if asked else ()
+        return replace(super().closing_table(), scores=rows)
 
 
 def is_asked(record: Mapping[str, float]) -> bool:
     return any(name.startswith(PREFIX) for name in record)
 
 
-def scores(first: Mapping[str, float], last: Mapping[str, float]) -> tuple[ScoreRow, ...]:
-    """What has a confidence interval, from the records of the first and the last evaluation."""
+def scores(first: Mapping[str, float], last: Mapping[str, float], teachers: Sequence[str]) -> tuple[ScoreRow, ...]:
+    """What has a confidence interval, from the records of the first and the last evaluation.
 
-    def score(record: Mapping[str, float], name: str) -> Score:
-        return Score(record[name], record[f"{name}_low"], record[f"{name}_high"])
+    teachers: names; the first record has what they reached, where they were asked.
+    """
 
-    names = [name for name in last if name.startswith(PREFIX) and f"{name}_low" in last]
+    def score(record: Mapping[str, float], name: str, of: str = "") -> Score:
+        return Score(record[f"{name}{of}"], record[f"{name}_low{of}"], record[f"{name}_high{of}"])
+
+    names = [name for name in last if name.startswith(PREFIX) and f"{name}_low" in last and name.count("/") == 1]
     has_before = first["step"] < last["step"]
     return tuple(
-        ScoreRow(name.removeprefix(PREFIX), score(first, name) if has_before else None, score(last, name))
+        ScoreRow(
+            name.removeprefix(PREFIX),
+            score(first, name) if has_before else None,
+            score(last, name),
+            {teacher: score(first, name, f"/{teacher}") for teacher in teachers if f"{name}/{teacher}" in first},
+        )
         for name in names
     )

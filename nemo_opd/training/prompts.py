@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from datasets import Dataset
-from transformers import GenerationConfig
 
 from nemo_opd.config.data import Source
 from nemo_opd.config.run import RunConfig
@@ -19,13 +18,10 @@ from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, Rol
 from nemo_opd.data.samples import SameTokenizer, Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
-from nemo_opd.models.load import load_config
 from nemo_opd.rewards.build import check_answers, compares_answers
-from nemo_opd.rollout.chat import ConversationRenderer
-from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.prompts import Renderer, drop_long
 from nemo_opd.rollout.record import Prompt, Rollout
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
 from nemo_opd.training.sides import Side, aligner, longest
 from nemo_opd.types import Batch
 
@@ -57,17 +53,26 @@ class Prompts:
     evaluation: PromptSet | None
     validation: PromptSet | None
     """With the dataset's own responses."""
-    renderer: Renderer
-    end_ids: frozenset[int]
-    """Tokens that end what the student samples."""
+    student: Respondent
+    asked_teachers: tuple[Respondent, ...]
+    """The active ones, where they are asked the questions of the evaluation."""
     sample_maker: RolloutSampleMaker
-    max_length: int
     teachers: tuple[str, ...]
     """Names, where the data name the teacher of each prompt."""
 
+    @property
+    def renderer(self) -> Renderer:
+        """The student's."""
+        return self.student.renderer
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end what the student samples."""
+        return self.student.end_ids
+
     def from_dataset(self, prompt: Prompt) -> Rollout:
         """With the continuation that the dataset has. Raises DataError where it has none."""
-        return dataset_rollout(prompt, self.renderer, self.max_length)
+        return dataset_rollout(prompt, self.renderer, self.student.max_length)
 
     def make_sample(self, rollout: Rollout) -> Sample:
         """Raises AlignmentError where a teacher's chat template refuses the conversation."""
@@ -95,10 +100,12 @@ class Prompts:
 
 
 def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Prompts:
-    """Raises DataError for prompts that cannot be read, do not fit the reward, or of which none is left."""
+    """Raises DataError for prompts that cannot be read, do not fit the reward, or of which none is left, and what
+    `asked_teachers` raises.
+    """
     assert config.rollout is not None
-    renderer = student_renderer(config, student)
-    model = load_config(config.student.model, key="student.model")
+    own = respondent(config, config.student, student, "student", config.train.max_length)
+    renderer = own.renderer
     train = prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
         require_responses(train, renderer, "data.train")
@@ -114,13 +121,12 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         train=train,
         validation=validation,
         evaluation=evaluation,
-        renderer=renderer,
-        end_ids=end_ids(student.tokenizer, GenerationConfig.from_model_config(model)),
+        student=own,
+        asked_teachers=asked_teachers(config, teachers, [] if evaluation is None else evaluation.all()),
         sample_maker=RolloutSampleMaker(
             student.pieces.lengths[: student.vocab_size],
             tuple(reader(config, settings, student, side) for settings, side in both),
         ),
-        max_length=config.train.max_length,
         teachers=config.active_names if config.routing is not None else (),
     )
 
@@ -158,13 +164,6 @@ def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:
                 "column as data.response_key (texts), end the conversation with the assistant's message, or leave the "
                 "row out"
             )
-
-
-def student_renderer(config: RunConfig, student: Side) -> Renderer:
-    """Raises AlignmentError where prompts are conversations and the student has no chat template."""
-    if config.data.messages_key is None:
-        return TextRenderer(student.tokenizer, student.vocab_size)
-    return ConversationRenderer(student.tokenizer, config.student.chat_template_kwargs, student.vocab_size)
 
 
 def reader(config: RunConfig, settings: Teacher, student: Side, teacher: Side) -> SameTokenizer | CrossTokenizerReader:

@@ -11,6 +11,7 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
+from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.lookahead import BatchSource, Lookahead
@@ -19,9 +20,6 @@ from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.summary import run_summary
 from nemo_opd.types import Batch
-
-STUDENT_BEFORE = "student before"
-STUDENT_AFTER = "student after"
 
 
 class Session:

@@ -66,6 +66,18 @@ def teacher_forward(key: str, name: str) -> Task:
     )
 
 
+def teacher_answers(key: str, name: str) -> Task:
+    return Task(
+        f"the answers of the teacher {name} to the questions",
+        (
+            "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
+            OFFLOAD_STUDENT,
+            f"raise {key}.parallelism.tp, since only that spreads weights while a model generates",
+            "write evaluation.teachers=false",
+        ),
+    )
+
+
 def handoff_buffer(name: str) -> Task:
     return Task(
         f"making the buffer for the output of the teacher {name}",

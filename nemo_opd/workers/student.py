@@ -255,7 +255,7 @@ class StudentWorker:
             batch_size=rollout.batch_size,
             device=self.device,
         )
-        ready = generating(self.model, self.mesh, self.config.student.parallelism)
+        ready = generating(self.model, self.mesh)
         with needs_memory(ROLLOUT), self._with_model(), ready:
             return sampler.generate(requests, sampling, version)
 

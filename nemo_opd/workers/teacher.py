@@ -1,7 +1,7 @@
 """A frozen teacher on one data-parallel rank."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Literal
@@ -21,10 +21,13 @@ from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.post import Sending
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.losses.bits_per_byte import bits_per_byte
+from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.sharded_load import load_sharded
+from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Mean, SequenceScores, TokenRows
-from nemo_opd.workers.memory import handoff_buffer, loading_teacher, needs_memory, teacher_forward
+from nemo_opd.workers.memory import handoff_buffer, loading_teacher, needs_memory, teacher_answers, teacher_forward
 from nemo_opd.workers.offload import place, resident
 
 OutputHandle = HiddenStatesHandle | LogitsHandle
@@ -80,8 +83,10 @@ class TeacherWorker:
         dtype = getattr(torch, settings.dtype)
         parallelism = settings.parallelism
         mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        self._mesh = mesh
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
+        self._answers_task = teacher_answers(teacher, settings.name)
         with needs_memory(loading_teacher(teacher, settings.name)):
             self.model = load_sharded(
                 settings.model,
@@ -151,6 +156,22 @@ class TeacherWorker:
                 logits = self.logit_rows.whole(self.logit_rows(micro.ids))
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
+
+    @torch.no_grad()
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+    ) -> list[Completion]:
+        """Continue each prompt, of the teacher's own tokens, until one of `end_ids`; in order.
+
+        batch_size: sequences at a time. Ranks of a tensor-parallel group must be given the same requests. Communicates
+        as `generating` does.
+        """
+        sampler = Sampler(
+            self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
+        )
+        ready = generating(self.model, self._mesh)
+        with needs_memory(self._answers_task), self._with_model(), ready:
+            return sampler.generate(requests, sampling, version=0)
 
     def join_link(self, meeting: Meeting) -> None:
         """To the student's ranks, all of which join it, as all of the teacher's do."""

@@ -38,10 +38,6 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
             "train.global_batch_size=18 counts rollouts, 4 of each prompt (rollout.n), of which it is no multiple; "
             "write train.global_batch_size=20",
         ),
-        (
-            {"student": {"model": "/m", "parallelism": {"tp": 2, "sequence_parallel": True}}},
-            "student.parallelism.sequence_parallel=true: one new position at a time cannot be shared between 2 ranks",
-        ),
         ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
         ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
         ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes the other responses from"),

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from nemo_opd.logging import ClosingRow, ClosingTable, RunSummary, TeacherSummary
+from nemo_opd.logging.base import Score, ScoreRow
 
 
 def summary(output_dir: Path, total_steps: int = 20) -> RunSummary:
@@ -53,4 +54,12 @@ CLOSING = ClosingTable(
     before=ClosingRow("student before", 2.0, "llama-1b"),
     after=ClosingRow("student after", 1.5, "step 20"),
     teachers=(ClosingRow("phi4mini", 1.25), ClosingRow("llama3b", None, "not measured")),
+)
+QUESTIONS = ClosingTable(
+    before=None,
+    after=None,
+    scores=(
+        ScoreRow("greedy", Score(0.2, 0.1, 0.3), Score(0.4, 0.3, 0.5), {"phi4mini": Score(0.9, 0.8, 0.95)}),
+        ScoreRow("pass@4", None, Score(0.6, 0.5, 0.7)),
+    ),
 )

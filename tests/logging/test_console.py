@@ -12,7 +12,7 @@ from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging import ClosingTable
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.formats import amount, change, clock, figure
-from tests.logging.synthetic import CLOSING, record, summary, validation
+from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 
 def shown(console: Console, steps: int = 20, interval_s: float = 3600, closing: ClosingTable = CLOSING) -> str:
@@ -46,6 +46,29 @@ def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> Non
         word in text
         for word in ("llama-1b", "phi4mini", "0.674", "warning: p_kl", "2.0000", "1.5000", "-25.0 %", "report")
     )
+
+
+def test_scores_are_by_measure_and_model() -> None:
+    """Bug: a teacher's score beside the student's name, or a line of nothing for what is not known."""
+    text = shown(Console(file=io.StringIO(), width=80), closing=QUESTIONS).partition("Questions")[2]
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
+    assert rows == [
+        ["greedy", "student before", "20.0 % (10.0 to 30.0 %)"],
+        ["", "student after", "40.0 % (30.0 to 50.0 %)"],
+        ["", "teacher phi4mini", "90.0 % (80.0 to 95.0 %)"],
+        ["pass@4", "student after", "60.0 % (50.0 to 70.0 %)"],
+    ]
+
+
+def test_what_each_teacher_reached_has_a_line_where_it_was_asked() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(summary(Path("/outputs/demo")), 0)
+    logger.log(0, {"eval/greedy": 0.2, "eval/greedy/llama3b": 0.9})
+    assert console.file.getvalue().splitlines()[-2:] == [
+        "step  0/20  questions  greedy 20.0%",
+        "  teacher llama3b  greedy 90.0%",
+    ]
 
 
 def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> None:

@@ -8,11 +8,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
-from nemo_opd.logging.plots import parts_by_step, smooth
+from nemo_opd.logging.plots import LIGHT, draw_questions, parts_by_step, smooth
 from nemo_opd.logging.step_time import shares, step_parts
-from tests.logging.synthetic import CLOSING, record, validation
+from tests.logging.synthetic import CLOSING, QUESTIONS, record, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CONFIG = """
@@ -80,6 +81,37 @@ def test_text_of_a_closing_row_is_escaped(tmp_path: Path) -> None:
     write_run(tmp_path, a_run())
     closing = ClosingTable(None, ClosingRow("<script>x</script>", 1.0, "<i>"))
     assert not {"script", "i"} & set(Page(write_report(tmp_path, closing).read_text()).tags)
+
+
+def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
+    """Bug: a teacher's score under the student, or one that is not known and moves the others."""
+    write_run(tmp_path, a_run())
+    table = write_report(tmp_path, QUESTIONS).read_text().partition("<h2>Questions</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<t[hd](?: [^>]*)?>(?:<b>)?([^<]*)", row) for row in table.split("</tr>")[:-1]]
+    assert rows == [
+        ["measure", "student before", "student after", "teacher phi4mini"],
+        ["greedy", "20.0 % (10.0 to 30.0 %)", "40.0 % (30.0 to 50.0 %)", "90.0 % (80.0 to 95.0 %)"],
+        ["pass@4", "–", "60.0 % (50.0 to 70.0 %)", "–"],
+    ]
+
+
+def test_what_a_teacher_reaches_is_a_level_line_in_the_colour_of_its_measure() -> None:
+    """Bug: a teacher that is drawn as a measure, or a bound that is drawn as a teacher."""
+    figure = Figure()
+    asked = {
+        f"eval/{name}{end}{of}": value
+        for name, of, value in (("greedy", "", 0.2), ("pass@4", "", 0.3), ("greedy", "/a", 0.8), ("pass@4", "/a", 0.9))
+        for end in ("", "_low", "_high")
+    }
+    draw_questions(figure, [{"step": 0, **asked}], ClosingTable(None, None), LIGHT)
+    drawn = {(line.get_color(), *line.get_ydata()) for line in figure.axes[0].lines}
+    assert drawn == {
+        (LIGHT.cycle[0], 0.2),
+        (LIGHT.cycle[1], 0.3),
+        (LIGHT.cycle[0], 0.8, 0.8),
+        (LIGHT.cycle[1], 0.9, 0.9),
+        (LIGHT.muted,),
+    }
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import tensor_axis
-from nemo_opd.errors import RolloutError
 from nemo_opd.models.context_parallel import RING, use_ring_attention
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model
@@ -26,7 +25,11 @@ from tests.models.test_parallel import USED, cut, train
 from tests.models.world import on_ranks
 
 RANKS = 2
-LAYOUTS = {"dp": Parallelism(), "tp": Parallelism(tp=2)}
+LAYOUTS = {
+    "dp": Parallelism(),
+    "tp": Parallelism(tp=2),
+    "tp, positions shared": Parallelism(tp=2, sequence_parallel=True),
+}
 FAMILIES = ("llama, tied", "qwen3, norms of heads")
 """One with a head that is the embedding, and one with parameters that tensor parallelism leaves whole."""
 
@@ -69,11 +72,11 @@ def of_layout(folder: Path, parallelism: Parallelism) -> OfRank:
     requests = asked(dist.get_rank() if tensor_axis(mesh) is None else 0)
     model.train()
     # Before any forward pass, when FSDP2 has not made itself ready.
-    with generating(model, mesh, parallelism):
+    with generating(model, mesh):
         before = sample(model, requests)
     was_restored = model.training and all(isinstance(each, DTensor) for each in model.parameters())
     updated = train(model, mesh, parallelism)[0].weights
-    with generating(model, mesh, parallelism):
+    with generating(model, mesh):
         after = sample(model, requests)
     mesh, other = cut(folder, parallelism, activation_checkpointing=True)
     return OfRank(before, after, updated, train(other, mesh, parallelism)[0].weights, was_restored)
@@ -143,7 +146,7 @@ def test_a_plain_model_in_training_is_made_fit_and_is_as_it_was() -> None:
     steps: list[int] = []
     handle = model.model.layers[0].register_forward_hook(lambda _, args, output: steps.append(args[0].shape[1]))
 
-    with generating(model, None, None):
+    with generating(model, None):
         assert not torch.is_grad_enabled()
         assert_same(sample(model, asked(0)), wanted)
 
@@ -159,7 +162,7 @@ def test_a_plain_model_in_training_is_made_fit_and_is_as_it_was() -> None:
 def test_also_after_an_error() -> None:
     model = model_of("llama, tied").train()
 
-    with pytest.raises(RefusedError), generating(model, None, None):
+    with pytest.raises(RefusedError), generating(model, None):
         refuse()
 
     assert model.training
@@ -174,15 +177,7 @@ def test_a_model_for_shared_positions_samples_whole_sequences(monkeypatch: pytes
     monkeypatch.setattr("nemo_opd.models.generation.tensor_axis", lambda _: None)
 
     mesh: Any = object()
-    with generating(model, mesh, Parallelism(cp=2)):
+    with generating(model, mesh):
         assert_same(sample(model, asked(0)), wanted)
 
     assert model.config._attn_implementation == RING
-
-
-def test_positions_shared_within_a_tensor_parallel_group_are_refused() -> None:
-    with (
-        pytest.raises(RolloutError, match="sequence_parallel=true"),
-        generating(model_of("llama, tied"), None, Parallelism(tp=2, sequence_parallel=True)),
-    ):
-        raise AssertionError

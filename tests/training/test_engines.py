@@ -10,6 +10,7 @@ import pytest
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.training import engines
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.respondents import Respondent
 
 
 @dataclass
@@ -37,7 +38,7 @@ class FakeModels:
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
-    prompts = Prompts(*[None] * 3, None, frozenset({2}), None, 8, ())  # type: ignore[arg-type]
+    prompts = Prompts(*[None] * 3, Respondent(None, frozenset({2}), 8), (), None, ())  # type: ignore[arg-type]
     config = SimpleNamespace(
         rollout=ServerRollout(**rollout) if rollout else HFRollout(), train=SimpleNamespace(max_length=8)
     )

@@ -69,6 +69,18 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
     assert {step for step, record in enumerate(whole.metrics) if "eval/pass@2" in record} == {0, HALF, STEPS}
 
 
+@pytest.mark.parametrize("teacher", ["cross", "same"])
+def test_each_teacher_is_asked_once_as_the_student_is(whole: Run, teacher: str) -> None:
+    """They know their sums: any that is asked in another's tokens, or in the student's place, does not."""
+    first, *steps = whole.metrics
+    of_student = {name for name in first if name.startswith("eval/") and name.count("/") == 1}
+
+    assert {f"{name}/{teacher}" for name in of_student} <= first.keys()
+    assert first[f"eval/greedy/{teacher}"] == 1 > first["eval/greedy"]
+    assert not any(f"eval/greedy/{teacher}" in record for record in steps)
+    assert f"teacher {teacher}" in questions(whole)
+
+
 def test_what_the_student_answered_is_in_the_report(whole: Run) -> None:
     answers = read_samples(whole.output_dir / "samples.jsonl")
     page = (whole.output_dir / "report" / "report.html").read_text(encoding="utf-8")
@@ -97,9 +109,15 @@ def test_a_run_that_continues_samples_the_same(whole: Run, tmp_path: Path) -> No
 
     assert run.end() == 0, run.output
     assert [told(record) for record in run.metrics] == [told(record) for record in whole.metrics]
+    assert questions(run) == questions(whole)
     assert (folder / "samples.jsonl").read_text() == (whole.output_dir / "samples.jsonl").read_text()
     own, other = (load_file(each / "final" / "model.safetensors") for each in (folder, whole.output_dir))
     assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+
+
+def questions(run: Run) -> str:
+    """The closing table."""
+    return run.output.partition("Questions")[2].partition(" done ")[0]
 
 
 def told(record: dict[str, float]) -> str:

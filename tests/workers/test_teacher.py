@@ -1,7 +1,11 @@
-"""What a teacher hands over gives the logits that transformers computes, and nothing of it is padding of the head."""
+"""What a teacher hands over gives the logits that transformers computes, and nothing of it is padding of the head; it
+answers as transformers would have it answer.
+"""
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
 from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch
-from nemo_opd.workers.teacher import OutputHandle
+from nemo_opd.types import Batch, TokenRows
+from nemo_opd.workers.teacher import OutputHandle, TeacherWorker
 from tests.tiny import Tiny
 from tests.workers.local import LocalModels, first_batches, in_world, plan_of
 
@@ -124,3 +129,76 @@ def test_the_head_is_handed_over_once(scoring) -> None:
         heads = {handle.head.weight for handle in of_batches if isinstance(handle, HiddenStatesHandle)}
         assert len(heads) <= 1
         assert all(handle.allocation == 1 for handle in heads)
+
+
+@dataclass(frozen=True)
+class Asking:
+    plan: Plan
+    requests: list[Request]
+    ends: frozenset[int]
+    tokens: TokenRows
+
+
+@dataclass(frozen=True)
+class Said:
+    completions: list[Completion]
+    quality: tuple[float, float]
+    """Bits per byte before and after it was asked."""
+
+
+def ask(job: Asking) -> Said:
+    worker = TeacherWorker(
+        job.plan.config.teachers[0],
+        key="teachers.0.model",
+        vocab_size=job.plan.teachers[0].vocab_size,
+        micro_batch_size=2,
+        device="cpu",
+        transport="shared_memory",
+        handoff="hidden_states",
+    )
+    before = worker.bits_per_byte(job.tokens).value()
+    completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, 2)
+    quality = (float(before), float(worker.bits_per_byte(job.tokens).value()))
+    worker.close()
+    return Said(completions, quality)
+
+
+CUT = ("{tp: 1}", "{tp: 2, sequence_parallel: true}")
+"""Over two ranks: sharded, or tensor parallel with shared positions."""
+NEW = 12
+
+
+def test_it_answers_as_transformers_does(tiny: Tiny, tmp_path) -> None:
+    """Likeliest tokens, of the teacher's own tokenizer. Bugs: a head's padding that is said, ends of the student's
+    tokenizer, prompts that attend to what pads them, a model that is left otherwise than it was."""
+    options = ("cluster.cpu_ranks=2", "teachers.0.dtype=float32")
+    plans = [plan_of(tiny.overrides(*options, f"teachers.0.parallelism={cut}")) for cut in CUT]
+    tokenizer = AutoTokenizer.from_pretrained(tiny.teacher_cross)
+    prompts = [tokenizer(text)["input_ids"] for text in ("The quick", "for i in range(1000):", "Größe")]
+    free = [likeliest(tiny, ids, []) for ids in prompts]
+    ends = frozenset({free[0][3]})
+    requests = [Request(np.array(ids, np.int32), NEW, seed=0) for ids in prompts]
+    tokens = first_batches(plans[0], 1)[0].teachers[0].tokens
+
+    said = in_world(2, ask, [Asking(plan, requests, ends, tokens) for plan in plans], tmp_path / "world")
+
+    assert max(map(max, free)) < len(tokenizer)
+    for each in said:
+        assert [made.ids.tolist() for made in each.completions] == [likeliest(tiny, ids, [*ends]) for ids in prompts]
+        assert len(each.completions[0].ids) < NEW
+        assert each.quality[0] == each.quality[1]
+
+
+def likeliest(tiny: Tiny, ids: list[int], ends: list[int]) -> list[int]:
+    """By transformers, one prompt at a time. The head has 20 rows more than the tokenizer has tokens."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny.teacher_cross, dtype=torch.float32).eval()
+    size = model.config.vocab_size
+    made = model.generate(
+        torch.tensor([ids]),
+        max_new_tokens=NEW,
+        do_sample=False,
+        eos_token_id=ends or None,
+        pad_token_id=0,
+        suppress_tokens=list(range(size - 20, size)),
+    )
+    return made[0, len(ids) :].tolist()

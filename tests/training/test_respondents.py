@@ -1,0 +1,134 @@
+"""Each teacher is asked in its own tokens and by its own chat template; one that cannot be is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from nemo_opd.errors import AlignmentError, DataError, OPDError
+from nemo_opd.logging.base import Score
+from nemo_opd.training.on_policy_session import scores
+from nemo_opd.training.preflight import preflight
+from nemo_opd.training.prompts import Prompts
+from tests.composition import compose
+from tests.tiny import Tiny
+
+QUESTION = "How many lazy dogs?"
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{{ 'assistant:' }}"
+OTHER = TEMPLATE.replace("{{ m.role }}", "[{{ m.role }}]")
+
+
+@dataclass
+class Asking:
+    """A run on one question, with the tiny models."""
+
+    tiny: Tiny
+    folder: Path
+
+    def prompts(self, *more: str, cross: bool = False) -> Prompts:
+        plan = preflight(compose(*self._overrides(cross), *more, config_name="on_policy_demo"))
+        assert isinstance(plan.data, Prompts)
+        return plan.data
+
+    def _overrides(self, cross: bool) -> list[str]:
+        row = {"messages": [{"role": "user", "content": QUESTION}], "answer": "1"}
+        (self.folder / "questions.jsonl").write_text(json.dumps(row))
+        (self.folder / "student.jinja").write_text(TEMPLATE)
+        teacher = ["teachers=arithmetic_cross", "loss=p_kl", "loss.ce_weight=0"] if cross else ["teachers=arithmetic"]
+        return [
+            *teacher,
+            f"student.model={self.tiny.student}",
+            f"teachers.0.model={self.tiny.teacher_cross if cross else self.tiny.teacher_same}",
+            f"++student.chat_template={self.folder / 'student.jinja'}",
+            "++data.messages_key=messages",
+            "data.response_key=null",
+            "data.train.arrow_files=null",
+            f"data.train.jsonl_files={self.folder / 'questions.jsonl'}",
+            "evaluation.data.arrow_files=null",
+            f"evaluation.data.jsonl_files={self.folder / 'questions.jsonl'}",
+            f"run.output_dir={self.folder / 'run'}",
+        ]
+
+    @property
+    def template(self) -> Path:
+        """The teacher's."""
+        return self.folder / "teacher.jinja"
+
+    @property
+    def templated(self) -> str:
+        return f"++teachers.0.chat_template={self.template}"
+
+
+@pytest.fixture
+def asking(tiny: Tiny, tmp_path: Path) -> Asking:
+    return Asking(tiny, tmp_path)
+
+
+def test_a_teacher_is_asked_by_its_own_tokenizer_and_template(asking: Asking) -> None:
+    asking.template.write_text(OTHER)
+    prompts = asking.prompts(asking.templated, "++teachers.0.max_length=70", cross=True)
+    (asked,) = prompts.asked_teachers
+    tokenizer = AutoTokenizer.from_pretrained(asking.tiny.teacher_cross)
+    text = f"[user]: {QUESTION}</s>assistant:"
+
+    assert asked.renderer.prompt_ids(prompts.questions[0]).tolist() == tokenizer(text)["input_ids"]
+    assert asked.end_ids == {tokenizer.eos_token_id}
+    assert asked.max_length == 70
+
+
+def refusal(kind: type[OPDError], prompts: Callable[[], Prompts]) -> str:
+    with pytest.raises(kind) as caught:
+        prompts()
+    return str(caught.value)
+
+
+def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: Asking) -> None:
+    message = refusal(AlignmentError, asking.prompts)
+
+    assert message.startswith("teachers.0 (same) cannot be asked the questions of evaluation.data: tokenizer ")
+    assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
+    assert asking.prompts("evaluation.teachers=false").asked_teachers == ()
+
+
+def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Asking) -> None:
+    """The student's own rendering of it is short."""
+    asking.template.write_text("{{ 'Think of a fox. ' * 64 }}" + OTHER)
+    message = refusal(DataError, lambda: asking.prompts(asking.templated))
+
+    assert message.startswith(
+        "teachers.0 (same) cannot be asked the questions of evaluation.data: prompt 0 (row, counted from 0) has "
+    )
+    assert "leaves no room for an answer in 64; leave the row out" in message
+    assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
+
+
+def record(step: int, **means: float) -> dict[str, float]:
+    """Of an evaluation; the keyword is the model."""
+    values = {"step": float(step), "eval/response_length": 3.0}
+    for model, mean in means.items():
+        of = "" if model == "student" else f"/{model}"
+        values |= {f"eval/greedy{of}": mean, f"eval/greedy_low{of}": mean - 0.1, f"eval/greedy_high{of}": mean + 0.1}
+    return values
+
+
+def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> None:
+    """Bug: a teacher whose name ends as a bound does is taken for another teacher's bound, or for a measure."""
+    (row,) = scores(record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4), ["a", "a_low", "not asked"])
+
+    assert row.measure == "greedy"
+    assert row.by_model == {
+        "student before": pytest.approx(Score(0.2, 0.1, 0.3)),
+        "student after": pytest.approx(Score(0.4, 0.3, 0.5)),
+        "teacher a": pytest.approx(Score(0.5, 0.4, 0.6)),
+        "teacher a_low": pytest.approx(Score(0.7, 0.6, 0.8)),
+    }
+
+
+def test_a_run_that_asked_once_has_no_before() -> None:
+    only = record(0, student=0.2, a=0.5, a_low=0.7)
+    (row,) = scores(only, only, ["a", "a_low"])
+
+    assert list(row.by_model) == ["student after", "teacher a", "teacher a_low"]
