@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import to_yaml
 from nemo_opd.evaluation.engines import open_engine, tokenizer_of
-from nemo_opd.evaluation.questions import Fitting, fitting, read_questions
+from nemo_opd.evaluation.questions import fitting, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.table import estimates_table
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
@@ -27,7 +27,7 @@ from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.hf import max_positions
-from nemo_opd.rollout.prompts import Renderer
+from nemo_opd.rollout.prompts import Kept, Renderer
 from nemo_opd.rollout.text import TextRenderer
 
 NO_LIMIT = 1 << 30
@@ -96,7 +96,7 @@ def renderer_of(config: EvaluationConfig, tokenizer: PreTrainedTokenizerFast) ->
     return ConversationRenderer(tokenizer, config.chat_template_kwargs)
 
 
-def results_json(config: EvaluationConfig, result: EvaluationResult, questions: Fitting, seconds: float) -> str:
+def results_json(config: EvaluationConfig, result: EvaluationResult, questions: Kept, seconds: float) -> str:
     results = {
         "model": config.model,
         "num_questions": len(questions.prompts),

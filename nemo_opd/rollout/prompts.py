@@ -74,19 +74,19 @@ class Renderer(Protocol):
 class Kept:
     prompts: tuple[Prompt, ...]
     num_dropped: int
+    """Too long."""
 
 
-def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int, *, key: str = "data.train") -> Kept:
-    """The prompts of `max_tokens` at most, in order and uncut. `key` is where they stand in the config.
+def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | None, *, key: str, way_out: str) -> Kept:
+    """The prompts of `max_tokens` at most, None being any number, in order and uncut.
 
-    Raises DataError where none is left.
+    key: where they stand in the config. way_out: what can be changed there. Raises DataError where none is left.
     """
+    if max_tokens is None:
+        return Kept(tuple(prompts), 0)
     lengths = [len(renderer.prompt_ids(prompt)) for prompt in prompts]
     kept = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
     if not kept:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
-        raise DataError(
-            f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; raise "
-            "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
-        )
+        raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
     return Kept(kept, len(prompts) - len(kept))

@@ -137,7 +137,8 @@ def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) 
     prompts = read_prompts(documents, range(len(documents)))
     if config.reward is not None and compares_answers(config.reward):
         check_answers(config.reward, prompts, source=key)
-    kept = drop_long(prompts, renderer, longest_prompt(config), key=key)
+    way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
+    kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
     return PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
 
 
