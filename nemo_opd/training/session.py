@@ -149,10 +149,10 @@ class Session:
 
     def say_how_to_continue(self) -> None:
         if not self.step:
-            print("interrupted before the first step; there is nothing to continue")
+            print("ended before the first step; there is nothing to continue")
             return
         print(
-            f"interrupted after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
+            f"ended after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
             f"run.output_dir={self.plan.output_dir} run.resume=auto"
         )
 

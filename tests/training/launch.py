@@ -118,16 +118,25 @@ class Run:
 
 
 def is_unused(segment: str) -> bool:
-    """No living process maps or has open a segment of /dev/shm, so nobody will remove it."""
+    """No living process maps or has open a segment of /dev/shm, so nobody will remove it.
+
+    Told by its inode: the C library makes a semaphore under another name than it then has.
+    """
+    file = Path("/dev/shm") / segment
+    try:
+        inode = str(file.stat().st_ino)
+    except FileNotFoundError:
+        return False
     for process in psutil.process_iter():
         try:
-            if segment in Path(f"/proc/{process.pid}/maps").read_text():
+            mappings = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            if any("/dev/shm/" in line and line.split()[4] == inode for line in mappings):
                 return False
-            if any(segment in os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
+            if any(file.samefile(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
                 return False
         except OSError:
             continue
-    return (Path("/dev/shm") / segment).exists()
+    return file.exists()
 
 
 def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:

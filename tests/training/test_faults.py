@@ -181,7 +181,7 @@ def test_signal_to_all_processes_ends_the_run_soon(terminated: tuple[Run, float]
     run, seconds = terminated
     assert seconds < RAY_GIVES_UP_S, run.output
     assert "run.resume=auto" in run.last_line, run.output
-    assert run.process.returncode == (0 if run.last_line.startswith("interrupted after step ") else 1)
+    assert run.process.returncode == (0 if run.last_line.startswith("ended after step ") else 1)
     assert "Failed to connect to GCS" not in run.output
     assert run.leftovers() == []
 
