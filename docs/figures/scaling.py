@@ -25,8 +25,17 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import require_batch_divides, resolve_placement
-from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSize, Situation, model_size, settle_memory
+from nemo_opd.training.memory import (
+    Machine,
+    MemoryEstimate,
+    ModelSize,
+    Phase,
+    Situation,
+    model_size,
+    settle_memory,
+)
 from nemo_opd.training.memory.estimate import Part
+from nemo_opd.training.memory.rollout import PART_NAMES, Drawing
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -42,12 +51,13 @@ LINKS = {"NVLink": 450e9, "network": 50e9}
 SHARE_OF_PEAK = 0.4
 CONFIGS = {
     "1B": ("meta-llama/Llama-3.2-1B", PRESETS["llama_1b"]),
+    "1.7B": ("Qwen/Qwen3-1.7B", lambda: qwen(2048, 6144, 28, 16, 8, 128, 151_936)),
     "4B": ("Qwen/Qwen3-4B", PRESETS["qwen_4b"]),
     "8B": ("meta-llama/Llama-3.1-8B", lambda: untied(llama(4096, 14336, 32, 32, 8, 128, 128_256))),
     "32B": ("Qwen/Qwen3-32B", lambda: untied(qwen(5120, 25600, 64, 64, 8, 128, 151_936))),
     "70B": ("meta-llama/Llama-3.1-70B", lambda: untied(llama(8192, 28672, 80, 64, 8, 128, 128_256))),
 }
-VOCABULARIES = {"1B": 128_256, "4B": 151_669, "8B": 128_256, "32B": 151_669, "70B": 128_256}
+VOCABULARIES = {"1B": 128_256, "1.7B": 151_669, "4B": 151_669, "8B": 128_256, "32B": 151_669, "70B": 128_256}
 """Ids of the tokenizers."""
 
 
@@ -254,6 +264,42 @@ def shown(layout: Layout) -> str:
     return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
 
 
+def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:
+    """256 rollouts a step, of prompts of 2,048 tokens and answers of 4,096."""
+    rollouts = ("rollout.type=hf", "rollout.n=4", "rollout.max_new_tokens=4096", "train.max_length=6144")
+    return row(machines, student, teacher, nodes, gpus, 256, 2, CHECKPOINTED, *rollouts, *more)
+
+
+ROLLOUTS = (
+    sampling("1 GPU", "1B", "8B", 1, 1),
+    sampling("8 GPUs", "1.7B", "32B", 1, 8, *teacher_tp(8)),
+    sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
+    sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
+    sampling("8 GPUs", "8B", "32B", 1, 8, "student.parallelism.tp=2", *teacher_tp(8)),
+    sampling("4 nodes", "32B", "70B", 4, 8, "rollout.batch_size=4", *teacher_tp(8)),
+    sampling("4 nodes", "32B", "70B", 4, 8, "student.parallelism.tp=4", *teacher_tp(8)),
+)
+
+
+def rollout_rows() -> Iterator[list[str]]:
+    for example in ROLLOUTS:
+        found = check(example)
+        memory = found.memory.memories[0]
+        parts = {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.owner == "student"}
+        others = max(memory.total(phase) for phase in Phase if phase is not Phase.ROLLOUT)
+        yield [
+            example.title,
+            f"{found.names[0]} ← {found.names[1]}",
+            shown(found.student),
+            str(Drawing.of(found.config, found.student.dp).rows),
+            *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES[:-1]),
+            f"{memory.total(Phase.ROLLOUT) / GIB:.0f}",
+            f"{others / GIB:.0f}",
+            found.offloaded,
+            "yes" if found.memory.fits else "**no**",
+        ]
+
+
 def part_rows(found: Checked) -> Iterator[list[str]]:
     """The parts of the fullest GPU at its peak, largest first."""
     memory = found.memory.memories[0]
@@ -383,6 +429,20 @@ MODELS = (
     "the same as logits, MiB",
 )
 COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
+SAMPLING = (
+    "machines",
+    "models",
+    "student",
+    "at a time",
+    "weights, whole",
+    "cache",
+    "activations",
+    "logits",
+    "GiB of a GPU",
+    "in other phases",
+    "offloaded",
+    "fits",
+)
 PARTS = ("part, on each GPU", "GiB")
 TRAFFIC = ("what a rank receives in a step", "by", "GB", "s at the speed of the link")
 EXAMPLE = re.compile(r"<!-- example (?P<name>\w+) -->\n```yaml\n(?P<yaml>.*?)```", re.DOTALL)
@@ -405,7 +465,11 @@ def summary(found: Checked) -> str:
 
 def blocks(page: str) -> dict[str, str]:
     """What belongs between the marks of a name."""
-    made = {"models": table(MODELS, model_rows()), "layouts": table(COLUMNS, layout_rows())}
+    made = {
+        "models": table(MODELS, model_rows()),
+        "layouts": table(COLUMNS, layout_rows()),
+        "rollouts": table(SAMPLING, rollout_rows()),
+    }
     for example in documented(page):
         found = check(example)
         if f"<!-- {example.title} -->" not in page:

@@ -141,5 +141,12 @@ def confidence_alphas(config: RunConfig) -> list[float | None]:
     return [term.power_alpha if is_on_policy and isinstance(term, TCADTerm) else None for term in terms]
 
 
+def longest_prompt(config: RunConfig) -> int:
+    """Tokens of a prompt that is not dropped."""
+    rollout = config.rollout
+    assert rollout is not None
+    return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
+
+
 def term_key(config: RunConfig, teacher: int) -> str:
     return f"teachers.{teacher}.loss" if config.teachers[teacher].loss else "loss"

@@ -7,6 +7,7 @@ from functools import cached_property
 from datasets import Dataset
 
 from nemo_opd.config.data import Source
+from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data import layout as columns
@@ -148,12 +149,6 @@ def layout_of(config: RunConfig) -> columns.Layout:
     if config.routing is not None:
         layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
     return layout
-
-
-def longest_prompt(config: RunConfig) -> int:
-    rollout = config.rollout
-    assert rollout is not None
-    return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
 
 
 def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.on_policy import check_on_policy
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.estimate import Advice
 from nemo_opd.training.memory.process import ModelSetup
+from nemo_opd.training.memory.rollout import Drawing
 from nemo_opd.training.memory.situation import Situation, estimate
 
 WORTH_SAYING = 0.01
@@ -34,8 +37,10 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[Variant]:
     """What one can write, and what it makes of the run."""
-    for setting, changed in (*of_training(config), *of_placement(config, situation)):
-        yield setting, changed, situation
+    found = (*of_training(config), *of_rollouts(config, situation), *of_placement(config, situation))
+    for setting, changed in found:
+        if is_allowed(changed):
+            yield setting, changed, situation
     yield from of_parallelism(config, situation)
 
 
@@ -53,6 +58,23 @@ def of_training(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
     if config.logging.gradients_every is not None:
         logging = config.logging.model_copy(update={"gradients_every": None})
         yield "logging.gradients_every=null", config.model_copy(update={"logging": logging})
+
+
+def is_allowed(config: RunConfig) -> bool:
+    """Copies are not validated."""
+    try:
+        if config.rollout is not None:
+            check_on_policy(config)
+    except ValueError:
+        return False
+    return True
+
+
+def of_rollouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig]]:
+    rollout = config.rollout
+    if isinstance(rollout, HFRollout) and (rows := Drawing.of(config, situation.student.layout.dp).rows) > 1:
+        changed = rollout.model_copy(update={"batch_size": rows // 2})
+        yield f"rollout.batch_size={rows // 2}", config.model_copy(update={"rollout": changed})
 
 
 def with_train(config: RunConfig, key: str, value: int) -> tuple[str, RunConfig]:

@@ -12,6 +12,8 @@ USABLE = 0.95
 
 class Phase(StrEnum):
     LOADING = "loading"
+    ROLLOUT = "rollout"
+    """The student samples, in its own workers."""
     TEACHERS = "teachers"
     """The teachers' forward passes, all at the same time."""
     LOSS = "forward, loss"
@@ -46,13 +48,15 @@ class Memory:
     parts: tuple[Part, ...]
     capacity: int | None
     """Bytes there are for a rank; None: not known."""
+    phases: tuple[Phase, ...] = tuple(Phase)
+    """Those of the run."""
 
     def total(self, phase: Phase) -> int:
         return sum(part.at(phase) for part in self.parts)
 
     @property
     def peak_phase(self) -> Phase:
-        return max(Phase, key=self.total)
+        return max(self.phases, key=self.total)
 
     @property
     def peak(self) -> int:

@@ -34,6 +34,11 @@ class ModelSetup:
         return cut_numel(self.size.rest, self.layout.tp)
 
     @property
+    def whole(self) -> int:
+        """All parameters, gathered."""
+        return cut_numel((*self.size.shapes, *adapter_shapes(self.size.adapters)), self.layout.tp)
+
+    @property
     def layer(self) -> int:
         """Parameters of the largest layer, gathered."""
         widest = self.size.widest_layer

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.advice import gib
-from nemo_opd.training.memory.estimate import USABLE, Memory, MemoryEstimate, Phase
+from nemo_opd.training.memory.estimate import USABLE, Memory, MemoryEstimate
+
+SERVER = (
+    "not counted: the server that samples (rollout.type=server), a process of its own on this machine; keep its share "
+    "of the devices small in rollout.options, or give it others in rollout.environment"
+)
 
 
 def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
     """A table for each memory that anything is held in, a line on how it fits, and advice where it does not.
 
-    Also what is offloaded; `config` is the one that the estimate has settled.
+    Also what is offloaded, and what is not counted; `config` is the one that the estimate has settled.
     """
     for memory in estimate.memories:
         if memory.peak:
@@ -25,6 +31,9 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     if config.student.offload is True:
         names.append("student")
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
+    rollout = config.rollout
+    if isinstance(rollout, ServerRollout) and rollout.url is None:
+        yield Text(SERVER)
     for one in estimate.advice:
         yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")
 
@@ -32,15 +41,15 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
 def memory_table(memory: Memory) -> Table:
     """In MiB; the phase of the peak is in bold."""
     title = f"Memory estimate, {memory.name} (MiB)"
-    table = Table("part", *(phase.value for phase in Phase), title=title, title_justify="left")
-    for column, phase in zip(table.columns[1:], Phase, strict=True):
+    table = Table("part", *(phase.value for phase in memory.phases), title=title, title_justify="left")
+    for column, phase in zip(table.columns[1:], memory.phases, strict=True):
         column.justify = "right"
         column.style = "bold" if phase is memory.peak_phase else ""
     for part in memory.parts:
         if any(part.num_bytes.values()):
-            table.add_row(str(part), *(mib(part.at(phase)) for phase in Phase))
+            table.add_row(str(part), *(mib(part.at(phase)) for phase in memory.phases))
     table.add_section()
-    table.add_row("all", *(mib(memory.total(phase)) for phase in Phase))
+    table.add_row("all", *(mib(memory.total(phase)) for phase in memory.phases))
     return table
 
 

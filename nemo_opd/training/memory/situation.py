@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import psutil
 import torch
 
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.memory.estimate import Memory, MemoryEstimate, Part
+from nemo_opd.training.memory.estimate import Memory, MemoryEstimate, Part, Phase
 from nemo_opd.training.memory.process import ModelSetup, Process, with_cache
+from nemo_opd.training.memory.rollout import with_rollouts
 from nemo_opd.training.memory.size import ModelSize
 from nemo_opd.training.memory.student import StudentJob, student_process
 from nemo_opd.training.memory.teacher import TeacherJob, teacher_process, window_bytes
@@ -90,13 +92,18 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
 
     Whole numbers of what PyTorch allocates for tensors, from the models' shapes; METHODS §8 says what losses keep.
     """
-    student = student_process(student_job(config, situation))
+    job = student_job(config, situation)
+    student = with_rollouts(student_process(job), job)
     teachers = [teacher_process(job) for job in teacher_jobs(config, situation)]
-    machine = situation.machine
+    processes, machine = [student, *teachers], situation.machine
+    memories: tuple[Memory, ...]
     if machine.device == "cpu":
-        parts = [part for process in (student, *teachers) for part in (*process.device, *process.host)]
-        return MemoryEstimate((Memory("main memory for each rank", tuple(parts), machine.host_share),))
-    return MemoryEstimate((*on_devices(config, student, teachers, situation), on_host([student, *teachers], machine)))
+        parts = [part for process in processes for part in (*process.device, *process.host)]
+        memories = (Memory("main memory for each rank", tuple(parts), machine.host_share),)
+    else:
+        memories = (*on_devices(config, student, teachers, situation), on_host(processes, machine))
+    phases = tuple(phase for phase in Phase if phase is not Phase.ROLLOUT or isinstance(config.rollout, HFRollout))
+    return MemoryEstimate(tuple(replace(memory, phases=phases) for memory in memories))
 
 
 def on_devices(

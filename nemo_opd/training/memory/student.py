@@ -56,9 +56,9 @@ def student_process(job: StudentJob) -> Process:
         Part(OWNER, "largest tensor, read from the file", during(FP32 * largest(job.setup.size.shapes), Phase.LOADING))
     ]
     if offload:
-        host.append(
-            Part(OWNER, "parameters, optimizer", during(parameter_bytes(job) + MOMENTS * trained, Phase.TEACHERS))
-        )
+        optimizer = MOMENTS * trained
+        away = {Phase.ROLLOUT: optimizer, Phase.TEACHERS: parameter_bytes(job) + optimizer}
+        host.append(Part(OWNER, "parameters, optimizer", away))
     return Process(tuple(parts), tuple(host), STUDENT_PHASES, is_offloaded=offload)
 
 
@@ -72,10 +72,10 @@ def parameter_bytes(job: StudentJob) -> int:
 
 
 def state_parts(job: StudentJob, trained: int, offload: bool) -> list[Part]:
-    """What outlives a step; offloading takes it away while teachers work."""
-    here = (*STUDENT_PHASES,) if offload else (Phase.TEACHERS, *STUDENT_PHASES)
+    """What outlives a step; offloading takes it away while teachers work, and the optimizer in rollouts."""
+    here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
     return [
-        Part(OWNER, "parameters", during(parameter_bytes(job), Phase.LOADING, *here)),
+        Part(OWNER, "parameters", during(parameter_bytes(job), Phase.LOADING, Phase.ROLLOUT, *here)),
         Part(OWNER, "optimizer", during(MOMENTS * trained, *here)),
         Part(OWNER, "temporaries of the optimizer", during(step_bytes(job, trained), Phase.OPTIMIZER)),
     ]
@@ -117,7 +117,11 @@ def pass_parts(job: StudentJob, trained: int) -> list[Part]:
         *(hidden_parts(job) if job.headless else logits_parts(job)),
         Part(OWNER, "chunk of a loss", during(chunk_bytes(job), Phase.LOSS)),
         Part(OWNER, "teachers' output put together", during(job.window, Phase.LOSS, Phase.BACKWARD)),
-        Part(OWNER, "output of teachers on other nodes", during(job.arriving, Phase.TEACHERS, *STUDENT_PHASES)),
+        Part(
+            OWNER,
+            "output of teachers on other nodes",
+            during(job.arriving, Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES),
+        ),
     ]
 
 

@@ -14,7 +14,8 @@ from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, durin
 from nemo_opd.training.memory.process import ModelSetup, Process, largest
 from nemo_opd.training.memory.size import shard_numel
 
-AFTER_LOADING = (Phase.TEACHERS, *STUDENT_PHASES)
+OTHERS_PHASES = (Phase.ROLLOUT, *STUDENT_PHASES)
+AFTER_LOADING = (Phase.TEACHERS, *OTHERS_PHASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def teacher_process(job: TeacherJob) -> Process:
         "largest tensor, read from the file",
         during(job.item_bytes * largest(job.setup.size.shapes), Phase.LOADING),
     )
-    away = (Part(name, "parameters", during(shard, *STUDENT_PHASES)),) if offload else ()
+    away = (Part(name, "parameters", during(shard, *OTHERS_PHASES)),) if offload else ()
     return Process(parts, (read, *away, *(() if on_device else handed)), (Phase.TEACHERS,), is_offloaded=offload)
 
 
@@ -91,7 +92,7 @@ def forward_parts(job: TeacherJob, offload: bool) -> list[Part]:
     highest = max(in_layer, at_head, key=lambda parts: sum(parts.values()))
     left = {"gathered parameters": 0 if offload else rest, "activations": 0}
     return [
-        Part(name, part, during(left[part], *STUDENT_PHASES) | {Phase.TEACHERS: num_bytes})
+        Part(name, part, during(left[part], *OTHERS_PHASES) | {Phase.TEACHERS: num_bytes})
         for part, num_bytes in highest.items()
     ]
 

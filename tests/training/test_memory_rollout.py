@@ -1,0 +1,313 @@
+"""The estimate of rollouts in the student's own workers, against what is alive while one samples, op by op."""
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Phi3Config,
+    PretrainedConfig,
+)
+
+from nemo_opd.config import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.training.memory import Machine, Memory, MemoryEstimate, Phase, Situation, estimate, model_size
+from nemo_opd.training.memory.advice import variants
+from nemo_opd.training.memory.report import memory_report
+from nemo_opd.training.memory.rollout import Drawing, full_cache, prompt_cache
+from nemo_opd.training.memory.situation import student_job
+from nemo_opd.workers.student import StudentWorker
+from tests.composition import compose
+from tests.tiny import Tiny
+from tests.training.live_bytes import LiveBytes
+
+WITHIN = 0.05
+"""The brief ops that no part tells of: norms, masks in the making, flags."""
+
+
+def shape(width: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "vocab_size": 480,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        **others,
+    }
+
+
+LLAMA = LlamaConfig(**shape(96, num_hidden_layers=4))
+WIDE_KEYS = LlamaConfig(**shape(32, num_hidden_layers=4, head_dim=64, num_key_value_heads=4, vocab_size=64))
+MANY_PARAMETERS = LlamaConfig(**shape(256, num_hidden_layers=4))
+MANY_LOGITS = LlamaConfig(**shape(16, num_hidden_layers=1, vocab_size=20_000))
+EAGER = Gemma2Config(**shape(64, num_hidden_layers=3), sliding_window=16)
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+WINDOWS = Gemma3TextConfig(**shape(32, num_hidden_layers=3, head_dim=64, layer_types=KINDS), sliding_window=6)
+FUSED = Phi3Config(**shape(64, num_hidden_layers=2))
+
+
+@dataclass(frozen=True)
+class Case:
+    config: PretrainedConfig
+    rows: int
+    prompt: int
+    new: int
+    dominant: str
+    """The largest part beside the parameters."""
+    settings: tuple[str, ...] = ()
+
+    def configured(self, *more: str) -> RunConfig:
+        """The student alone."""
+        config = compose(
+            "student=demo",
+            "evaluation=null",
+            f"train.global_batch_size={self.rows}",
+            "train.micro_batch_size=1",
+            f"train.max_length={self.prompt + self.new}",
+            "rollout.n=1",
+            f"rollout.max_new_tokens={self.new}",
+            *self.settings,
+            *more,
+            config_name="on_policy_demo",
+        )
+        return config.model_copy(update={"teachers": ()})
+
+
+CASES = {
+    "the cache": Case(WIDE_KEYS, 6, 40, 3, "key-value cache"),
+    "the cache, sampled": Case(WIDE_KEYS, 24, 4, 8, "key-value cache"),
+    "prompts": Case(LLAMA, 6, 96, 3, "activations of sampling"),
+    "prompts in bf16": Case(LLAMA, 6, 96, 3, "activations of sampling", ("student.dtype=bfloat16",)),
+    "prompts with scores": Case(EAGER, 6, 96, 3, "activations of sampling"),
+    "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole"),
+    "logits": Case(MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them"),
+    "logits, warped": Case(
+        MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", ("rollout.temperature=0.7", "rollout.top_p=0.9")
+    ),
+    "logits in bf16": Case(
+        MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", ("student.dtype=bfloat16", "rollout.batch_size=5")
+    ),
+    "windows": Case(WINDOWS, 32, 4, 10, "key-value cache"),
+}
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Rank 0 of so many, whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def situation(config: RunConfig, model: PretrainedConfig, layout: Layout, device: str = "cpu") -> Situation:
+    return Situation.of(
+        config,
+        sizes=[model_size(model)] * (1 + len(config.teachers)),
+        vocab_sizes=[model.vocab_size] * (1 + len(config.teachers)),
+        layouts=[layout] * (1 + len(config.teachers)),
+        machine=Machine(device, None, None, layout.size),
+        transport="cuda_ipc" if device == "cuda" else "shared_memory",
+        lookahead=0,
+        headless=True,
+        gives_back=True,
+    )
+
+
+def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(folder)
+    return folder
+
+
+def held(case: Case, config: RunConfig) -> int:
+    """The most that a worker holds in a rollout of the longest prompts; no sequence ends before its time."""
+    model, rollout = case.config, config.rollout
+    assert rollout is not None
+    student = StudentWorker(
+        config,
+        projections=[],
+        total_steps=1,
+        vocab_size=model.vocab_size,
+        teacher_vocab_sizes=[],
+        device="cpu",
+        transport="shared_memory",
+    )
+    rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
+    prompts = [np.ones(case.prompt - row % 2, np.int32) for row in range(rows)]
+    sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
+    with LiveBytes(*student.model.parameters()) as live:
+        student.generate([Request(prompt, case.new, seed) for seed, prompt in enumerate(prompts)], sampling, 0)
+    student.close()
+    return live.peak
+
+
+def rollout_parts(memory: Memory) -> dict[str, int]:
+    """All but what other work has left."""
+    return {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.name != "optimizer"}
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+@pytest.mark.parametrize("name", CASES)
+def test_a_rollout_holds_what_was_estimated(name: str, world: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Where each part is the largest in turn. Bugs: prompts' logits at all positions, a cache that grows in place, the
+    logits of one kind, a window that is kept whole.
+    """
+    case = CASES[name]
+    config = case.configured(f"student.model={saved(case.config, tmp_path, tiny)}")
+    (memory,) = estimate(config, situation(config, case.config, Layout(world))).memories
+    parts = rollout_parts(memory)
+
+    assert max((part for part in parts if part != "parameters"), key=parts.__getitem__) == case.dominant
+    assert sum(parts.values()) == pytest.approx(held(case, config), rel=WITHIN)
+
+
+@pytest.mark.parametrize("world", [2], indirect=True)
+@pytest.mark.parametrize("layout", [Layout(2), Layout(1, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["the cache", "parameters"])
+def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Shards become whole over FSDP2, and keep to their tensor-parallel rank, with its keys and values."""
+    case = CASES[name]
+    folder = saved(case.config, tmp_path, tiny)
+    config = case.configured(f"student.model={folder}", f"student.parallelism.tp={layout.tp}")
+    (memory,) = estimate(config, situation(config, case.config, layout)).memories
+
+    assert sum(rollout_parts(memory).values()) == pytest.approx(held(case, config), rel=WITHIN)
+
+
+@pytest.mark.parametrize("model", [LLAMA, FUSED, EAGER, WINDOWS], ids=lambda model: model.model_type)
+def test_the_cache_is_that_of_transformers(model: PretrainedConfig) -> None:
+    """Its tensors to the byte, after the prompts and at the end. Bug: windows that are cut while a prompt is read."""
+    rows, prompt, new = 3, 24, 6
+    config = Case(model, rows, prompt, new, "").configured()
+    job = student_job(config, situation(config, model, Layout(1)))
+    drawing = Drawing.of(config, 1)
+    network = AutoModelForCausalLM.from_config(model).eval()
+    ids = torch.ones(rows, prompt, dtype=torch.long)
+    with torch.no_grad():
+        cache = network(ids, use_cache=True).past_key_values
+        assert stored(cache) == prompt_cache(job, drawing)
+        for _ in range(new - 1):
+            cache = network(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
+    assert stored(cache) == full_cache(job, drawing)
+
+
+def stored(cache: Any) -> int:
+    return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values))
+
+
+def test_tensor_parallel_ranks_have_their_heads() -> None:
+    """But all of them where queries, keys and values come out of one matrix, which is made whole before it is cut."""
+    for model, share in ((LLAMA, 2), (FUSED, 1)):
+        config = Case(model, 4, 24, 6, "").configured()
+        one, two = (student_job(config, situation(config, model, layout)) for layout in (Layout(1), Layout(1, 1, 2)))
+        drawing = Drawing.of(config, 1)
+        assert full_cache(one, drawing) == share * full_cache(two, drawing)
+
+
+# What is sampled at a time
+
+BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "dp", "rows", "prompt", "new"),
+    [
+        ((), 1, 64, 70, 30),
+        ((), 4, 24, 70, 30),
+        (("rollout.batch_size=8",), 4, 8, 70, 30),
+        (("rollout.max_prompt_length=40",), 4, 24, 40, 30),
+        (("environment=calculator", "data.messages_key=messages", "data.response_key=null"), 4, 24, 99, 30),
+    ],
+    ids=str,
+)
+def test_what_is_sampled_at_a_time(settings: tuple[str, ...], dp: int, rows: int, prompt: int, new: int) -> None:
+    """A batch has no more than a rank's rollouts; a later turn's prompt is all that was said before."""
+    config = compose(*BATCH, "evaluation=null", *settings, config_name="on_policy_demo")
+    assert Drawing.of(config, dp) == Drawing(rows, prompt, new, is_warped=False)
+
+
+def test_questions_are_sampled_too() -> None:
+    """As many as there is room for at a time, in their own way. Bug: only the batches that are learned from."""
+    settings = ("evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
+    config = compose(*BATCH, *settings, config_name="on_policy_demo")
+    assert Drawing.of(config, 4) == Drawing(64, 70, 50, is_warped=True)
+
+
+# Beside the rollout
+
+
+def on_gpu(*settings: str) -> tuple[RunConfig, MemoryEstimate]:
+    config = compose(*BATCH, *settings, config_name="on_policy_demo")
+    return config, estimate(config, situation(config, LLAMA, Layout(2), "cuda"))
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
+    """The weights in any case, the optimizer and the teachers unless they are offloaded."""
+    _, made = on_gpu(f"student.offload={offload}", f"teachers.0.offload={offload}")
+    device, host = ({str(part): part.at(Phase.ROLLOUT) for part in memory.parts} for memory in made.memories)
+    (teacher,) = {part.owner for part in made.memories[0].parts} - {"student"}
+    optimizer = 8 * model_size(LLAMA).parameters // 2
+
+    assert device["student: parameters"] == pytest.approx(optimizer / 2, rel=0.02)
+    assert device["student: parameters, gathered whole"] == 2 * model_size(LLAMA).parameters
+    assert (device["student: optimizer"], device[f"{teacher}: parameters"]) == pytest.approx(
+        (0, 0) if offload else (optimizer, optimizer / 2), rel=0.02
+    )
+    if offload:
+        assert host["student: parameters, optimizer"] == pytest.approx(optimizer, rel=0.02)
+        assert host[f"{teacher}: parameters"] == pytest.approx(optimizer / 2, rel=0.02)
+
+
+def test_rollouts_decide_what_is_offloaded() -> None:
+    """Bug: an estimate whose peak never is a rollout's."""
+    _, made = on_gpu("rollout.batch_size=4096", "train.global_batch_size=65536")
+    assert made.memories[0].peak_phase is Phase.ROLLOUT
+
+
+def test_advice_is_to_sample_fewer_at_a_time() -> None:
+    """Half of what a rank really samples; and nothing that the settings would refuse, as a length without a prompt."""
+    config, _ = on_gpu("rollout.batch_size=4096", "evaluation=null", "rollout.max_new_tokens=60")
+    settings = [setting for setting, _, _ in variants(config, situation(config, LLAMA, Layout(2), "cuda"))]
+
+    assert "rollout.batch_size=24" in settings
+    assert "train.global_batch_size=48" in settings
+    assert not any(setting.startswith("train.max_length") for setting in settings)
+
+
+def printed(config: RunConfig, made: MemoryEstimate) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for shown in memory_report(made, config):
+        console.print(shown)
+    return console.export_text()
+
+
+def test_the_report_has_a_column_where_there_are_rollouts() -> None:
+    """Of a server it says that its memory is not counted."""
+    own, served = (printed(*on_gpu(settings)) for settings in ("rollout=hf", "rollout=server"))
+    elsewhere = printed(*on_gpu("rollout=server", "rollout.url=http://localhost:8000"))
+
+    assert "rollout" in own.split("teachers")[0]
+    assert "student: key-value cache" in own
+    assert "not counted" not in own
+    assert "rollout" not in served.split("teachers")[0]
+    assert "not counted: the server that samples" in served
+    assert "not counted" not in elsewhere
