@@ -1,0 +1,52 @@
+"""What others than its own process get of the student: folders of its weights, and its weights in memory."""
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from nemo_opd.config.model import Student
+from nemo_opd.handoff.shared_memory import FileDescriptor
+from nemo_opd.models.export import save_adapted, save_pretrained, whole_state
+from nemo_opd.models.load import load_config, tokenizer_of
+from nemo_opd.models.lora import Adapters
+from nemo_opd.rollout.weight_sync import HeldWeights
+
+
+class Exports:
+    """Every rank must call each method, with the model on the device; rank 0 alone writes and holds.
+
+    Communicates an all-gather of what is trained to rank 0.
+    """
+
+    def __init__(self, settings: Student, model: PreTrainedModel, adapters: Adapters | None) -> None:
+        self._settings, self._model, self._adapters = settings, model, adapters
+        self._held: HeldWeights | None = None
+
+    def write(self, folder: Path, served_as: str | None) -> None:
+        """Model and tokenizer in Hugging Face form, in the precision of the model it started from.
+
+        Of adapters what `student.lora.export` says. served_as: a dtype's name; a whole model in that instead.
+        """
+        tokenizer = tokenizer_of(self._settings, key="student")
+        dtype = self._stored_dtype() if served_as is None else getattr(torch, served_as)
+        if self._adapters is None:
+            save_pretrained(self._model, tokenizer, folder, dtype)
+        else:
+            form = "merged" if served_as is not None else self._adapters.settings.export
+            save_adapted(self._model, self._adapters, tokenizer, folder, dtype, form)
+
+    def _stored_dtype(self) -> torch.dtype:
+        dtype = load_config(self._settings.model, key="student.model").dtype
+        return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+    def hold(self, served_as: str) -> FileDescriptor | None:
+        """Keep a copy in memory of what a folder's weights would be, on rank 0: what leads to it; None elsewhere."""
+        state = whole_state(self._model, self._adapters, getattr(torch, served_as))
+        self._held = HeldWeights(state) if dist.get_rank() == 0 else None
+        return self._held and self._held.file
+
+    def release(self) -> None:
+        if self._held is not None:
+            self._held.close()

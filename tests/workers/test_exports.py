@@ -1,0 +1,105 @@
+"""The student's weights, as a server gets them: in a folder, and in memory that other processes read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Student
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.handoff.shared_memory import FileDescriptor
+from nemo_opd.models.lora import Adapters
+from nemo_opd.models.sharded_load import load_sharded
+from nemo_opd.workers.exports import Exports
+from tests.tiny import Tiny
+from tests.workers.local import gathered, in_world
+
+RANK, ALPHA, STEP = 2, 6, 0.02
+
+
+@dataclass(frozen=True)
+class Seen:
+    """By rank 1 of what rank 0 held."""
+
+    tensors: dict[str, Tensor]
+    is_there: bool
+    """After it was released."""
+
+
+def exported(job: tuple[Student, Path]) -> Seen:
+    """Give a model that has moved by STEP to a folder and to memory."""
+    settings, folder = job
+    adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed=0)
+    model = load_sharded(
+        settings.model,
+        torch.float32,
+        build_mesh(Layout.of(dist.get_world_size(), 1, 1), "cpu"),
+        key="student.model",
+        parallelism=Parallelism(),
+        compute_dtype=torch.float32,
+        device="cpu",
+        trainable=True,
+        adapters=adapters,
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(STEP)
+    exports = Exports(settings, model, adapters)
+    exports.write(folder, "bfloat16")
+    file, other = gathered(exports.hold("bfloat16"))
+    assert other is None
+    read = load_file(file.path) if dist.get_rank() else {}
+    dist.barrier()
+    exports.release()
+    exports.release()
+    dist.barrier()
+    seen: list[Any] = gathered(Seen(read, is_there(file)))
+    return seen[1]
+
+
+def is_there(file: FileDescriptor) -> bool:
+    try:
+        file.check()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+FORMS = {"whole": None, "adapters": Lora(rank=RANK, alpha=ALPHA, export="adapter")}
+
+
+@pytest.fixture(scope="module")
+def seen(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Path]]:
+    folder = tmp_path_factory.mktemp("exports")
+    jobs = [(Student(model=str(tiny.student), lora=lora), folder / name) for name, lora in FORMS.items()]
+    made = in_world(2, exported, jobs, folder / "world")
+    return {name: (each, folder / name) for name, each in zip(FORMS, made, strict=True)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_memory_has_what_a_folder_has(seen: dict[str, tuple[Seen, Path]], form: str) -> None:
+    """Of shards the whole, a tied head once, adapters merged; in the server's precision. And it is given back."""
+    found, folder = seen[form]
+    wanted = load_file(folder / "model.safetensors")
+
+    assert found.tensors.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(found.tensors[name], value), name
+    assert not found.is_there
+
+
+def test_it_is_of_the_student_as_it_is(seen: dict[str, tuple[Seen, Path]], tiny: Tiny) -> None:
+    for name, start in load_file(tiny.student / "model.safetensors").items():
+        whole, merged = (seen[form][0].tensors[name] for form in FORMS)
+        assert torch.equal(whole, (start + STEP).bfloat16()), name
+        assert torch.equal(merged, start.bfloat16()) == ("_proj" not in name), name
