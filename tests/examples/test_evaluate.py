@@ -62,9 +62,7 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
 def test_questions_that_are_all_too_long_are_an_error(questions: Path, tmp_path: Path) -> None:
     config = compose(*own(questions), "max_prompt_length=1", f"output_dir={tmp_path / 'out'}")
 
-    with pytest.raises(
-        DataError, match=r"^data: none of 4 prompts has 1 tokens or less; .* max_prompt_length=1; "
-    ):
+    with pytest.raises(DataError, match=r"^data: none of 4 prompts has 1 tokens or less; .* max_prompt_length=1; "):
         evaluate(config)
     assert not (tmp_path / "out").exists()
 

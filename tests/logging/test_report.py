@@ -96,11 +96,17 @@ def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
 
 
 def test_what_a_teacher_reaches_is_a_level_line_in_the_colour_of_its_measure() -> None:
-    """Bug: a teacher that is drawn as a measure, or a bound that is drawn as a teacher."""
+    """Bug: a teacher that is drawn as a measure, for its name ends as a bound does, or a bound drawn as a teacher."""
     figure = Figure()
     asked = {
         f"eval/{name}{end}{of}": value
-        for name, of, value in (("greedy", "", 0.2), ("pass@4", "", 0.3), ("greedy", "/a", 0.8), ("pass@4", "/a", 0.9))
+        for name, of, value in (
+            ("greedy", "", 0.2),
+            ("pass@4", "", 0.3),
+            ("greedy", "/a", 0.8),
+            ("pass@4", "/a", 0.9),
+            ("greedy", "/a_low", 0.6),
+        )
         for end in ("", "_low", "_high")
     }
     draw_questions(figure, [{"step": 0, **asked}], ClosingTable(None, None), LIGHT)
@@ -110,6 +116,7 @@ def test_what_a_teacher_reaches_is_a_level_line_in_the_colour_of_its_measure() -
         (LIGHT.cycle[1], 0.3),
         (LIGHT.cycle[0], 0.8, 0.8),
         (LIGHT.cycle[1], 0.9, 0.9),
+        (LIGHT.cycle[0], 0.6, 0.6),
         (LIGHT.muted,),
     }
 
