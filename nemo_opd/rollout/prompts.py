@@ -1,4 +1,4 @@
-"""Prompts as the student reads them."""
+"""Prompts as the student reads them, or a teacher that is asked."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Continued:
 
 
 class Renderer(Protocol):
-    """The student's tokenizer around what it samples: token in, token out."""
+    """A model's tokenizer around what it samples, which is the student unless said: token in, token out."""
 
     @property
     def takes_turns(self) -> bool:
