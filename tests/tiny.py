@@ -74,8 +74,16 @@ def train_tokenizer(pattern: str, vocab_size: int, eos: str) -> PreTrainedTokeni
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos)
 
 
-def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, width: int, seed: int, extra_rows: int = 0) -> Path:
-    """A Llama of two layers whose head is `extra_rows` wider than the tokenizer."""
+def save_model(
+    folder: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    *,
+    width: int,
+    seed: int,
+    extra_rows: int = 0,
+    tied: bool = True,
+) -> Path:
+    """A Llama of two layers whose head is `extra_rows` wider than the tokenizer. tied: it is the embeddings."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer) + extra_rows,
@@ -88,7 +96,7 @@ def save_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, width: int, 
         initializer_range=0.3,
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

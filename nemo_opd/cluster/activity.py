@@ -10,6 +10,7 @@ ACTIVITIES = {
     "generate": "continuing prompts",
     "save": "writing a checkpoint",
     "export": "writing the trained model",
+    "hold_weights": "giving its weights to the rollout server",
     "join_link": "connecting to the student's ranks on other nodes",
     "join_links": "connecting to teachers' ranks on other nodes",
     "send": "sending its output to other nodes",

@@ -56,7 +56,9 @@ class ServerRollout(RolloutBase):
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang", "transformers"] = "vllm"
     url: str | None = None
-    """Of a server that runs; by default one is started on this machine and ended with the run."""
+    """Of a server that runs, with the options that docs/on_policy.md names; by default one is started on this machine
+    and ended with the run.
+    """
     command: tuple[str, ...] | None = Field(None, min_length=1)
     """Starts the server, without model and port; by default the program's own command. For a program in a virtual
     environment of its own: [.venv-vllm/bin/vllm, serve].
@@ -74,7 +76,8 @@ class ServerRollout(RolloutBase):
     """Requests under way at once."""
     weights_folder: Path | None = None
     """Where the student is written for the server to load, in a folder `rollout_weights` that is removed at the end; by
-    default in the run's directory. Server and student must both see it.
+    default in the run's directory. Server and student must both see it. A vLLM that is started here loads only its
+    first weights from it, and reads later ones in the student's memory.
     """
 
     @model_validator(mode="after")

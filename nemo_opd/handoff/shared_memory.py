@@ -30,6 +30,11 @@ class FileDescriptor:
     def path(self) -> str:
         return f"/proc/{self.pid}/fd/{self.number}"
 
+    def check(self) -> None:
+        """Raises OSError where there is no such process on this machine, or it has another file there."""
+        if self.name not in os.readlink(self.path):
+            raise FileNotFoundError(errno.ENOENT, "replaced by another file")
+
 
 class SharedMemorySender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
@@ -60,8 +65,7 @@ class SharedMemoryReceiver(Receiver):
         token = handle.token(self.number)
         assert isinstance(token, FileDescriptor)
         try:
-            if token.name not in os.readlink(token.path):
-                raise FileNotFoundError(errno.ENOENT, "replaced by another file")
+            token.check()
             number = os.open(token.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             raise HandoffError(

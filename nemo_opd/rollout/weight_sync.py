@@ -40,7 +40,7 @@ class HeldWeights:
         names = sorted(state, key=lambda each: -state[each].itemsize)
         self._opened.write(header({each: state[each] for each in names}))
         for each in names:
-            self._opened.write(state.pop(each).contiguous().view(-1).view(torch.uint8).numpy())
+            self._opened.write(state.pop(each).contiguous().view(-1).view(torch.uint8).numpy().data)
         self._opened.flush()
 
     def close(self) -> None:

@@ -45,21 +45,21 @@ def open_engine(plan: Plan, models: Models, version: int) -> Iterator[StudentEng
         return
     # A folder of its own, which can be removed whole, whatever else is beside it.
     folder = (settings.weights_folder or plan.output_dir) / "rollout_weights"
-    first = version_folder(folder, version)
+    first, dtype = version_folder(folder, version), "bfloat16" if plan.device == "cuda" else "float32"
     try:
-        export_whole(models, first)
+        export_whole(models, first, dtype)
         engine = ServerEngine(
             settings,
             model=first,
             vocab_size=plan.student.vocab_size,
             end_ids=prompts.end_ids,
-            dtype="bfloat16" if plan.device == "cuda" else "float32",
+            dtype=dtype,
             workdir=plan.output_dir,
             version=version,
             max_length=plan.config.train.max_length,
         )
         with closing(engine):
-            yield Server(engine, models, folder)
+            yield Server(engine, models, folder, dtype)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -85,11 +85,12 @@ class OwnWorkers:
 
 
 class Server:
-    """An engine in a process of its own, which loads the student from a folder."""
+    """An engine in a process of its own, which reads the student's weights in memory where it can, or in a folder."""
 
-    def __init__(self, engine: ServerEngine, models: Models, folder: Path) -> None:
-        """folder: for the weights; of two versions at most at a time."""
-        self._engine, self._models, self._folder = engine, models, folder
+    def __init__(self, engine: ServerEngine, models: Models, folder: Path, dtype: str) -> None:
+        """folder: for the weights; of two versions at most at a time. dtype: of the server's weights, by its name."""
+        self._engine, self._models, self._folder, self._dtype = engine, models, folder, dtype
+        self._reads_memory = engine.takes_memory
 
     @property
     def version(self) -> int:
@@ -102,10 +103,21 @@ class Server:
     def follow(self, version: int) -> None:
         if version == self.version:
             return
-        former, folder = version_folder(self._folder, self.version), version_folder(self._folder, version)
-        export_whole(self._models, folder)
-        self._engine.update_weights(folder, version)
+        former = version_folder(self._folder, self.version)
+        self._reads_memory = self._reads_memory and self._through_memory(version)
+        if not self._reads_memory:
+            self._through_folder(version)
         shutil.rmtree(former, ignore_errors=True)
+
+    def _through_memory(self, version: int) -> bool:
+        """Whether the server could read it."""
+        with self._models.held_weights(self._dtype) as file:
+            return self._engine.update_from_memory(file, version)
+
+    def _through_folder(self, version: int) -> None:
+        folder = version_folder(self._folder, version)
+        export_whole(self._models, folder, self._dtype)
+        self._engine.update_weights(folder, version)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._engine.generate(requests, sampling)

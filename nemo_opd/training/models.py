@@ -2,8 +2,8 @@
 
 import shutil
 from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +13,7 @@ from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
@@ -172,11 +173,21 @@ class Models:
     def load(self, folder: Path) -> None:
         self._write_or_read("load", folder)
 
-    def export(self, folder: Path) -> None:
-        self._write_or_read("export", folder)
+    def export(self, folder: Path, served_as: str | None = None) -> None:
+        """served_as: the dtype's name of a server that is to load it; by default it is for users."""
+        self._write_or_read("export", folder, served_as)
 
-    def _write_or_read(self, method: str, folder: Path) -> None:
-        self.student.call(method, [(folder.resolve(),)] * self._grid.student.size)
+    def _write_or_read(self, method: str, folder: Path, *more: object) -> None:
+        self.student.call(method, [(folder.resolve(), *more)] * self._grid.student.size)
+
+    @contextmanager
+    def held_weights(self, served_as: str) -> Iterator[FileDescriptor]:
+        """Inside, the student's first process holds in memory what a server would load from an exported folder."""
+        by_rank = self.student.call("hold_weights", [(served_as,)] * self._grid.student.size)
+        try:
+            yield by_rank[0]
+        finally:
+            self.student.call("release_weights")
 
     def close(self) -> None:
         self._stack.close()
@@ -197,12 +208,12 @@ def continued(
     return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
 
-def export_whole(models: Models, folder: Path) -> None:
-    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced."""
+def export_whole(models: Models, folder: Path, served_as: str | None = None) -> None:
+    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced. As `Models.export`."""
     temporary = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        models.export(temporary)
+        models.export(temporary, served_as)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:

@@ -45,7 +45,7 @@ class Exports:
         """Keep a copy in memory of what a folder's weights would be, on rank 0: what leads to it; None elsewhere."""
         state = whole_state(self._model, self._adapters, getattr(torch, served_as))
         self._held = HeldWeights(state) if dist.get_rank() == 0 else None
-        return self._held and self._held.file
+        return None if self._held is None else self._held.file
 
     def release(self) -> None:
         if self._held is not None:

@@ -23,6 +23,7 @@ from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.handoff.arrivals import Arrivals
 from nemo_opd.handoff.base import Handle
 from nemo_opd.handoff.link import Meeting
+from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
 from nemo_opd.logging.metrics import merge
@@ -32,16 +33,15 @@ from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import PlannedLoss, compute_together
 from nemo_opd.losses.policy_gradient import grpo
-from nemo_opd.models.export import save_adapted, save_pretrained
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
-from nemo_opd.models.load import load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Batch, Last, Max, Mean, Metric, Normalizers, SampledRows, Sum
+from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
 from nemo_opd.workers.memory import ARRIVALS, BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, ROLLOUT, needs_memory
 from nemo_opd.workers.offload import resident
@@ -134,6 +134,7 @@ class StudentWorker:
             self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
         else:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
+        self.exports = Exports(config.student, self.model, self.adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
@@ -305,20 +306,18 @@ class StudentWorker:
         with self._with_model(self.optimizer):
             load_state(folder / "state", self.model, self.optimizer, self.scheduler)
 
-    def export(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face form, in the precision of the model it started from.
-
-        Of adapters what `student.lora.export` says.
-        """
-        settings = self.config.student
-        tokenizer = tokenizer_of(settings, key="student")
-        stored = load_config(settings.model, key="student.model").dtype
-        dtype = stored if isinstance(stored, torch.dtype) else torch.float32
+    def export(self, folder: Path, served_as: str | None = None) -> None:
+        """`Exports.write`."""
         with self._with_model():
-            if self.adapters is None:
-                save_pretrained(self.model, tokenizer, folder, dtype)
-            else:
-                save_adapted(self.model, self.adapters, tokenizer, folder, dtype)
+            self.exports.write(folder, served_as)
+
+    def hold_weights(self, served_as: str) -> FileDescriptor | None:
+        """`Exports.hold`, until `release_weights`."""
+        with self._with_model():
+            return self.exports.hold(served_as)
+
+    def release_weights(self) -> None:
+        self.exports.release()
 
     def join_links(self, meetings: Sequence[Meeting | None]) -> None:
         """By teacher; None: all that is read of it can be mapped. Every rank must call it."""
@@ -330,7 +329,8 @@ class StudentWorker:
             self.arrivals.receive(arrivals)
 
     def close(self) -> None:
-        """Drop the mappings of teachers' buffers, so that their owners can free them."""
+        """Drop the mappings of teachers' buffers, so that their owners can free them, and what it holds itself."""
+        self.exports.release()
         self.arrivals.close()
         self.receiver.close()
 

@@ -31,6 +31,7 @@ def fine(body: Json, **changes: Any) -> tuple[int, Json]:
 
 class Handler(BaseHTTPRequestHandler):
     says: Says
+    refuses: str
     calls: list[tuple[str, Json]]
 
     def do_GET(self) -> None:
@@ -39,7 +40,10 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         self.calls.append((self.path, body))
-        self._reply(*(type(self).says(body) if self.path == "/v1/completions" else (200, {"success": True})))
+        if self.path == "/v1/completions":
+            self._reply(*type(self).says(body))
+        else:
+            self._reply(500 if self.path == self.refuses else 200, {"says": "the fake"})
 
     def _reply(self, status: int, body: Json) -> None:
         data = json.dumps(body).encode()
@@ -52,18 +56,18 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def make_server(port: int, says: Says) -> ThreadingHTTPServer:
+def make_server(port: int, says: Says, refuses: str = "") -> ThreadingHTTPServer:
     server = ThreadingHTTPServer(
-        ("127.0.0.1", port), type("Said", (Handler,), {"says": staticmethod(says), "calls": []})
+        ("127.0.0.1", port), type("Said", (Handler,), {"says": staticmethod(says), "refuses": refuses, "calls": []})
     )
     server.daemon_threads = True
     return server
 
 
 @contextmanager
-def fake_server(says: Says = fine) -> Iterator[tuple[str, list[tuple[str, Json]]]]:
-    """Its address, and the paths and bodies of what was posted to it."""
-    server = make_server(0, says)
+def fake_server(says: Says = fine, refuses: str = "") -> Iterator[tuple[str, list[tuple[str, Json]]]]:
+    """Its address, and the paths and bodies of what was posted to it. refuses: a path that it has an error for."""
+    server = make_server(0, says, refuses)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", server.RequestHandlerClass.calls  # type: ignore[attr-defined]

@@ -3,11 +3,13 @@
 import math
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
@@ -15,6 +17,7 @@ from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
 from nemo_opd.rollout.server.program import Terms
 from nemo_opd.rollout.server.sglang import SGLang
+from nemo_opd.rollout.weight_sync import HeldWeights
 from tests.rollout.fake_server import LOGPROB, Json, Says, fake_server, fine
 from tests.tiny import Tiny
 
@@ -157,9 +160,16 @@ def test_a_server_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_given_server_loads_the_students_weights_first(tiny: Tiny, tmp_path: Path) -> None:
     """Whatever it was started with."""
     with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student):
-        loaded = [body["kwargs"]["folder"] for path, body in calls if path == "/collective_rpc"]
+        loaded = [body["update_info"]["files"] for path, body in calls if path == "/update_weights"]
 
-    assert loaded == [str(tiny.student)]
+    assert loaded == [[str(tiny.student / "model.safetensors")]]
+
+
+LOAD = [
+    *("/init_weight_transfer_engine", "/pause", "/start_weight_update", "/update_weights"),
+    *("/finish_weight_update", "/resume"),
+]
+"""The files are looked at before anything changes; nothing is sampled, and so cached, between the weights."""
 
 
 def test_new_weights_wait_for_requests_under_way(tiny: Tiny, tmp_path: Path) -> None:
@@ -183,12 +193,8 @@ def test_new_weights_wait_for_requests_under_way(tiny: Tiny, tmp_path: Path) -> 
 
     assert {each.version for each in made} == {0}
     assert after[0].version == engine.version == 5
-    # Load and probe; two samples; load; a sample. The cache goes after the weights, or it would fill with old ones.
-    assert order == [
-        *("/collective_rpc", "/reset_prefix_cache", "/v1/completions"),
-        *("/v1/completions", "/v1/completions"),
-        *("/collective_rpc", "/reset_prefix_cache", "/v1/completions"),
-    ]
+    probe = sample = "/v1/completions"
+    assert order == [*LOAD, probe, sample, sample, *LOAD, sample]
 
 
 def test_weights_of_another_model_never_reach_the_server(tiny: Tiny, tmp_path: Path) -> None:
@@ -197,21 +203,86 @@ def test_weights_of_another_model_never_reach_the_server(tiny: Tiny, tmp_path: P
             engine.update_weights(tiny.teacher_same, 1)
 
         assert engine.generate(asked(1), Sampling())[0].version == 0
-        assert [path for path, _ in calls].count("/collective_rpc") == 1
+        assert [path for path, _ in calls].count("/init_weight_transfer_engine") == 1
 
 
 def test_after_weights_that_were_not_taken_there_are_none(tiny: Tiny, tmp_path: Path) -> None:
-    with fake_server() as (url, _), engine_of(url, tmp_path, model=tiny.student) as engine:
-        engine._program.load = refuses  # type: ignore[method-assign]
-        with pytest.raises(RolloutError, match=r"version 1 .*not loaded: no room"):
+    """Half of them may be there."""
+    with fake_server(refuses="/update_weights") as (url, _), engine_of(url, tmp_path) as engine:
+        with pytest.raises(RolloutError, match=r"version 1 .*not loaded: .*/update_weights answered 500.*the fake"):
             engine.update_weights(tiny.student, 1)
 
         with pytest.raises(RolloutError, match="cannot be used any more: version 1"):
             engine.generate(asked(1), Sampling())
 
 
-def refuses(*_: Any) -> str:
-    raise RolloutError("no room")
+def test_a_given_server_without_our_options_is_told_of_them(tiny: Tiny, tmp_path: Path) -> None:
+    with (
+        fake_server(refuses="/init_weight_transfer_engine") as (url, _),
+        pytest.raises(
+            RolloutError, match=r"version 0 .*answered 500.*--weight-transfer-config '\{\"backend\": \"nemo_opd"
+        ),
+    ):
+        engine_of(url, tmp_path, model=tiny.student)
+
+
+def held(folder: Path) -> HeldWeights:
+    return HeldWeights(load_file(folder / "model.safetensors"))
+
+
+def test_weights_in_memory_are_named_by_their_path(tiny: Tiny, tmp_path: Path) -> None:
+    with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
+        calls.clear()
+        weights = held(tiny.student)
+
+        assert engine.update_from_memory(weights.file, 5)
+
+        weights.close()
+        assert [path for path, _ in calls] == LOAD
+        bodies = dict(calls)
+        assert bodies["/update_weights"] == {"update_info": {"files": [weights.file.path]}}
+        assert bodies["/finish_weight_update"] == {"weight_version": "5"}
+        assert engine.generate(asked(1), Sampling())[0].version == engine.version == 5
+
+
+def test_memory_that_is_not_there_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    """As on another machine, where another file may have the same path."""
+    with fake_server() as (url, calls), engine_of(url, tmp_path, model=tiny.student) as engine:
+        calls.clear()
+        weights = held(tiny.student)
+        weights.close()
+        with (tiny.student / "model.safetensors").open("rb") as other:
+            assert not engine.update_from_memory(weights.file, 1)
+            assert not engine.update_from_memory(replace(weights.file, number=other.fileno()), 1)
+
+        assert calls == []
+        assert engine.generate(asked(1), Sampling())[0].version == 0
+
+
+def test_memory_that_the_server_cannot_see_changes_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    with (
+        fake_server(refuses="/init_weight_transfer_engine") as (url, calls),
+        engine_of(url, tmp_path) as engine,
+    ):
+        weights = held(tiny.student)
+        assert not engine.update_from_memory(weights.file, 1)
+        weights.close()
+
+        assert engine.generate(asked(1), Sampling())[0].version == 0
+        assert not {path for path, _ in calls} & set(LOAD[1:])
+
+
+def test_a_tensor_that_is_missing_is_noticed(tiny: Tiny, tmp_path: Path) -> None:
+    """The server would go on with what it has of it."""
+    state = load_file(tiny.student / "model.safetensors")
+    del state["model.layers.1.mlp.gate_proj.weight"]
+    with fake_server() as (url, _), engine_of(url, tmp_path, model=tiny.student) as engine:
+        weights = HeldWeights(state)
+        with pytest.raises(RolloutError, match=r"another model .*it has no model.layers.1.mlp.gate_proj.weight"):
+            engine.update_from_memory(weights.file, 1)
+
+        weights.close()
+        assert engine.generate(asked(1), Sampling())[0].version == 0
 
 
 def test_rows_of_the_head_that_are_no_tokens_are_kept_out(tiny: Tiny, tmp_path: Path) -> None:

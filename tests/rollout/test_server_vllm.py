@@ -1,16 +1,23 @@
 """The contract on a real vLLM, where `NEMO_OPD_VLLM` names its virtual environment (tools/rollout/install_vllm.sh)."""
 
+import json
 import os
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.server.vllm import VLLM
+from nemo_opd.rollout.weight_sync import HeldWeights
 from tests.rollout.contract import MAX_POSITIONS, EngineContract, Subject, assert_logprobs, requests, save_folders
 from tests.tiny import save_model
 
@@ -19,14 +26,13 @@ VENV = os.environ.get("NEMO_OPD_VLLM")
 pytestmark = pytest.mark.skipif(not VENV, reason="NEMO_OPD_VLLM names no environment with vLLM")
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    folder = tmp_path_factory.mktemp("vllm")
+@contextmanager
+def served(folder: Path, *, tied: bool) -> Iterator[Subject]:
     folders = save_folders(folder)
     tokenizer = AutoTokenizer.from_pretrained(folders.first)
     for seed, each in enumerate((folders.first, folders.second)):
         # Its attention on CPUs has no heads of less than 32.
-        save_model(each, tokenizer, width=64, seed=seed)
+        save_model(each, tokenizer, width=64, seed=seed, tied=tied)
     settings = ServerRollout(
         command=(f"{VENV}/bin/vllm", "serve"),
         # Small blocks: prompts that a tiny model has room for fill some, which then are cached.
@@ -43,6 +49,73 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         max_length=MAX_POSITIONS,
     ) as engine:
         yield Subject(engine, folders)
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    with served(tmp_path_factory.mktemp("vllm"), tied=True) as subject:
+        yield subject
+
+
+def assert_follows_memory(subject: Subject) -> None:
+    """Also when it is gone: nothing of it is kept."""
+    engine, folders, asked = subject.engine, subject.folders, requests(4)
+    assert isinstance(engine, ServerEngine)
+    assert engine.takes_memory
+    for version, folder in ((3, folders.second), (0, folders.first)):
+        weights = HeldWeights(load_file(folder / "model.safetensors"))
+        assert engine.update_from_memory(weights.file, version)
+        weights.close()
+
+        made = engine.generate(asked, Sampling())
+        assert_logprobs(subject, folder, asked, made)
+        assert {each.version for each in made} == {version}
+        assert weight_version(engine.url) == str(version)
+        assert not is_mapped(weights.file.name)
+
+
+def is_mapped(name: str) -> bool:
+    """By any process."""
+    return any(name in maps(process.pid) for process in psutil.process_iter())
+
+
+def maps(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return ""
+
+
+def weight_version(url: str) -> str:
+    """What the server itself says."""
+    with urllib.request.urlopen(f"{url}/weight_info") as response:
+        return str(json.load(response)["weight_version"])
+
+
+def test_weights_come_through_memory(subject: Subject) -> None:
+    """Its head is tied to the embeddings, of which vLLM keeps a copy in another form on CPUs."""
+    assert_follows_memory(subject)
+
+
+def test_weights_with_a_head_of_their_own_come_through_memory_and_folders(tmp_path: Path) -> None:
+    with served(tmp_path, tied=False) as subject:
+        assert_follows_memory(subject)
+        asked = requests(4)
+        subject.engine.update_weights(subject.folders.second, 5)
+        assert_logprobs(subject, subject.folders.second, asked, subject.engine.generate(asked, Sampling()))
+
+
+def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Path) -> None:
+    """As in a container, where the paths lead elsewhere."""
+    engine, folders, asked = subject.engine, subject.folders, requests(2)
+    assert isinstance(engine, ServerEngine)
+    before = weight_version(engine.url)
+
+    with engine._http() as http:
+        assert not VLLM().load_files(http, [str(tmp_path / "none")], 9)
+
+    assert weight_version(engine.url) == before
+    assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
 
 
 def test_new_weights_see_no_cache_of_the_old(subject: Subject) -> None:

@@ -1,5 +1,7 @@
 """The student's weights on their way to a server."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,9 @@ class FakeServer:
     """Notes what it is given."""
 
     version: int
-    loaded: list[Path] = field(default_factory=list)
+    takes_memory: bool = False
+    sees_memory: bool = True
+    loaded: list[Path | str] = field(default_factory=list)
     is_closed: bool = False
     retried: int = 0
 
@@ -27,14 +31,31 @@ class FakeServer:
         self.loaded.append(folder)
         self.version = version
 
+    def update_from_memory(self, file: str, version: int) -> bool:
+        self.loaded.append(file)
+        if self.sees_memory:
+            self.version = version
+        return self.sees_memory
+
     def close(self) -> None:
         self.is_closed = True
 
 
+@dataclass
 class FakeModels:
-    def export(self, folder: Path) -> None:
+    held: list[str] = field(default_factory=list)
+
+    def export(self, folder: Path, served_as: str) -> None:
+        assert served_as == "float32"
         folder.mkdir(parents=True)
         (folder / "weights").write_text("whole")
+
+    @contextmanager
+    def held_weights(self, served_as: str) -> Iterator[str]:
+        assert served_as == "float32"
+        self.held.append("held")
+        yield "memory"
+        self.held.append("released")
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
@@ -61,11 +82,41 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
         engine.follow(4)
         engine.follow(5)
         assert engine.version == 5
-        assert [folder.name for folder in server.loaded] == ["version_000004", "version_000005"]
-        assert [each.name for each in server.loaded[-1].parent.iterdir()] == ["version_000005"]
+        assert [Path(each).name for each in server.loaded] == ["version_000004", "version_000005"]
+        assert [each.name for each in (shared / "rollout_weights").iterdir()] == ["version_000005"]
 
     assert server.is_closed
     assert [each.name for each in shared.iterdir()] == ["precious"]
+
+
+def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory that is not given back, and the folder it started from kept on the disk."""
+    server, models = FakeServer(3, takes_memory=True), FakeModels()
+    monkeypatch.setattr(engines, "ServerEngine", lambda *_, **__: server)
+
+    with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
+        assert [each.name for each in (tmp_path / "rollout_weights").iterdir()] == ["version_000003"]
+        engine.follow(4)
+        engine.follow(5)
+
+        assert engine.version == 5
+        assert server.loaded == ["memory", "memory"]
+        assert models.held == ["held", "released"] * 2
+        assert list((tmp_path / "rollout_weights").iterdir()) == []
+
+
+def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one in a container; it is not tried at every step."""
+    server, models = FakeServer(3, takes_memory=True, sees_memory=False), FakeModels()
+    monkeypatch.setattr(engines, "ServerEngine", lambda *_, **__: server)
+
+    with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
+        engine.follow(4)
+        engine.follow(5)
+
+        assert engine.version == 5
+        assert [Path(each).name for each in server.loaded] == ["memory", "version_000004", "version_000005"]
+        assert models.held == ["held", "released"]
 
 
 def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

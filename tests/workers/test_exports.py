@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student
@@ -74,20 +75,41 @@ def is_there(file: FileDescriptor) -> bool:
     return True
 
 
-FORMS = {"whole": None, "adapters": Lora(rank=RANK, alpha=ALPHA, export="adapter")}
+FORMS = ("whole", "adapters", "experts")
+
+
+def save_experts(folder: Path) -> Path:
+    """Of a model whose experts are one tensor in transformers and many in files."""
+    config = Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        moe_intermediate_size=8,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def seen(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Seen, Path]]:
     folder = tmp_path_factory.mktemp("exports")
-    jobs = [(Student(model=str(tiny.student), lora=lora), folder / name) for name, lora in FORMS.items()]
+    student = Student(model=str(tiny.student), tokenizer=str(tiny.student))
+    students = (
+        student,
+        student.model_copy(update={"lora": Lora(rank=RANK, alpha=ALPHA, export="adapter")}),
+        student.model_copy(update={"model": str(save_experts(folder / "start"))}),
+    )
+    jobs = [(each, folder / form) for form, each in zip(FORMS, students, strict=True)]
     made = in_world(2, exported, jobs, folder / "world")
-    return {name: (each, folder / name) for name, each in zip(FORMS, made, strict=True)}
+    return {form: (each, folder / form) for form, each in zip(FORMS, made, strict=True)}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_has_what_a_folder_has(seen: dict[str, tuple[Seen, Path]], form: str) -> None:
-    """Of shards the whole, a tied head once, adapters merged; in the server's precision. And it is given back."""
+    """Whole tensors with the names of files, a tied head once, adapters merged, in the server's precision."""
     found, folder = seen[form]
     wanted = load_file(folder / "model.safetensors")
 
@@ -100,6 +122,6 @@ def test_memory_has_what_a_folder_has(seen: dict[str, tuple[Seen, Path]], form: 
 
 def test_it_is_of_the_student_as_it_is(seen: dict[str, tuple[Seen, Path]], tiny: Tiny) -> None:
     for name, start in load_file(tiny.student / "model.safetensors").items():
-        whole, merged = (seen[form][0].tensors[name] for form in FORMS)
+        whole, merged = (seen[form][0].tensors[name] for form in FORMS[:2])
         assert torch.equal(whole, (start + STEP).bfloat16()), name
         assert torch.equal(merged, start.bfloat16()) == ("_proj" not in name), name

@@ -3,21 +3,24 @@
 import socket
 import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import numpy as np
+from safetensors import SafetensorError
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
+from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
 from nemo_opd.rollout.lengths import check_lengths
 from nemo_opd.rollout.server.answer import Expected
 from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.folder import ModelFolder
+from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.process import ServerProcess
 from nemo_opd.rollout.server.program import HOST, Launch, Program, Terms
@@ -113,15 +116,37 @@ class ServerEngine(Engine):
         """
         folder = folder.resolve()
         # Some servers die of a folder they cannot read.
-        given = ModelFolder.read(folder)
+        self._check_same_model(ModelFolder.read(folder).shapes, folder)
+        with self._turn, self._http() as http:
+            name = self._loaded(http, self._terms.model, str(folder), version)
+            self._terms, self._version = replace(self._terms, model=name), version
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether it may be given weights that a process of this machine holds in memory."""
+        return self._process is not None and self._program.loads_files
+
+    def update_from_memory(self, file: FileDescriptor, version: int) -> bool:
+        """The same with safetensors that a process holds in memory.
+
+        Returns False, with the weights as before, where the process is on another machine, or the server in a world of
+        its own, such as a container, where it cannot see it. Raises RolloutError as `update_weights` does.
+        """
+        try:
+            file.check()
+            shapes = shapes_in([Path(file.path)])
+        except (OSError, SafetensorError):
+            return False
+        self._check_same_model(shapes, "the student's process")
+        with self._turn, self._replacing(version), self._http() as http:
+            is_taken = self._program.load_files(http, [file.path], version)
+            if is_taken:
+                self._version = version
+        return is_taken
+
+    def _check_same_model(self, shapes: Shapes, where: object) -> None:
         if self._first is not None:
-            self._first.check_same_model(given)
-        with self._turn:
-            self._check_usable()
-            # Until it is known which weights are there, none are.
-            self._failure = f"version {version} of the weights was not loaded"
-            self._load(folder, version)
-            self._failure, self._version = None, version
+            self._first.check_same_model(shapes, where)
 
     def close(self) -> None:
         """End the server where it was started here. Closing twice is closing once."""
@@ -166,13 +191,14 @@ class ServerEngine(Engine):
         """Wait for the server, see to it that it has the model, and return the name it gives it."""
         with self._http() as http:
             self._wait(http)
-            if not self._is_foreign:
-                name = self._program.name(model)
-                return name if self._program.served(http) is not None else self._loaded(http, name, model)
             served = self._program.served(http)
-            name = model if served is None else named(served, model, self._url)
-            # What it was started with is not known; what it loads now is.
-            return self._loaded(http, name, model) if self._first else name
+            if not self._is_foreign:
+                name, is_loaded = self._program.name(model), served is not None
+            else:
+                # What it was started with is not known; what it loads now is.
+                name = model if served is None else named(served, model, self._url)
+                is_loaded = self._first is None
+            return name if is_loaded else self._loaded(http, name, model, self._version)
 
     def _wait(self, http: Http) -> None:
         deadline = time.monotonic() + (LOOK_S if self._is_foreign else self._settings.start_timeout_s)
@@ -196,20 +222,22 @@ class ServerEngine(Engine):
             hint = f"; {self._program.hint}" if self._is_foreign or self._settings.command else ""
             raise RolloutError(f"the rollout server cannot be used: {error}{hint}") from error
 
-    def _load(self, folder: Path, version: int) -> None:
-        with self._http() as http:
-            name = self._loaded(http, self._terms.model, str(folder), version)
-        terms = self._terms
-        self._terms = Terms(name, terms.end_ids, terms.vocab_size, terms.head_size)
-
-    def _loaded(self, http: Http, name: str, folder: str, version: int | None = None) -> str:
-        version = self._version if version is None else version
-        try:
+    def _loaded(self, http: Http, name: str, folder: str, version: int) -> str:
+        with self._replacing(version):
             return self._program.load(http, name, Path(folder), version)
+
+    @contextmanager
+    def _replacing(self, version: int) -> Iterator[None]:
+        """Inside, weights change: until it is known which are there, none are."""
+        self._check_usable()
+        self._failure = f"version {version} of the weights was not loaded"
+        try:
+            yield
         except RolloutError as error:
             self._check_process()
             tail = "" if self._process is None else self._process.tail()
-            raise RolloutError(f"version {version} of the weights was not loaded: {error}{tail}") from error
+            raise RolloutError(f"{self._failure}: {error}{tail}") from error
+        self._failure = None
 
     def _check_usable(self) -> None:
         if self._failure is not None:

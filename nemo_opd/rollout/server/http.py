@@ -15,7 +15,7 @@ class Http:
     """JSON in, JSON out; every failure is a RolloutError that names the address."""
 
     def __init__(self, url: str, *, timeout_s: float, trust_env: bool, hint: str = "") -> None:
-        """trust_env: use the environment's proxies. hint: ends the message about an address that is not there."""
+        """trust_env: use the environment's proxies. hint: ends the message about a call that is not answered well."""
         self.url, self._hint = url.rstrip("/"), hint
         self._client = httpx2.Client(base_url=self.url, timeout=timeout_s, trust_env=trust_env)
 
@@ -45,7 +45,7 @@ class Http:
         except httpx2.HTTPError as error:
             raise RolloutError(f"{self.url}{path}: {described(error)}") from error
         if not response.is_success:
-            hint = f"; {self._hint}" if response.status_code in (404, 405) and self._hint else ""
+            hint = f"; {self._hint}" if self._hint else ""
             raise RolloutError(f"{self.url}{path} answered {response.status_code}: {response.text[:SHOWN]}{hint}")
         return body_of(response)
 

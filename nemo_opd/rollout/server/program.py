@@ -57,6 +57,8 @@ class Program(Protocol):
     path: str
     """Of the requests for a completion."""
     max_concurrency: int | None
+    loads_files: bool = False
+    """Whether it has a `load_files` of its own."""
     hint: str
     """How it must have been started, for errors about one that was not started by us."""
 
@@ -86,6 +88,13 @@ class Program(Protocol):
         Returns the model's name from now on. Raises RolloutError.
         """
         ...
+
+    def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
+        """The same with weights in safetensors files alone, which may be in a process's memory (/proc/PID/fd/NUMBER).
+
+        Returns False, with the weights as before, where the server cannot read them. Raises RolloutError.
+        """
+        return False
 
 
 def openai_models(http: Http) -> dict[str, str]:

@@ -1,24 +1,26 @@
 """vLLM's server."""
 
-import time
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.server.folder import weight_files
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
 
 NAME = "student"
 EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
-EXTENSION = "nemo_opd_weights.WholeReload"
-RESET_S = 30.0
-"""For requests that were given up to leave the cache."""
+EXTENSION = "nemo_opd_weights.Extension"
+TRANSFER = json.dumps({"backend": "nemo_opd"})
 
 
 class VLLM(Program):
-    """vLLM: token ids on request, log-probabilities as configured at its start, weights reloaded from a folder.
+    """vLLM: token ids on request, log-probabilities as configured at its start, weights by its weight transfer.
+
+    The transfer's engine is ours (`vllm_extension`): of those that vLLM brings, each needs CUDA or vLLM in the trainer.
 
     Its generators are seeded request by request, so what is batched together does not matter.
     """
@@ -32,9 +34,11 @@ class VLLM(Program):
     }
     path = "/v1/completions"
     max_concurrency = None
+    loads_files = True
     hint = (
         f"a vLLM server must run with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={EXTENSION_FOLDER} in its environment and with "
-        f"--logprobs-mode raw_logprobs --generation-config vllm --worker-extension-cls {EXTENSION}"
+        f"--logprobs-mode raw_logprobs --generation-config vllm --worker-extension-cls {EXTENSION} "
+        f"--weight-transfer-config '{TRANSFER}'"
     )
 
     def name(self, model: str) -> str:
@@ -43,7 +47,7 @@ class VLLM(Program):
     def arguments(self, launch: Launch) -> list[str]:
         # The model's own generation settings would change how it samples where a request leaves something open.
         options = ["--logprobs-mode", "raw_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
-        options += ["--worker-extension-cls", EXTENSION]
+        options += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", TRANSFER]
         if launch.max_length is not None:
             options += ["--max-model-len", str(launch.max_length)]
         return [launch.model, "--host", HOST, "--port", str(launch.port), "--served-model-name", NAME, *options]
@@ -83,11 +87,29 @@ class VLLM(Program):
         return openai_models(http)
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
-        http.post("/collective_rpc", {"method": "reload_whole", "kwargs": {"folder": str(folder)}})
-        deadline = time.monotonic() + RESET_S
-        # Refused while a request that was given up still holds some of it.
-        while not (http.post("/reset_prefix_cache") or {}).get("success", True):
-            if time.monotonic() > deadline:
-                raise RolloutError(f"{http.url} cannot empty its prefix cache, which is of the old weights")
-            time.sleep(0.2)
+        files = [str(file) for file in weight_files(folder)]
+        prepare(http, files)
+        transfer(http, files, version)
         return name
+
+    def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
+        try:
+            prepare(http, files)
+        except RolloutError:
+            return False
+        transfer(http, files, version)
+        return True
+
+
+def prepare(http: Http, files: Sequence[str]) -> None:
+    """Raises RolloutError, with the weights as before, where its workers cannot read the files."""
+    http.post("/init_weight_transfer_engine", {"init_info": {"files": files}})
+
+
+def transfer(http: Http, files: Sequence[str], version: int) -> None:
+    # What is left of requests that were given up ends with the pause, and what is cached of the old weights too.
+    http.post("/pause")
+    http.post("/start_weight_update")
+    http.post("/update_weights", {"update_info": {"files": files}})
+    http.post("/finish_weight_update", {"weight_version": str(version)})
+    http.post("/resume")

@@ -1,23 +1,78 @@
-"""Runs inside vLLM's workers, in vLLM's own environment: found by PYTHONPATH, it imports nothing of this package."""
+"""Runs inside vLLM's workers, in vLLM's own environment: found by PYTHONPATH, it imports nothing of this package.
 
+vLLM imports it for `--worker-extension-cls`, before it makes the engine that `--weight-transfer-config` names.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (  # type: ignore[import-not-found]
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # type: ignore[import-not-found]
+from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found]
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
-class WholeReload:
-    """A method that vLLM adds to its workers (`--worker-extension-cls`)."""
 
-    def reload_whole(self: Any, folder: str) -> None:
-        """vLLM's own reload, and then the head where it shares the embeddings' weights.
+class Extension:
+    """Adds nothing to the workers; vLLM wants a class of the module that it imports."""
 
-        On CPUs vLLM keeps the head in a packed form, which it renews from the folder's own tensor alone; a model with
-        shared weights has none, and would go on with the old head.
-        """
-        self.reload_weights(weights_path=folder)
-        if not getattr(self.vllm_config.model_config.hf_text_config, "tie_word_embeddings", False):
-            return
-        modules = list(self.model_runner.get_model().modules())
-        heads = [each for each in modules if type(each).__name__ == "ParallelLMHead"]
-        embeddings = [each for each in modules if type(each).__name__ == "VocabParallelEmbedding"]
-        for head in heads:
-            head.weight = embeddings[0].weight
+
+@dataclass
+class Files(WeightTransferInitInfo, WeightTransferUpdateInfo):
+    files: list[str]
+    """Safetensors, on a disk or in a process's memory (/proc/PID/fd/NUMBER); together they are a whole checkpoint."""
+
+
+class FilesEngine(WeightTransferEngine):
+    """Weights from safetensors files that every worker can open, on any device."""
+
+    init_info_cls = update_info_cls = Files
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: Files) -> None:
+        """Raises where a file cannot be read from here; the weights stay as they are."""
+        for file in init_info.files:
+            with safe_open(file, framework="pt"):
+                pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def receive_weights(self, update_info: Files) -> None:
+        self.model.load_weights(tensors_in(update_info.files))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        pack_tied_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held."""
+
+
+def tensors_in(files: list[str]) -> Iterator[tuple[str, Any]]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it has no __iter__
+                yield name, tensors.get_tensor(name)
+
+
+def pack_tied_heads(model: Any) -> None:
+    """On CPUs vLLM keeps the head in a packed form, which it renews from the head's own tensor alone.
+
+    A head that is tied to the embeddings has none, and would go on with the old weights.
+    """
+    modules = list(model.modules())
+    embeddings = {id(each.weight) for each in modules if type(each).__name__ == "VocabParallelEmbedding"}
+    for head in (each for each in modules if type(each).__name__ == "ParallelLMHead"):
+        if id(head.weight) in embeddings:
             head.quant_method.process_weights_after_loading(head)
+
+
+WeightTransferEngineFactory.register_engine("nemo_opd", FilesEngine)
