@@ -48,9 +48,9 @@ class Evaluation(Questions):
 
     every: int | None = Field(None, ge=1)
     """Optimizer steps; by default before the first and after the last alone."""
-    teachers: bool = True
+    teachers: bool = False
     """Ask each teacher too, once, before the first step: in its own tokenizer and chat template, and sampled as the
-    student is, by transformers in its own workers.
+    student is, by transformers in its own workers. Takes as long as a large model takes to answer.
     """
     teacher_batch_size: int = Field(64, ge=1)
     """Sequences a rank of a teacher samples at a time."""
