@@ -28,6 +28,8 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
     except OPDError as error:
         if isinstance(error, WorkerError):
             print(error.traceback, file=sys.stderr)
+        for note in notes(error):
+            print(note, file=sys.stderr)
         fail(str(error), 1)
     except KeyboardInterrupt:
         fail("interrupted; nothing newer than the last checkpoint was saved", INTERRUPTED)
@@ -41,6 +43,13 @@ def busy(what: str) -> Iterator[None]:
     """Shows in a terminal what takes a while, and removes it afterwards."""
     with Console(stderr=True).status(what):
         yield
+
+
+def notes(error: BaseException | None) -> Iterator[str]:
+    """Of an error and of those that led to it, such as the log of a server."""
+    while error is not None:
+        yield from getattr(error, "__notes__", ())
+        error = error.__cause__
 
 
 def fail(message: str, status: int) -> None:

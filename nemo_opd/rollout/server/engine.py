@@ -205,14 +205,14 @@ class ServerEngine(Engine):
         while not http.is_healthy():
             self._check_process()
             if time.monotonic() > deadline:
-                raise RolloutError(self._late())
+                raise self._late()
             time.sleep(LOOK_S)
 
-    def _late(self) -> str:
+    def _late(self) -> RolloutError:
         if self._process is None:
-            return f"rollout.url={self._url}: there is no healthy server; start it, or leave out url"
+            return RolloutError(f"rollout.url={self._url}: there is no healthy server; start it, or leave out url")
         limit = f"{self._settings.start_timeout_s:g} s (rollout.start_timeout_s)"
-        return f"the rollout server was not ready in {limit}{self._process.tail()}"
+        return self._process.error(f"the rollout server was not ready in {limit}")
 
     def _probe(self) -> None:
         """Raises RolloutError where the server gives no token ids or log-probabilities."""
@@ -235,8 +235,8 @@ class ServerEngine(Engine):
             yield
         except RolloutError as error:
             self._check_process()
-            tail = "" if self._process is None else self._process.tail()
-            raise RolloutError(f"{self._failure}: {error}{tail}") from error
+            message = f"{self._failure}: {error}"
+            raise (RolloutError(message) if self._process is None else self._process.error(message)) from error
         self._failure = None
 
     def _check_usable(self) -> None:

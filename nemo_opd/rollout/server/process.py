@@ -59,23 +59,22 @@ class ServerProcess:
         return self._guard.poll() is None
 
     def check(self) -> None:
-        """Raises RolloutError with the log's last lines where the server has died."""
+        """Raises RolloutError where the server has died."""
         if not self.is_alive:
-            raise RolloutError(
+            raise self.error(
                 f"the rollout server died (exit code {self._guard.returncode}; started with {' '.join(self.command)})"
-                f"{self.tail()}"
             )
 
-    def tail(self) -> str:
-        """The last lines of the log, and before them the first that tell an error, for the end of a message.
+    def error(self, message: str) -> RolloutError:
+        """With the log's last lines as a note, and before them the first that tell an error.
 
         A server of several processes ends with what followed from the error, at length.
         """
+        error = RolloutError(f"{message}; its log is {self.log}")
         lines = self.log.read_text(errors="replace").splitlines()
-        if not lines:
-            return f"; {self.log} is empty"
         errors = [line for line in lines[:-TAIL_LINES] if ERROR.search(line)][:FIRST_ERRORS]
-        return "\n".join([f"; from {self.log}:", *errors, *(["…"] if errors else []), *lines[-TAIL_LINES:]])
+        error.add_note("\n".join([*errors, *(["…"] if errors else []), *lines[-TAIL_LINES:]]))
+        return error
 
     def close(self) -> None:
         """All of its processes are gone afterwards, in bounded time. Closing twice is closing once."""
