@@ -1,0 +1,108 @@
+"""Whole runs whose student takes turns with an environment, and samples on a server beside the update."""
+
+import json
+import shutil
+import signal
+
+import pytest
+
+from tests.tiny import Tiny
+from tests.training.launch import ROOT, Run, start
+from tests.training.test_chat_run import STUDENT, TEACHER
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
+ALARM_AFTER = 2
+
+
+@pytest.fixture(scope="module")
+def stopped(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Ended by an alarm: no engine agrees with the trainer to the last bit."""
+    folder = tmp_path_factory.mktemp("server")
+    student = shutil.copytree(tiny.student, folder / "student")
+    # A model with random weights ends its turns in time where many tokens end one.
+    (student / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(0, 400, 2))}))
+    (folder / "student.jinja").write_text(STUDENT)
+    (folder / "teacher.jinja").write_text(TEACHER)
+    lines = [json.dumps({"chat": [{"role": "user", "content": f"fox {i}?"}]}) for i in range(8)]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    run = start(
+        folder / "run",
+        [
+            f"student.model={student}",
+            f"++student.chat_template={folder / 'student.jinja'}",
+            "teachers=arithmetic_multi",
+            f"teachers.0.model={tiny.teacher_cross}",
+            f"++teachers.0.chat_template={folder / 'teacher.jinja'}",
+            f"teachers.1.model={tiny.teacher_same}",
+            "data=questions",
+            f"++data.train.jsonl_files={folder / 'chats.jsonl'}",
+            "data.messages_key=chat",
+            "evaluation=null",
+            "rollout=server",
+            "rollout.program=transformers",
+            "++rollout.staleness=1",
+            "++rollout.overlap=true",
+            "rollout.n=2",
+            "rollout.max_new_tokens=8",
+            "++environment.type=function",
+            "++environment.function=tests.training.answers_back:AnswersBack",
+            "reward=environment",
+            "++reward.weighting_beta=1",
+            "loss=tcad",
+            "loss.power_alpha=null",
+            "++teachers.0.loss.type=p_kl",
+            "++health.action=stop",
+            "++health.max_mismatch=1e-12",
+            f"++health.patience={ALARM_AFTER}",
+            "train.max_steps=6",
+            "train.global_batch_size=4",
+            "train.micro_batch_size=4",
+            "train.max_length=96",
+            "train.save_every=null",
+        ],
+        script=SCRIPT,
+    )
+    run.wait_for_step(1)
+    run.processes()
+    assert run.end() == 0, run.output
+    assert run.leftovers() == []
+    return run
+
+
+def test_turns_and_weights_that_are_a_step_old(stopped: Run) -> None:
+    first, *later = stopped.metrics
+
+    assert first["rollout/staleness"] == 0
+    assert all(record["rollout/staleness"] == 1 for record in later)
+    for record in stopped.metrics:
+        assert 1 < record["rollout/turns"] <= 2
+        assert record["rollout/reward_max"] > 0
+        assert record["train/kd/cross"] > 0
+        assert record["train/kd/same"] > 0
+        assert 0 < record["train/mismatch"] < 0.1
+
+
+def test_an_alarm_saves_and_ends_the_run(stopped: Run) -> None:
+    assert len(stopped.metrics) == ALARM_AFTER
+    assert stopped.checkpoints == [f"step_{ALARM_AFTER:06d}"]
+    assert "engine and trainer disagree" in stopped.output
+    assert "run.resume=auto" in stopped.last_line
+
+
+def test_a_server_that_dies_ends_the_run(stopped: Run) -> None:
+    """Continued behind the alarm, which is not told again."""
+    run = start(
+        stopped.output_dir,
+        ["--config", str(stopped.output_dir / "config.yaml"), "run.resume=auto", "train.max_steps=500"],
+        script=SCRIPT,
+    )
+    run.wait_for_step(ALARM_AFTER + 1)
+    for process in run.processes():
+        if "transformers_app" in run.seen[process.pid]:
+            process.send_signal(signal.SIGKILL)
+
+    assert run.end() == 1, run.output
+    assert run.leftovers() == []
+    assert "the rollout server" in run.last_line
