@@ -51,6 +51,7 @@ SETTINGS = {
         "loss.divergence=reverse_kl",
         "loss.ce_weight=0",
     ),
+    "on-policy, another tokenizer (policy gradient)": ("teachers=arithmetic_cross", "loss=policy_gradient"),
     "GRPO, exact reward": ("loss=grpo", "student.optimizer.lr=2e-4"),
     "off-policy, forward KL on the teacher's samples": (
         *ON_TEACHERS_SAMPLES,
