@@ -16,7 +16,7 @@ from tests.tiny import Tiny, make_tiny
 torch.set_num_threads(1)
 # Ray's workers give way to all others; beside other tests they would hardly get anything done.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
-SLOWEST = ("training", "workers", "models", "cluster")
+SLOWEST = ("training", "workers", "models", "cluster", "rollout")
 """Folders of tests; with these first, processes that share out the files are done at about the same time."""
 
 

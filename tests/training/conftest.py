@@ -1,6 +1,6 @@
 """Runs that several tests look at: each starts Ray, which takes seconds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,16 +66,19 @@ FAULTY = Path(__file__).with_name("faulty_workers.py")
 
 def resumed(reference: Run, output_dir: Path, *overrides: str, fault: str | None = None) -> Run:
     """A run by the reference's config.yaml alone, without what is not needed twice; maybe with workers of `FAULTY`."""
+    if fault is None:
+        return start_again(reference, output_dir, *overrides)
+    return start_again(reference, output_dir, *overrides, script=FAULTY, arguments=[fault])
+
+
+def start_again(
+    reference: Run, output_dir: Path, *overrides: str, script: Path = SCRIPT, arguments: Sequence[str] = ()
+) -> Run:
+    """`resumed`, by any script."""
+    settings = ["run.resume=auto", "logging.tensorboard.enabled=false", "logging.wandb.enabled=false", *overrides]
     return start(
         output_dir,
-        [
-            "--config",
-            str(reference.output_dir / "config.yaml"),
-            "run.resume=auto",
-            "logging.tensorboard.enabled=false",
-            "logging.wandb.enabled=false",
-            *overrides,
-        ],
-        script=FAULTY if fault else SCRIPT,
-        arguments=[fault] if fault else [],
+        ["--config", str(reference.output_dir / "config.yaml"), *settings],
+        script=script,
+        arguments=arguments,
     )

@@ -13,7 +13,7 @@ from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RANK, CALL = 1, 15
-"""Of two ranks; and of batches the 13th of training, behind the two of the first validation."""
+"""Of two ranks; and of batches the 13th of training where two are for validation."""
 
 
 class DyingTeacher(TeacherWorker):

@@ -1,21 +1,26 @@
-"""A run that is killed and then interrupted on its way gives the same metrics as one that is left alone.
+"""A run that is ended on its way in every manner gives the same metrics as one that is left alone.
 
 Each fixture is the run's next part, started with the reference's config.yaml but for what may change between parts.
 """
 
+import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.conftest import STEPS, resumed
+from tests.training import dying_writer
+from tests.training.conftest import SAVE_EVERY, STEPS, resumed, start_again
 from tests.training.launch import Run
 
 pytestmark = pytest.mark.slow
 
 WITHOUT_LOADER_WORKERS = "data.num_workers=0"
 """A process less to start; the order of the data does not depend on them."""
+RAY_GIVES_UP_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,30 @@ def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(reference: Run, interrupted: Run, folder: Path) -> Run:
+def broken(reference: Run, interrupted: Run, folder: Path) -> Run:
+    """The student dies while it writes a checkpoint."""
+    step = str(2 * SAVE_EVERY)
+    run = start_again(reference, folder, WITHOUT_LOADER_WORKERS, script=Path(dying_writer.__file__), arguments=[step])
+    run.wait_for_step(2 * SAVE_EVERY - 1)
+    run.processes()
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def terminated(reference: Run, broken: Run, folder: Path) -> tuple[Run, float]:
+    """SIGTERM to all processes of the group, Ray's own among them; and the seconds that the run took to end."""
+    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
+    run.wait_for_step(2 * SAVE_EVERY + 2)  # beyond what the broken run has left in the file
+    run.processes()
+    os.killpg(run.process.pid, signal.SIGTERM)
+    start_s = time.monotonic()
+    run.end()
+    return run, time.monotonic() - start_s
+
+
+@pytest.fixture(scope="module")
+def finished(reference: Run, terminated: tuple[Run, float], folder: Path) -> Run:
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
     assert run.end() == 0, run.output
     return run
@@ -73,6 +101,28 @@ def test_interrupt_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run)
     assert interrupted.process.returncode == 0, interrupted.output
     assert "run.resume=auto" in interrupted.last_line, interrupted.output
     assert interrupted.leftovers() == []
+
+
+def test_worker_killed_while_writing_a_checkpoint(interrupted: Run, broken: Run) -> None:
+    last = interrupted.output.split("ended after step ")[1].split(";")[0]
+    assert broken.process.returncode == 1
+    assert broken.last_line.startswith("error: student rank 0 died while writing a checkpoint (")
+    assert "Traceback" not in broken.output
+    assert step_of(broken.checkpoints[-1]) == int(last), "the half-written one is gone"
+    assert broken.leftovers() == []
+
+
+def test_signal_to_all_processes_ends_the_run_soon(terminated: tuple[Run, float]) -> None:
+    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute.
+
+    Whether the step under way can still be saved is a matter of who ends first.
+    """
+    run, seconds = terminated
+    assert seconds < RAY_GIVES_UP_S, run.output
+    assert "run.resume=auto" in run.last_line, run.output
+    assert run.process.returncode == (0 if run.last_line.startswith("ended after step ") else 1)
+    assert "Failed to connect to GCS" not in run.output
+    assert run.leftovers() == []
 
 
 def test_steps_after_the_newest_checkpoint_are_done_again(finished: Run) -> None:

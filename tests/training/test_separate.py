@@ -1,15 +1,18 @@
 """Teachers on devices of their own, a batch ahead of the student: the results of taking turns, to the last bit.
 
-The run is the reference's but for where its teachers are, and is stopped on its way with a batch under way.
+The run is the reference's but for where its teachers are. On its way it is stopped with a batch under way, and then
+loses a teacher in the middle of a forward pass, whose other rank waits in a collective while the student trains.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training.conftest import SAVE_EVERY, STUDENT_TIMES, resumed
+from tests.training import dying_teacher
+from tests.training.conftest import SAVE_EVERY, STEPS, STUDENT_TIMES, resumed, start_again
 from tests.training.faulty_workers import SLOW_S
 from tests.training.launch import Run
 
@@ -36,7 +39,17 @@ def stopped(reference: Run, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(reference: Run, stopped: Run, folder: Path) -> Run:
+def broken(reference: Run, stopped: Run, folder: Path) -> Run:
+    begin = int(stopped.metrics[-1]["step"])
+    run = start_again(reference, folder, *SEPARATE, script=Path(dying_teacher.__file__))
+    run.wait_for_step(begin + 1)
+    run.processes()
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def finished(reference: Run, broken: Run, folder: Path) -> Run:
     run = resumed(reference, folder, *SEPARATE)
     assert run.end() == 0, run.output
     return run
@@ -44,7 +57,7 @@ def finished(reference: Run, stopped: Run, folder: Path) -> Run:
 
 def test_stopping_with_a_batch_under_way_leaves_a_checkpoint_and_nothing_else(stopped: Run) -> None:
     last = stopped.metrics[-1]["step"]
-    assert last < 30
+    assert last < STEPS
     assert "run.resume=auto" in stopped.last_line
     assert stopped.checkpoints[-1] == f"step_{last:06d}"
     assert stopped.leftovers() == []
@@ -56,9 +69,20 @@ def test_a_step_takes_as_long_as_the_slower_half_and_not_both(stopped: Run) -> N
     assert SLOW_S <= seconds[len(seconds) // 2] < 1.5 * SLOW_S
 
 
+def test_a_killed_teacher_is_named_with_rank_and_phase(broken: Run) -> None:
+    assert broken.process.returncode == 1
+    assert re.match(r"error: teacher cross rank 1 died while reading a batch \(step 2\d\) \(", broken.last_line)
+    assert broken.last_line.endswith("run.resume=auto continues from the last checkpoint")
+    assert "Traceback" not in broken.output
+    assert broken.checkpoints[-1] == f"step_{2 * SAVE_EVERY:06d}"
+    assert broken.metrics[-1]["step"] < STEPS
+    assert broken.leftovers() == []
+
+
 def test_metrics_equal_those_of_taking_turns(reference: Run, finished: Run) -> None:
     """Bugs: a batch read twice or skipped where the run was stopped, buffers that are overwritten while they are read,
     rows of another rank, a validation that disturbs the batch under way."""
+    assert [record["step"] for record in finished.metrics] == list(range(STEPS + 1))
     for expected, actual in zip(reference.metrics, finished.metrics, strict=True):
         names = [name for name in expected if not name.startswith("perf/")]
         assert {name: actual[name] for name in names} == {name: expected[name] for name in names}, expected["step"]
