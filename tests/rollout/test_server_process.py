@@ -13,9 +13,11 @@ import psutil
 import pytest
 
 from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.training import cli
 from tests.rollout import fake_server
 
 MARK = "NEMO_OPD_TEST_SERVER"
@@ -79,6 +81,23 @@ def test_one_that_dies_while_it_is_asked_is_noticed_at_once(tmp_path: Path) -> N
         with pytest.raises(RolloutError, match="died"):
             engine.generate([Request(np.array([5], np.int32), 2, 5)], Sampling())
     assert left_of(tmp_path) == []
+
+
+def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def task(_: RunConfig) -> None:
+        started("dies at once", tmp_path)
+
+    monkeypatch.setattr(cli, "run_settings_with_hydra", lambda task, *_, **__: task(None))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(task, config_dir=tmp_path, config_name="any")
+
+    *log, last = capsys.readouterr().err.strip().splitlines()
+    assert ended.value.code == 1
+    assert any("no such model, says the fake" in line for line in log)
+    assert last.startswith("error: the rollout server died (exit code ")
+    assert last.endswith(f"its log is {tmp_path / 'server.log'}")
 
 
 def test_one_that_dies_at_its_start_says_why(tmp_path: Path) -> None:
