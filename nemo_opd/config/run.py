@@ -71,7 +71,7 @@ class RunConfig(Settings):
     environment: Environment | None = None
     """On-policy: who answers between the student's turns; None: it has one turn."""
     evaluation: Evaluation | None = None
-    """On-policy: questions that the student is asked now and then, and its teachers once."""
+    """On-policy: questions that the student is asked now and then, and its teachers once if it says so."""
     health: Health = Field(default_factory=Health)
     cluster: Cluster = Field(default_factory=Cluster)
     logging: Logging = Field(default_factory=Logging)

@@ -115,15 +115,18 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         validation = prompt_set(config, renderer, config.data.validation, "data.validation")
         require_responses(validation, renderer, "data.validation")
     evaluation = None
+    asked: tuple[Respondent, ...] = ()
     if config.evaluation is not None:
         evaluation = prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
+        if config.evaluation.teachers:
+            asked = asked_teachers(config, teachers, evaluation.all())
     both = zip(config.active_teachers, teachers, strict=True)
     return Prompts(
         train=train,
         validation=validation,
         evaluation=evaluation,
         student=own,
-        asked_teachers=asked_teachers(config, teachers, [] if evaluation is None else evaluation.all()),
+        asked_teachers=asked,
         sample_maker=RolloutSampleMaker(
             student.pieces.lengths[: student.vocab_size],
             tuple(reader(config, settings, student, side) for settings, side in both),

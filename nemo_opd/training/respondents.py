@@ -43,13 +43,11 @@ def respondent(config: RunConfig, settings: Student | Teacher, side: Side, key: 
 
 
 def asked_teachers(config: RunConfig, teachers: Sequence[Side], questions: Sequence[Prompt]) -> tuple[Respondent, ...]:
-    """Every active teacher, or none where `evaluation.teachers` says so.
+    """Every active teacher.
 
     Raises AlignmentError as `respondent` does, and DataError, with the row, for a question that one of them cannot
     answer.
     """
-    if config.evaluation is None or not config.evaluation.teachers:
-        return ()
     return tuple(
         _asked(config, i, settings, side, questions)
         for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True))

@@ -64,17 +64,10 @@ def nodes() -> "Iterator[Nodes]":
 FAULTY = Path(__file__).with_name("faulty_workers.py")
 
 
-def resumed(reference: Run, output_dir: Path, *overrides: str, fault: str | None = None) -> Run:
-    """A run by the reference's config.yaml alone, without what is not needed twice; maybe with workers of `FAULTY`."""
-    if fault is None:
-        return start_again(reference, output_dir, *overrides)
-    return start_again(reference, output_dir, *overrides, script=FAULTY, arguments=[fault])
-
-
-def start_again(
+def resumed(
     reference: Run, output_dir: Path, *overrides: str, script: Path = SCRIPT, arguments: Sequence[str] = ()
 ) -> Run:
-    """`resumed`, by any script."""
+    """A run by the reference's config.yaml alone, without what is not needed twice; maybe by a script with faults."""
     settings = ["run.resume=auto", "logging.tensorboard.enabled=false", "logging.wandb.enabled=false", *overrides]
     return start(
         output_dir,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training import dying_writer
-from tests.training.conftest import SAVE_EVERY, STEPS, resumed, start_again
+from tests.training.conftest import SAVE_EVERY, STEPS, resumed
 from tests.training.launch import Run
 
 pytestmark = pytest.mark.slow
@@ -59,7 +59,7 @@ def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
 def broken(reference: Run, interrupted: Run, folder: Path) -> Run:
     """The student dies while it writes a checkpoint."""
     step = str(2 * SAVE_EVERY)
-    run = start_again(reference, folder, WITHOUT_LOADER_WORKERS, script=Path(dying_writer.__file__), arguments=[step])
+    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS, script=Path(dying_writer.__file__), arguments=[step])
     run.wait_for_step(2 * SAVE_EVERY - 1)
     run.processes()
     run.end()

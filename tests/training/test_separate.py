@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.training import dying_teacher
-from tests.training.conftest import SAVE_EVERY, STEPS, STUDENT_TIMES, resumed, start_again
+from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, resumed
 from tests.training.faulty_workers import SLOW_S
 from tests.training.launch import Run
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def stopped(reference: Run, folder: Path) -> Run:
     """As job schedulers do it, between two checkpoints; until then either half of a step is slow."""
-    run = resumed(reference, folder, *SEPARATE, fault="all_slow")
+    run = resumed(reference, folder, *SEPARATE, script=FAULTY, arguments=["all_slow"])
     run.wait_for_step(SAVE_EVERY + 2)
     assert len(run.workers()) == 4
     run.process.terminate()
@@ -41,7 +41,7 @@ def stopped(reference: Run, folder: Path) -> Run:
 @pytest.fixture(scope="module")
 def broken(reference: Run, stopped: Run, folder: Path) -> Run:
     begin = int(stopped.metrics[-1]["step"])
-    run = start_again(reference, folder, *SEPARATE, script=Path(dying_teacher.__file__))
+    run = resumed(reference, folder, *SEPARATE, script=Path(dying_teacher.__file__))
     run.wait_for_step(begin + 1)
     run.processes()
     run.end()
