@@ -10,7 +10,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -77,8 +76,6 @@ class Outcome:
     """Of the evaluations, the first before training."""
     scores: dict[str, list[float]]
     """Measure → its value at each of them."""
-    wall_s: float
-    """The whole command, start-up and report included."""
 
 
 def teachers_samples(folder: Path, number: int) -> Path:
@@ -101,7 +98,6 @@ def run_once(setting: str, seed: int, samples: Path, extra: list[str]) -> Outcom
     if setting in OFF_POLICY:
         overrides.append(f"data.train.jsonl_files={samples}")
     with tempfile.TemporaryDirectory() as folder:
-        began = time.perf_counter()
         subprocess.run(
             [
                 sys.executable,
@@ -114,22 +110,20 @@ def run_once(setting: str, seed: int, samples: Path, extra: list[str]) -> Outcom
             stdout=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
-        wall = time.perf_counter() - began
         asked = [record for record in read(Path(folder) / "run" / "metrics.jsonl") if MEASURES[0] in record]
     scores = {measure: [record[measure] for record in asked] for measure in MEASURES}
-    return Outcome(setting, seed, [int(record["step"]) for record in asked], scores, wall)
+    return Outcome(setting, seed, [int(record["step"]) for record in asked], scores)
 
 
 def table(outcomes: list[Outcome]) -> str:
-    lines = ["| run | greedy, by seed | mean | sampled, by seed | mean | wall-clock s |", "|---|---|---|---|---|---|"]
+    lines = ["| run | greedy, by seed | mean | sampled, by seed | mean |", "|---|---|---|---|---|"]
     for setting in SETTINGS:
         own = sorted((each for each in outcomes if each.setting == setting), key=lambda each: each.seed)
         cells = []
         for measure in MEASURES:
             ends = [outcome.scores[measure][-1] for outcome in own]
             cells += [", ".join(f"{end:.1%}" for end in ends), f"**{statistics.mean(ends):.1%}**"]
-        seconds = ", ".join(f"{outcome.wall_s:.0f}" for outcome in own)
-        lines.append(f"| {setting} | {' | '.join(cells)} | {seconds} |")
+        lines.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -170,7 +164,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         samples = teachers_samples(Path(folder), 4096)
         with ThreadPoolExecutor(options.jobs, initializer=lambda: pin(cores.get())) as pool:
-            extra = ["evaluation.every=10", *options.overrides]
+            extra = ["evaluation.every=10", "evaluation.teachers=false", *options.overrides]
             runs = pool.map(lambda pair: run_once(*pair, samples, extra), pairs)
             outcomes = list(track(runs, "on-policy runs", total=len(pairs)))
     first = outcomes[0]

@@ -46,7 +46,7 @@ class ClusterError(OPDError, RuntimeError):
 
 
 class WorkerError(ClusterError):
-    """An exception inside a worker, with the worker's group, rank and traceback."""
+    """An exception inside a worker, with the worker's group, rank and traceback, which is also a note of this one."""
 
     def __init__(self, group: str, rank: int, error: str, traceback: str) -> None:
         super().__init__(group, rank, error, traceback)
@@ -54,6 +54,7 @@ class WorkerError(ClusterError):
         self.rank = rank
         self.error = error
         self.traceback = traceback
+        self.add_note(traceback)
 
     def __str__(self) -> str:
         return f"{self.group} rank {self.rank} failed: {self.error}"

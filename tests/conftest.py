@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny import Tiny, make_tiny
 
@@ -18,6 +20,19 @@ torch.set_num_threads(1)
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 SLOWEST = ("training", "workers", "models", "cluster", "rollout")
 """Folders of tests; with these first, processes that share out the files are done at about the same time."""
+ON_THE_REFERENCE = ("test_run.py", "test_resume.py", "test_across_nodes.py", "test_several_nodes.py")
+"""Files of tests that look at one run, which takes a minute; one process has them all."""
+
+
+class ByFile(LoadFileScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = super()._split_scope(nodeid)
+        return "reference" if Path(file).name in ON_THE_REFERENCE else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
+    return ByFile(config, log)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

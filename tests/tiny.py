@@ -25,12 +25,15 @@ class Tiny:
     teacher_cross: Path
     documents: Path
 
-    def overrides(self, *more: str) -> list[str]:
-        """Command-line overrides that put these in the place of the demo's models and data."""
+    def overrides(self, *more: str, teachers: int = 2) -> list[str]:
+        """Command-line overrides that put these in the place of the demo's models and data.
+
+        teachers: 1 for the one with another tokenizer alone, whose process is one less to start.
+        """
+        both = [f"teachers.0.model={self.teacher_cross}", f"teachers.1.model={self.teacher_same}"]
         return [
             f"student.model={self.student}",
-            f"teachers.0.model={self.teacher_cross}",
-            f"teachers.1.model={self.teacher_same}",
+            *(both if teachers == 2 else ["teachers=demo_single", both[0]]),
             f"data.train.arrow_files={self.documents}",
             f"data.validation.arrow_files={self.documents}",
             "data.validation.max_samples=6",

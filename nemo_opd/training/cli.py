@@ -10,7 +10,7 @@ from rich.console import Console
 
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
-from nemo_opd.errors import OPDError, WorkerError
+from nemo_opd.errors import OPDError
 
 INTERRUPTED = 130
 """Exit status by shell convention; of a run that was interrupted before it could save."""
@@ -26,8 +26,6 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
     try:
         run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
     except OPDError as error:
-        if isinstance(error, WorkerError):
-            print(error.traceback, file=sys.stderr)
         for note in notes(error):
             print(note, file=sys.stderr)
         fail(str(error), 1)
@@ -46,7 +44,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def notes(error: BaseException | None) -> Iterator[str]:
-    """Of an error and of those that led to it, such as the log of a server."""
+    """Of an error and of those that led to it: a worker's traceback, the log of a server."""
     while error is not None:
         yield from getattr(error, "__notes__", ())
         error = error.__cause__

@@ -66,7 +66,7 @@ def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup,
     start = time.monotonic()
     with pytest.raises(WorkerError) as caught:
         group.call("fail_while_others_wait", [(rank, 2.0)] * 2)
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 2.0
     error = caught.value
     assert (error.group, error.rank) == ("toys", rank)
     assert error.error == "KeyError: 'no such thing' (while in 'fail_while_others_wait')"

@@ -133,7 +133,7 @@ def test_a_server_that_hangs_is_given_up_in_time(tmp_path: Path) -> None:
         with pytest.raises(RolloutError, match=r"prompt 1 .*no answer in 0.4 s \(rollout.request_timeout_s\)"):
             engine.generate(asked(3), Sampling())
 
-    assert time.monotonic() - start < 2.5
+    assert time.monotonic() - start < 3.0
 
 
 def test_an_address_without_a_server(tmp_path: Path) -> None:

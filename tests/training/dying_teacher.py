@@ -12,8 +12,8 @@ from nemo_opd.workers.teacher import Scored, TeacherWorker
 from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-RANK, CALL = 1, 15
-"""Of two ranks; and of batches the 13th of training where two are for validation."""
+RANK, CALL = 1, 6
+"""Of two ranks; and of the batches that they are given."""
 
 
 class DyingTeacher(TeacherWorker):

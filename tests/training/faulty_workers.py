@@ -41,8 +41,8 @@ class HangingStudent(StudentWorker):
         return super().train_step(step)
 
 
-SLOW_S = 0.5
-"""In sleep, so that a busy machine changes little."""
+SLOW_S = 0.3
+"""In sleep, which needs no processor, and which no worker counts as its own time."""
 
 
 class SlowTeacher(TeacherWorker):

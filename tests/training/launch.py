@@ -32,7 +32,8 @@ class Run:
     process: subprocess.Popen[str]
     mark: str
     output_dir: Path
-    segments_before: set[str] = field(default_factory=lambda: set(os.listdir("/dev/shm")))
+    segments: set[int] = field(default_factory=set)
+    """Inodes of all segments of shared memory that these processes were found to map."""
     ray_folders: set[Path] = field(default_factory=set)
     seen: dict[int, str] = field(default_factory=dict)
     """Command lines by process id, of all processes that were found alive."""
@@ -61,6 +62,7 @@ class Run:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
             found.append(process)
+            self.segments |= mapped_segments(process)
             self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
         return found
 
@@ -110,33 +112,20 @@ class Run:
 
     def _leftovers(self, folders: bool) -> list[str]:
         left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
-        left += [f"/dev/shm/{name}" for name in set(os.listdir("/dev/shm")) - self.segments_before if is_unused(name)]
+        left += [entry.path for entry in os.scandir("/dev/shm") if entry.inode() in self.segments]
         if folders:
             left += [str(folder) for folder in self.ray_folders if folder.exists()]
             left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
         return left
 
 
-def is_unused(segment: str) -> bool:
-    """No living process maps or has open a segment of /dev/shm, so nobody will remove it.
-
-    Told by its inode: the C library makes a semaphore under another name than it then has.
-    """
-    file = Path("/dev/shm") / segment
+def mapped_segments(process: psutil.Process) -> set[int]:
+    """Their inodes: the C library makes a semaphore under another name than it then has."""
     try:
-        inode = str(file.stat().st_ino)
-    except FileNotFoundError:
-        return False
-    for process in psutil.process_iter():
-        try:
-            mappings = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-            if any("/dev/shm/" in line and line.split()[4] == inode for line in mappings):
-                return False
-            if any(file.samefile(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir()):
-                return False
-        except OSError:
-            continue
-    return file.exists()
+        mappings = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    except OSError:  # it has ended
+        return set()
+    return {int(line.split()[4]) for line in mappings if "/dev/shm/" in line}
 
 
 def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:

@@ -1,9 +1,11 @@
-"""A run that is ended on its way in every manner gives the same metrics as one that is left alone.
+"""A run that is ended on its way in every manner gives the results of one that is left alone, to the last bit.
 
-Each fixture is the run's next part, started with the reference's config.yaml but for what may change between parts.
+Each fixture is the run's next part, started with the reference's config.yaml but for what may change between parts:
+where its teachers are, too. On devices of their own they are a batch ahead of the student.
 """
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -12,14 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.training import dying_writer
-from tests.training.conftest import SAVE_EVERY, STEPS, resumed
+from tests.training import dying_teacher, dying_writer
+from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, resumed
+from tests.training.faulty_workers import SLOW_S
 from tests.training.launch import Run
 
 pytestmark = pytest.mark.slow
 
 WITHOUT_LOADER_WORKERS = "data.num_workers=0"
 """A process less to start; the order of the data does not depend on them."""
+SEPARATE = (WITHOUT_LOADER_WORKERS, "cluster.placement=separate", "cluster.teacher_ranks=[2,1]")
+"""One teacher cuts a batch in two where the student has it whole, the other one does not."""
 RAY_GIVES_UP_S = 60.0
 
 
@@ -41,13 +46,13 @@ def killed(reference: Run, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
-    """By Ctrl-C."""
+    """By Ctrl-C, with a batch under way; either half of a step is slow until then."""
     killed.leftovers(folders=False)
     half_written = folder / "checkpoints" / ".incomplete_step_000020"
     half_written.mkdir(exist_ok=True)
-    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
+    run = resumed(reference, folder, *SEPARATE, script=FAULTY, arguments=["all_slow"])
     run.wait_for_step(max(17, step_of(killed.checkpoints[-1]) + 2))
-    run.processes()
+    assert len(run.workers()) == 4
     run.interrupt()
     run.end()
     checkpoints, last = run.checkpoints, run.metrics[-1]["step"]
@@ -67,10 +72,21 @@ def broken(reference: Run, interrupted: Run, folder: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def terminated(reference: Run, broken: Run, folder: Path) -> tuple[Run, float]:
+def bereft(reference: Run, broken: Run, folder: Path) -> Run:
+    """A teacher dies in the middle of a forward pass: its other rank is in a collective, and the student trains."""
+    run = resumed(reference, folder, *SEPARATE, script=Path(dying_teacher.__file__))
+    run.wait_for_step(2 * SAVE_EVERY + 1)  # beyond what the broken run has left in the file
+    run.processes()
+    run.end()
+    return run
+
+
+@pytest.fixture(scope="module")
+def terminated(reference: Run, bereft: Run, folder: Path) -> tuple[Run, float]:
     """SIGTERM to all processes of the group, Ray's own among them; and the seconds that the run took to end."""
+    beyond = int(bereft.metrics[-1]["step"]) + 1
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
-    run.wait_for_step(2 * SAVE_EVERY + 2)  # beyond what the broken run has left in the file
+    run.wait_for_step(beyond)
     run.processes()
     os.killpg(run.process.pid, signal.SIGTERM)
     start_s = time.monotonic()
@@ -80,7 +96,7 @@ def terminated(reference: Run, broken: Run, folder: Path) -> tuple[Run, float]:
 
 @pytest.fixture(scope="module")
 def finished(reference: Run, terminated: tuple[Run, float], folder: Path) -> Run:
-    run = resumed(reference, folder, WITHOUT_LOADER_WORKERS)
+    run = resumed(reference, folder, *SEPARATE)
     assert run.end() == 0, run.output
     return run
 
@@ -103,6 +119,23 @@ def test_interrupt_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run)
     assert interrupted.leftovers() == []
 
 
+def test_teachers_work_while_the_student_trains(interrupted: Run) -> None:
+    """What they take and nobody waits for is as long as the student sleeps, however busy the machine is.
+
+    Half of that is asked for, and only of most steps: they may begin late.
+    """
+    records = interrupted.metrics[SAVE_EVERY + 3 :]
+    hidden = sorted(SLOW_S + record["perf/teacher_s"] - record["perf/teacher_wait_s"] for record in records)
+    assert hidden[len(hidden) // 2] > 0.5 * SLOW_S
+
+
+def test_only_the_wait_for_teachers_is_time_of_a_step(interrupted: Run) -> None:
+    for record in interrupted.metrics[SAVE_EVERY + 1 :]:
+        parts = ["perf/data_wait_s", "perf/teacher_wait_s", *STUDENT_TIMES, "perf/other_s"]
+        assert sum(record[name] for name in parts) == pytest.approx(record["perf/step_s"], rel=1e-9)
+        assert record["perf/teacher_s"] == max(record["perf/teacher_s/cross"], record["perf/teacher_s/same"])
+
+
 def test_worker_killed_while_writing_a_checkpoint(interrupted: Run, broken: Run) -> None:
     last = interrupted.output.split("ended after step ")[1].split(";")[0]
     assert broken.process.returncode == 1
@@ -110,6 +143,16 @@ def test_worker_killed_while_writing_a_checkpoint(interrupted: Run, broken: Run)
     assert "Traceback" not in broken.output
     assert step_of(broken.checkpoints[-1]) == int(last), "the half-written one is gone"
     assert broken.leftovers() == []
+
+
+def test_a_killed_teacher_is_named_with_rank_and_phase(bereft: Run) -> None:
+    assert bereft.process.returncode == 1
+    assert re.match(r"error: teacher cross rank 1 died while reading a batch \(step 2\d\) \(", bereft.last_line)
+    assert bereft.last_line.endswith("run.resume=auto continues from the last checkpoint")
+    assert "Traceback" not in bereft.output
+    assert bereft.checkpoints[-1] == f"step_{2 * SAVE_EVERY:06d}"
+    assert bereft.metrics[-1]["step"] < STEPS
+    assert bereft.leftovers() == []
 
 
 def test_signal_to_all_processes_ends_the_run_soon(terminated: tuple[Run, float]) -> None:
@@ -131,21 +174,18 @@ def test_steps_after_the_newest_checkpoint_are_done_again(finished: Run) -> None
 
 
 def test_metrics_equal_those_of_the_uninterrupted_run(reference: Run, finished: Run) -> None:
-    """Bugs: data order that starts anew, optimizer or schedule or moving averages that are lost, weights in bf16.
-
-    The same operations in the same order on one machine: equal up to the last bits of a reduction.
-    """
+    """Bugs: data order that starts anew, optimizer or schedule or moving averages that are lost, weights in bf16; and
+    ahead of the student a batch read twice or skipped where the run was stopped, buffers that are overwritten while
+    they are read, rows of another rank, a validation that disturbs the batch under way."""
     for expected, actual in zip(reference.metrics, finished.metrics, strict=True):
         names = [name for name in expected if not name.startswith("perf/")]
-        assert {name: actual.get(name) for name in names} == pytest.approx(
-            {name: expected[name] for name in names}, rel=1e-6
-        ), expected["step"]
+        assert {name: actual.get(name) for name in names} == {name: expected[name] for name in names}, expected["step"]
 
 
 def test_weights_equal_those_of_the_uninterrupted_run(reference: Run, finished: Run) -> None:
     trained, expected = (load_file(run.output_dir / "final" / "model.safetensors") for run in (finished, reference))
     for name, value in expected.items():
-        torch.testing.assert_close(trained[name], value, rtol=1e-6, atol=1e-7)
+        assert torch.equal(trained[name], value), name
 
 
 def test_closing_table_remembers_the_start(reference: Run, finished: Run) -> None:

@@ -32,8 +32,7 @@ def test_first_signal_asks_and_the_second_aborts(first: signal.Signals, second: 
 @pytest.mark.slow
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
     """One that fails while the student is in the step before, which is still done; its loader has a process."""
-    more = ("teachers=demo_single", "data.num_workers=1", "cluster.placement=separate")
-    run = faulty("teacher_raises", tiny, tmp_path, *more)
+    run = faulty("teacher_raises", tiny, tmp_path, "data.num_workers=1", "cluster.placement=separate")
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 1
@@ -82,10 +81,7 @@ def test_second_interrupt_ends_a_run_that_hangs(tiny: Tiny, tmp_path: Path) -> N
 
 
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
-    """With as few workers as will do: each takes seconds to start."""
-    given = tiny.overrides(*WITHOUT_VALIDATION, *overrides)
-    if "teachers=demo_single" in overrides:
-        given = [override for override in given if not override.startswith("teachers.1.")]
+    given = tiny.overrides(*WITHOUT_VALIDATION, *overrides, teachers=1)
     return start(folder / "run", given, script=FAULTY, arguments=[fault])
 
 
