@@ -41,7 +41,7 @@ class HangingStudent(StudentWorker):
         return super().train_step(step)
 
 
-SLOW_S = 0.3
+SLOW_S = 0.2
 """In sleep, which needs no processor, and which no worker counts as its own time."""
 
 

@@ -35,10 +35,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(reference: Run, folder: Path) -> Run:
-    """By SIGKILL of the driver, some steps after the first checkpoint."""
-    run = resumed(reference, folder)
-    run.wait_for_step(13)
+    """By SIGKILL of the driver, some steps after the first checkpoint; slow, so that it does not come further."""
+    run = resumed(reference, folder, script=FAULTY, arguments=["all_slow"])
+    run.wait_for_step(SAVE_EVERY + 1)
     assert len(run.workers()) == 3
+    run.wait_for_step(SAVE_EVERY + 3)
     run.process.kill()
     run.end()
     return run
@@ -50,8 +51,9 @@ def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
     killed.leftovers(folders=False)
     half_written = folder / "checkpoints" / ".incomplete_step_000020"
     half_written.mkdir(exist_ok=True)
+    beyond = int(killed.metrics[-1]["step"]) + 3
     run = resumed(reference, folder, *SEPARATE, script=FAULTY, arguments=["all_slow"])
-    run.wait_for_step(max(17, step_of(killed.checkpoints[-1]) + 2))
+    run.wait_for_step(beyond)
     assert len(run.workers()) == 4
     run.interrupt()
     run.end()
