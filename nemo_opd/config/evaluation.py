@@ -55,7 +55,7 @@ class Evaluation(Questions):
     teacher_batch_size: int = Field(64, ge=1)
     """Sequences a rank of a teacher samples at a time."""
     num_samples_shown: int = Field(8, ge=0)
-    """Answers in the report's table."""
+    """Questions whose answers, of whoever is asked, are in samples.jsonl and in the report."""
 
 
 class QuestionSource(ValidationSource):

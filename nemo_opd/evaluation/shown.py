@@ -7,10 +7,13 @@ from nemo_opd.logging.samples import ShownAnswer
 from nemo_opd.rollout.record import Message, Prompt, Rollout
 
 
-def shown_answers(result: EvaluationResult, step: int, limit: int) -> list[ShownAnswer]:
-    """The answer to each of the first `limit` questions: the likeliest where it was taken, else the first sampled."""
+def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:
+    """The answer to each of the first `limit` questions: the likeliest where it was taken, else the first sampled.
+
+    teacher: the name of the one that was asked; None: the student was.
+    """
     return [
-        _shown(question, question.greedy or question.sampled[0], step, is_greedy=question.greedy is not None)
+        _shown(question, question.greedy or question.sampled[0], step, teacher, is_greedy=question.greedy is not None)
         for question in result.questions[:limit]
     ]
 
@@ -23,7 +26,9 @@ def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
             yield _shown(question, answer, step, is_greedy=False)
 
 
-def _shown(question: Answered, answer: Answer, step: int, *, is_greedy: bool) -> ShownAnswer:
+def _shown(
+    question: Answered, answer: Answer, step: int, teacher: str | None = None, *, is_greedy: bool
+) -> ShownAnswer:
     rollout = answer.rollout
     return ShownAnswer(
         step=step,
@@ -36,6 +41,7 @@ def _shown(question: Answered, answer: Answer, step: int, *, is_greedy: bool) ->
         reward=answer.reward,
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.num_sampled,
+        teacher=teacher,
     )
 
 
@@ -44,7 +50,7 @@ def prompt_text(prompt: Prompt) -> str:
 
 
 def response_text(rollout: Rollout) -> str:
-    """What the student said; where others answered it, the conversation after the prompt."""
+    """What the model said; where others answered it, the conversation after the prompt."""
     if len(rollout.responses) == 1 or isinstance(rollout.prompt.content, str):
         return "\n".join(rollout.responses)
     return conversation(rollout.messages[len(rollout.prompt.content) :])

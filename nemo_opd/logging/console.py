@@ -14,7 +14,7 @@ from rich.text import Text
 
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.formats import amount, change, clock, figure, share
+from nemo_opd.logging.formats import amount, change, clock, figure, interval, share
 from nemo_opd.logging.step_time import shares, step_parts
 
 Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
@@ -321,6 +321,7 @@ def score_table(closing: ClosingTable) -> Table:
     for row in closing.scores:
         for i, (model, score) in enumerate(row.by_model.items()):
             style = "bold green" if score is row.after else ""
-            table.add_row("" if i else row.measure, Text(model, style), Text(share(*score), style))
+            shown = f"{share(score.value)} ({interval(score.low, score.high)})"
+            table.add_row("" if i else row.measure, Text(model, style), Text(shown, style))
         table.add_section()
     return table

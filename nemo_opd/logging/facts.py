@@ -5,6 +5,8 @@ It is read as plain YAML and not as a RunConfig: a later version, whose settings
 
 from collections.abc import Iterable
 
+from nemo_opd.config.evaluation import Questions
+
 Fact = tuple[str, str]
 
 RUN_KEYS = (
@@ -39,6 +41,12 @@ def run_name(config: object) -> str | None:
     """`run.name`, where the file has one."""
     name = _at(config, "run.name")
     return None if name is None else str(name)
+
+
+def correct_reward(config: object) -> float:
+    """`evaluation.correct_reward`, or its default where the file has none."""
+    reward = _at(config, "evaluation.correct_reward")
+    return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 
 def run_facts(config: object) -> list[Fact]:

@@ -37,6 +37,11 @@ def change(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:+.1%}".replace("%", " %")
 
 
-def share(value: float, low: float, high: float) -> str:
-    """68.5 % (60.1 to 75.9 %): a share and its confidence interval."""
-    return f"{100 * value:.1f} % ({100 * low:.1f} to {100 * high:.1f} %)"
+def share(value: float) -> str:
+    """68.5 %."""
+    return f"{100 * value:.1f} %"
+
+
+def interval(low: float, high: float) -> str:
+    """60.1 to 75.9 %, of a share."""
+    return f"{100 * low:.1f} to {share(high)}"

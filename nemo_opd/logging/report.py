@@ -9,10 +9,10 @@ from pathlib import Path
 
 import yaml
 
-from nemo_opd.logging.base import ClosingRow, ClosingTable, ScoreRow
-from nemo_opd.logging.facts import Fact, run_facts, run_name, teacher_facts
+from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
+from nemo_opd.logging.facts import Fact, correct_reward, run_facts, run_name, teacher_facts
 from nemo_opd.logging.files import write_atomically
-from nemo_opd.logging.formats import amount, change, clock, share
+from nemo_opd.logging.formats import amount, change, clock, interval, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
 from nemo_opd.logging.sample_table import samples_section
@@ -62,7 +62,7 @@ def _page(records: Records, closing: ClosingTable, config_text: str, charts: lis
         _closing_section(closing),
         _score_section(closing),
         f'<div class="charts">{"".join(charts)}</div>' if charts else "",
-        samples_section(output_dir / "samples.jsonl"),
+        samples_section(output_dir / "samples.jsonl", correct_reward(config)),
         _facts_section("Teachers", teacher_facts(config)),
         _facts_section("Run", run_facts(config)),
         _config_section(config_text),
@@ -133,17 +133,21 @@ def _score_section(closing: ClosingTable) -> str:
     heads = "".join(f'<th class="number">{escape(model)}</th>' for model in models)
     rows = "".join(_score_row(row, models) for row in closing.scores)
     return (
-        f"<section><h2>Questions</h2><table><thead><tr><th>measure</th>{heads}</tr></thead>"
+        f'<section class="scores"><h2>Questions</h2><table><thead><tr><th>measure</th>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></section>"
     )
 
 
 def _score_row(row: ScoreRow, models: Sequence[str]) -> str:
-    cells = [f"<td>{escape(row.measure)}</td>"]
-    for score in map(row.by_model.get, models):
-        shown = "–" if score is None else share(*score)
-        cells.append(f'<td class="number">{f"<b>{shown}</b>" if score is row.after else shown}</td>')
-    return f"<tr>{''.join(cells)}</tr>"
+    cells = "".join(_score_cell(row, row.by_model.get(model)) for model in models)
+    return f"<tr><td>{escape(row.measure)}</td>{cells}</tr>"
+
+
+def _score_cell(row: ScoreRow, score: Score | None) -> str:
+    if score is None:
+        return '<td class="number">–</td>'
+    value = f"<b>{share(score.value)}</b>" if score is row.after else share(score.value)
+    return f'<td class="number">{value}<small>{interval(score.low, score.high)}</small></td>'
 
 
 def _closing_row(closing: ClosingTable, row: ClosingRow) -> str:

@@ -1,51 +1,51 @@
-"""The report's table of answers: the first evaluation and the last side by side."""
+"""The report's table of answers: the student's at the first evaluation and the last, beside those of its teachers."""
 
 from html import escape
 from pathlib import Path
 
 from nemo_opd.logging.formats import amount
-from nemo_opd.logging.samples import ShownAnswer, first_and_last, read_samples
+from nemo_opd.logging.samples import ShownAnswer, by_teacher, first_and_last, read_samples
 
 MAX_OPEN = 480
 """Characters of a text that stand open; of a longer one its start and its end do, where an answer usually is."""
 MAX_LINES = 12
 
 
-def samples_section(path: Path) -> str:
-    """HTML; empty where there are none. Raises DataError where samples.jsonl is damaged."""
-    evaluations = first_and_last(read_samples(path)) if path.exists() else ()
-    places = list(dict.fromkeys(place for answers in evaluations for place in answers))
-    if not places:
-        return ""
-    steps = [next(iter(answers.values())).step for answers in evaluations]
-    heads = "".join(f'<div class="head">after step {step:,}</div>' for step in steps)
-    rows = "".join(_row([answers.get(place) for answers in evaluations]) for place in places)
-    return (
-        f'<section><h2>Answers</h2><div class="answers" style="--columns: {len(steps)}">{heads}{rows}</div></section>'
-    )
+def samples_section(path: Path, correct_reward: float) -> str:
+    """HTML; empty where there are none. Answers of `correct_reward` or more are right.
+
+    Raises DataError where samples.jsonl is damaged.
+    """
+    answers = read_samples(path) if path.exists() else []
+    columns = {f"student after step {step:,}": own for step, own in first_and_last(answers).items()}
+    columns |= {f"teacher {name}": own for name, own in by_teacher(answers).items()}
+    places = dict.fromkeys(place for own in columns.values() for place in own)
+    rows = (_row({who: own.get(place) for who, own in columns.items()}, correct_reward) for place in places)
+    return f"<section><h2>Answers</h2>{''.join(rows)}</section>" if places else ""
 
 
-def _row(answers: list[ShownAnswer | None]) -> str:
-    known = next(answer for answer in answers if answer is not None)
+def _row(answers: dict[str, ShownAnswer | None], correct_reward: float) -> str:
+    """answers: to one question, by who gave them."""
+    known = next(answer for answer in answers.values() if answer is not None)
     wanted = "" if known.answer is None else f'<p class="wanted">answer <b>{escape(known.answer)}</b></p>'
     title = f"question {known.question:,} · {known.kind}" + f" {known.sample}" * (known.kind == "sampled")
-    question = f'<div class="question"><small>{title}</small>{_text(known.prompt)}{wanted}</div>'
-    return question + "".join(map(_cell, answers))
-
-
-def _cell(answer: ShownAnswer | None) -> str:
-    if answer is None:
-        return '<div class="answer"><small>not asked</small></div>'
-    facts = [f"{amount(answer.num_tokens)} token{'s' * (answer.num_tokens != 1)}"]
-    facts += ["cut at the limit"] * (answer.finish_reason == "length")
+    cells = "".join(_cell(who, answer, correct_reward) for who, answer in answers.items())
     return (
-        f'<div class="answer"><small>{_badge(answer.reward)} {" · ".join(facts)}</small>{_text(answer.response)}</div>'
+        f'<div class="question"><small>{title}</small>{_text(known.prompt)}{wanted}'
+        f'<div class="answers">{cells}</div></div>'
     )
 
 
-def _badge(reward: float) -> str:
-    kind = "good" if reward > 0 else "bad"
-    return f'<b class="badge {kind}">reward {f"{reward:g}".replace("-", "−")}</b>'
+def _cell(who: str, answer: ShownAnswer | None, correct_reward: float) -> str:
+    label = f'<b class="who">{escape(who)}</b>'
+    if answer is None:
+        return f'<div class="answer">{label}<small>not asked</small></div>'
+    facts = [f"reward {answer.reward:g}".replace("-", "−")]
+    facts += [f"{amount(answer.num_tokens)} token{'s' * (answer.num_tokens != 1)}"]
+    facts += ["cut at the limit"] * (answer.finish_reason == "length")
+    badge = '<b class="good">right</b>' if answer.reward >= correct_reward else '<b class="bad">wrong</b>'
+    kind = "answer" if answer.teacher is None else "answer teacher"
+    return f'<div class="{kind}">{label}<small>{" · ".join((badge, *facts))}</small>{_text(answer.response)}</div>'
 
 
 def _text(text: str) -> str:

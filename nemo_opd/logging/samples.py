@@ -1,4 +1,4 @@
-"""samples.jsonl: what the student answered when it was evaluated, one JSON object an answer."""
+"""samples.jsonl: what the student and its teachers answered when they were evaluated, one JSON object an answer."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -8,6 +8,9 @@ from typing import Literal
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging.files import write_atomically
+
+Place = tuple[int, str, int]
+"""Question, kind and sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +31,13 @@ class ShownAnswer:
     reward: float
     finish_reason: str
     num_tokens: int
-    """Sampled by the student."""
+    """That were sampled, in the tokenizer of the one who answered."""
+    teacher: str | None = None
+    """The name of the teacher that answered; None: the student did."""
 
     @property
-    def place(self) -> tuple[int, str, int]:
-        """What is the same in evaluations of different steps."""
+    def place(self) -> Place:
+        """What is the same in evaluations of different steps and models."""
         return self.question, self.kind, self.sample
 
 
@@ -92,8 +97,15 @@ def _answer(line: bytes) -> ShownAnswer:
     return ShownAnswer(**{field.name: record[field.name] for field in fields(ShownAnswer) if field.name in record})
 
 
-def first_and_last(answers: Sequence[ShownAnswer]) -> tuple[dict[tuple[int, str, int], ShownAnswer], ...]:
-    """The answers of the first evaluation and of the last by their place; one where there was one, none without."""
-    steps = sorted({answer.step for answer in answers})
+def first_and_last(answers: Sequence[ShownAnswer]) -> dict[int, dict[Place, ShownAnswer]]:
+    """The student's answers by their place, of the first evaluation and of the last, by step; empty without any."""
+    own = [answer for answer in answers if answer.teacher is None]
+    steps = sorted({answer.step for answer in own})
     ends = dict.fromkeys((*steps[:1], *steps[-1:]))
-    return tuple({answer.place: answer for answer in answers if answer.step == step} for step in ends)
+    return {step: {answer.place: answer for answer in own if answer.step == step} for step in ends}
+
+
+def by_teacher(answers: Sequence[ShownAnswer]) -> dict[str, dict[Place, ShownAnswer]]:
+    """What each teacher answered by its place, in the order in which they were asked."""
+    names = dict.fromkeys(answer.teacher for answer in answers if answer.teacher is not None)
+    return {name: {answer.place: answer for answer in answers if answer.teacher == name} for name in names}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from nemo_opd.evaluation.shown import shown_answers
-from nemo_opd.evaluation.tasks import PREFIX, EvaluationResult, evaluate_task
+from nemo_opd.evaluation.tasks import PREFIX, evaluate_task
 from nemo_opd.logging.base import ClosingTable, Score, ScoreRow
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
@@ -105,10 +105,7 @@ class OnPolicySession(Session):
         """eval/* of the student as it is now."""
         self.loggers.phase("asking the student")
         self.source.settle()
-        result = self._ask(self.engine, self.prompts.student)
-        assert self.config.evaluation is not None
-        self.samples.write(shown_answers(result, self.step, self.config.evaluation.num_samples_shown))
-        return result.metrics
+        return self._ask(self.engine, self.prompts.student)
 
     def evaluate_teachers(self) -> dict[str, float]:
         """eval/*/<teacher> of those that are asked."""
@@ -119,23 +116,29 @@ class OnPolicySession(Session):
             teacher = self.config.active_names[i]
             self.loggers.phase(f"asking the teacher {teacher}")
             engine = TeachersWorkers(self.models, i, asked.end_ids, settings.teacher_batch_size)
-            metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, asked).metrics.items()}
+            metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, asked, teacher).items()}
         return metrics
 
-    def _ask(self, engine: Generator, asked: Respondent) -> EvaluationResult:
+    def _ask(self, engine: Generator, asked: Respondent, teacher: str | None = None) -> dict[str, float]:
+        """eval/*, once what is shown of the answers is written.
+
+        teacher: the name of the one that is asked; None: the student is.
+        """
         settings, rollout = self.config.evaluation, self.config.rollout
         assert settings is not None
         assert rollout is not None
         assert self.reward is not None
         new = settings.max_new_tokens or rollout.max_new_tokens
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-        return evaluate_task(
+        result = evaluate_task(
             self._collector(engine, asked, Sampling(temperature=0.0), new) if settings.greedy else None,
             self._collector(engine, asked, sampling, new),
             self.prompts.questions,
             self.reward,
             settings,
         )
+        self.samples.write(shown_answers(result, self.step, settings.num_samples_shown, teacher))
+        return result.metrics
 
     def watch(self, record: Mapping[str, float]) -> None:
         """Tell of new signs of trouble, and end the run where `health.action` says so."""

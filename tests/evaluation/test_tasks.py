@@ -119,6 +119,8 @@ def test_shown_are_the_likeliest_answers_where_there_are() -> None:
         (30, 4, "greedy", "4", 1)
     ]
     assert [one.kind for one in shown_answers(evaluated(settings, greedy=False), step=30, limit=5)] == ["sampled"] * 2
+    assert {one.teacher for one in shown} == {None}
+    assert {one.teacher for one in shown_answers(evaluated(settings), 0, 5, "big")} == {"big"}
     assert len(list(all_answers(evaluated(settings), step=0))) == 10
 
 

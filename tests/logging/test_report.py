@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.plots import LIGHT, draw_questions, parts_by_step, smooth
+from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, validation
 
@@ -87,12 +88,24 @@ def test_scores_stand_in_the_columns_of_their_models(tmp_path: Path) -> None:
     """Bug: a teacher's score under the student, or one that is not known and moves the others."""
     write_run(tmp_path, a_run())
     table = write_report(tmp_path, QUESTIONS).read_text().partition("<h2>Questions</h2>")[2].partition("</table>")[0]
-    rows = [re.findall(r"<t[hd](?: [^>]*)?>(?:<b>)?([^<]*)", row) for row in table.split("</tr>")[:-1]]
+    rows = [re.findall(r"<(?:th|td|small)(?: [^>]*)?>(?:<b>)?([^<]*)", row) for row in table.split("</tr>")[:-1]]
     assert rows == [
         ["measure", "student before", "student after", "teacher phi4mini"],
-        ["greedy", "20.0 % (10.0 to 30.0 %)", "40.0 % (30.0 to 50.0 %)", "90.0 % (80.0 to 95.0 %)"],
-        ["pass@4", "–", "60.0 % (50.0 to 70.0 %)", "–"],
+        ["greedy", "20.0 %", "10.0 to 30.0 %", "40.0 %", "30.0 to 50.0 %", "90.0 %", "80.0 to 95.0 %"],
+        ["pass@4", "–", "60.0 %", "50.0 to 70.0 %", "–"],
     ]
+
+
+@pytest.mark.parametrize(("given", "right"), [("{correct_reward: 0.5}", 3), ("{correct_reward: 2}", 0), ("null", 2)])
+def test_answers_are_right_by_the_reward_that_scores_ask_for(tmp_path: Path, given: str, right: int) -> None:
+    (tmp_path / "config.yaml").write_text(f"evaluation: {given}\n")
+    rewards = (0.4, 0.5, 1.0, 1.5)
+    write_samples(
+        tmp_path / "samples.jsonl",
+        (ShownAnswer(0, i, "greedy", 0, "?", None, "!", reward, "stop", 1) for i, reward in enumerate(rewards)),
+    )
+    found = re.findall(">(right|wrong)<", write_report(tmp_path).read_text())
+    assert found == ["wrong"] * (4 - right) + ["right"] * right
 
 
 def test_what_a_teacher_reaches_is_a_level_line_in_the_colour_of_its_measure() -> None:

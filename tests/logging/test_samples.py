@@ -1,5 +1,6 @@
-"""Catches answers that are lost or doubled when a run continues, and texts that become markup."""
+"""Catches answers that are lost, doubled or taken for someone else's, and texts that become markup."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 
 from nemo_opd.errors import DataError
 from nemo_opd.logging.sample_table import MAX_OPEN, samples_section
-from nemo_opd.logging.samples import SampleLog, ShownAnswer, first_and_last, read_samples
+from nemo_opd.logging.samples import SampleLog, ShownAnswer, by_teacher, first_and_last, read_samples
 
 ONE = ShownAnswer(
     step=0,
@@ -41,11 +42,12 @@ def test_a_run_that_continues_drops_what_it_will_do_again(path: Path) -> None:
     log = SampleLog(path)
     log.truncate_after(10)
     assert not path.exists()
-    log.write(replace(ONE, step=step) for step in (0, 10, 20))
+    log.write([ONE, replace(ONE, teacher="big")])
+    log.write(replace(ONE, step=step) for step in (10, 20))
     with path.open("a") as file:
         file.write('{"step": 30, "quest')
     log.truncate_after(10)
-    assert [answer.step for answer in read_samples(path)] == [0, 10]
+    assert [(answer.step, answer.teacher) for answer in read_samples(path)] == [(0, None), (0, "big"), (10, None)]
     log.truncate_after(0)
     assert read_samples(path) == []
 
@@ -62,7 +64,7 @@ def test_a_damaged_line_is_named(path: Path, line: str) -> None:
 
 
 def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> None:
-    assert first_and_last([]) == ()
+    assert first_and_last([]) == {}
     assert len(first_and_last([ONE])) == 1
     SampleLog(path).write(
         [
@@ -72,10 +74,10 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> Non
             replace(ONE, step=1_000, question=4, response="new"),
         ]
     )
-    section = samples_section(path)
+    section = samples_section(path, correct_reward=1)
 
-    assert "after step 0<" in section
-    assert "after step 1,000<" in section
+    assert "student after step 0<" in section
+    assert "student after step 1,000<" in section
     assert "in between" not in section
     assert section.index("at the start") < section.index("at the end")
     assert "reward −0.5" in section
@@ -83,24 +85,62 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> Non
     assert "not asked" in section  # question 4 at step 0
 
 
+def test_teachers_stand_beside_the_student_and_not_in_its_place(path: Path) -> None:
+    SampleLog(path).write(
+        [
+            replace(ONE, response="at the start", reward=0.0),
+            replace(ONE, response="of the small", reward=0.5, teacher="small"),
+            replace(ONE, response="of the big", teacher="big"),
+            replace(ONE, step=5, response="at the end"),
+        ]
+    )
+    answers = read_samples(path)
+    cells = samples_section(path, correct_reward=0.5).split('class="who">')[1:]
+
+    assert list(first_and_last(answers)) == [0, 5]
+    assert list(by_teacher(answers)) == ["small", "big"]
+    assert [cell.partition("<")[0] for cell in cells] == [
+        "student after step 0",
+        "student after step 5",
+        "teacher small",
+        "teacher big",
+    ]
+    texts = ("at the start", "at the end", "of the small", "of the big")
+    assert all(text in cell for text, cell in zip(texts, cells, strict=True))
+    assert [">right<" in cell for cell in cells] == [False, True, True, True]
+    assert [">wrong<" in cell for cell in cells] == [True, False, False, False]
+
+
+def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
+    """As they are in files of evaluations that ask no teacher, and in older ones."""
+    SampleLog(path).write([replace(ONE, response="2")])
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record.pop("teacher") is None
+    path.write_text(json.dumps(record) + "\n")
+
+    assert read_samples(path) == [replace(ONE, response="2")]
+
+
 def test_texts_are_no_markup(path: Path) -> None:
-    SampleLog(path).write([replace(ONE, prompt="<b>", answer="<i>", response="<script>" * 200)])
-    section = samples_section(path)
+    SampleLog(path).write([replace(ONE, prompt="<b>", answer="<i>", response="<script>" * 200, teacher="<i>")])
+    section = samples_section(path, correct_reward=1)
 
     assert "<b>&lt;i&gt;</b>" in section
     assert "<script>" not in section
+    assert "teacher &lt;i&gt;<" in section
 
 
 def test_a_long_text_is_folded_with_its_end_in_sight(path: Path) -> None:
     long = "start " + "so " * MAX_OPEN + "so the answer is 7"
     SampleLog(path).write([replace(ONE, response=long)])
-    preview = samples_section(path).partition('class="preview">')[2].partition("</span>")[0]
+    section = samples_section(path, correct_reward=1)
+    preview = section.partition('class="preview">')[2].partition("</span>")[0]
 
     assert preview.startswith("start so")
     assert preview.endswith("the answer is 7")
     assert len(preview) < MAX_OPEN + 60
-    assert long in samples_section(path)
+    assert long in section
 
 
 def test_no_answers_no_section(path: Path) -> None:
-    assert samples_section(path) == ""
+    assert samples_section(path, correct_reward=1) == ""

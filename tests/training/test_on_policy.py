@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from nemo_opd.logging.samples import read_samples
+from nemo_opd.logging.samples import ShownAnswer, read_samples
 from tests.training.launch import ROOT, Run, start
 
 pytestmark = pytest.mark.slow
@@ -73,20 +73,23 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
 def test_each_teacher_is_asked_once_as_the_student_is(whole: Run, teacher: str) -> None:
     """They know their sums: any that is asked in another's tokens, or in the student's place, does not."""
     first, *steps = whole.metrics
+    student, own = (shown(whole, who) for who in (None, teacher))
     of_student = {name for name in first if name.startswith("eval/") and name.count("/") == 1}
 
     assert {f"{name}/{teacher}" for name in of_student} <= first.keys()
     assert first[f"eval/greedy/{teacher}"] == 1 > first["eval/greedy"]
     assert not any(f"eval/greedy/{teacher}" in record for record in steps)
     assert f"teacher {teacher}" in questions(whole)
+    assert [(one.step, one.place, one.reward) for one in own] == [(0, one.place, 1) for one in student if one.step == 0]
 
 
-def test_what_the_student_answered_is_in_the_report(whole: Run) -> None:
-    answers = read_samples(whole.output_dir / "samples.jsonl")
+def test_what_was_answered_is_in_the_report(whole: Run) -> None:
+    answers = shown(whole, None)
     page = (whole.output_dir / "report" / "report.html").read_text(encoding="utf-8")
 
     assert {answer.step for answer in answers} == {0, HALF, STEPS}
     assert answers[-1].response in page
+    assert all(f">teacher {teacher}<" in page.partition("Answers")[2] for teacher in ("cross", "same"))
     assert "Questions" in page
     assert "greedy" in whole.output
 
@@ -113,6 +116,11 @@ def test_a_run_that_continues_samples_the_same(whole: Run, tmp_path: Path) -> No
     assert (folder / "samples.jsonl").read_text() == (whole.output_dir / "samples.jsonl").read_text()
     own, other = (load_file(each / "final" / "model.safetensors") for each in (folder, whole.output_dir))
     assert all(torch.equal(weight, other[name]) for name, weight in own.items())
+
+
+def shown(run: Run, teacher: str | None) -> list[ShownAnswer]:
+    """What the teacher answered; None: the student."""
+    return [one for one in read_samples(run.output_dir / "samples.jsonl") if one.teacher == teacher]
 
 
 def questions(run: Run) -> str:
