@@ -112,7 +112,7 @@ def test_teachers_stand_beside_the_student_and_not_in_its_place(path: Path) -> N
 
 
 def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
-    """As they are in files of evaluations that ask no teacher, and in older ones."""
+    """As in files of versions that asked no teacher."""
     SampleLog(path).write([replace(ONE, response="2")])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record.pop("teacher") is None
