@@ -35,7 +35,8 @@ from nemo_opd.training.memory import (
     settle_memory,
 )
 from nemo_opd.training.memory.estimate import Part
-from nemo_opd.training.memory.rollout import PART_NAMES, Drawing
+from nemo_opd.training.memory.rollout import rollouts
+from nemo_opd.training.memory.sampling import PART_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -281,23 +282,48 @@ ROLLOUTS = (
 )
 
 
+QUESTIONS = ("evaluation.teachers=true", "reward.type=numeric", "rollout.batch_size=16")
+ANSWERS = (
+    sampling("1 GPU", "1B", "8B", 1, 1, *QUESTIONS, "evaluation.teacher_batch_size=16"),
+    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS),
+    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS, "evaluation.teacher_batch_size=2"),
+    sampling("8 GPUs", "8B", "32B", 1, 8, *QUESTIONS, *teacher_tp(8)),
+    sampling("8 GPUs", "8B", "70B", 1, 8, *QUESTIONS, *teacher_tp(8)),
+)
+
+
 def rollout_rows() -> Iterator[list[str]]:
     for example in ROLLOUTS:
         found = check(example)
-        memory = found.memory.memories[0]
-        parts = {part.name: part.at(Phase.ROLLOUT) for part in memory.parts if part.owner == "student"}
-        others = max(memory.total(phase) for phase in Phase if phase is not Phase.ROLLOUT)
-        yield [
-            example.title,
-            f"{found.names[0]} ← {found.names[1]}",
-            shown(found.student),
-            str(Drawing.of(found.config, found.student.dp).rows),
-            *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES[:-1]),
-            f"{memory.total(Phase.ROLLOUT) / GIB:.0f}",
-            f"{others / GIB:.0f}",
-            found.offloaded,
-            "yes" if found.memory.fits else "**no**",
-        ]
+        rows = rollouts(found.config, found.student.dp).rows
+        yield sampled_row(example, found, "student", found.student, rows, Phase.ROLLOUT)
+
+
+def answer_rows() -> Iterator[list[str]]:
+    for example in ANSWERS:
+        found = check(example)
+        questions, (teacher,) = found.config.evaluation, found.config.teachers
+        assert questions is not None
+        rows = questions.teacher_batch_size
+        yield sampled_row(example, found, teacher.name, found.teachers[0], rows, Phase.ANSWERS)
+
+
+def sampled_row(example: Example, found: Checked, owner: str, layout: Layout, rows: int, phase: Phase) -> list[str]:
+    """owner, layout: of the model that samples so many sequences at a time in this phase."""
+    memory = found.memory.memories[0]
+    parts = {part.name: part.at(phase) for part in memory.parts if part.owner == owner}
+    others = max(memory.total(other) for other in memory.phases if other is not phase)
+    return [
+        example.title,
+        f"{found.names[0]} ← {found.names[1]}",
+        shown(layout),
+        str(rows),
+        *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES[:-1]),
+        f"{memory.total(phase) / GIB:.0f}",
+        f"{others / GIB:.0f}",
+        found.offloaded,
+        "yes" if found.memory.fits else "**no**",
+    ]
 
 
 def part_rows(found: Checked) -> Iterator[list[str]]:
@@ -429,10 +455,7 @@ MODELS = (
     "the same as logits, MiB",
 )
 COLUMNS = ("machines", "models", "student", "teachers", "microbatch", "GiB of a GPU", "at", "offloaded", "fits")
-SAMPLING = (
-    "machines",
-    "models",
-    "student",
+SAMPLED = (
     "at a time",
     "weights, whole",
     "cache",
@@ -468,7 +491,8 @@ def blocks(page: str) -> dict[str, str]:
     made = {
         "models": table(MODELS, model_rows()),
         "layouts": table(COLUMNS, layout_rows()),
-        "rollouts": table(SAMPLING, rollout_rows()),
+        "rollouts": table(("machines", "models", "student", *SAMPLED), rollout_rows()),
+        "answers": table(("machines", "models", "teacher", *SAMPLED), answer_rows()),
     }
     for example in documented(page):
         found = check(example)

@@ -53,7 +53,7 @@ class Evaluation(Questions):
     student is, by transformers in its own workers. Takes as long as a large model takes to answer.
     """
     teacher_batch_size: int = Field(64, ge=1)
-    """Sequences a rank of a teacher samples at a time."""
+    """Sequences a rank of a teacher samples at a time, beside all of its weights: the estimate's phase `answers`."""
     num_samples_shown: int = Field(8, ge=0)
     """Questions whose answers, of whoever is asked, are in samples.jsonl and in the report."""
 

@@ -1,7 +1,7 @@
 """The estimate of rollouts in the student's own workers, against what is alive while one samples, op by op."""
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,10 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.training.memory import Machine, Memory, MemoryEstimate, Phase, Situation, estimate, model_size
 from nemo_opd.training.memory.advice import variants
+from nemo_opd.training.memory.process import ModelSetup
 from nemo_opd.training.memory.report import memory_report
-from nemo_opd.training.memory.rollout import Drawing, full_cache, prompt_cache
-from nemo_opd.training.memory.situation import student_job
+from nemo_opd.training.memory.rollout import rollouts
+from nemo_opd.training.memory.sampling import Drawing, SamplingJob, full_cache, prompt_cache
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.tiny import Tiny
@@ -110,18 +111,30 @@ CASES = {
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield from rank_of(request.param)
+
+
+def rank_of(world: int) -> Iterator[int]:
     """Rank 0 of so many, whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.param)
-    yield request.param
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    yield world
     dist.destroy_process_group()
 
 
-def situation(config: RunConfig, model: PretrainedConfig, layout: Layout, device: str = "cpu") -> Situation:
+def situation(
+    config: RunConfig,
+    model: PretrainedConfig,
+    layout: Layout,
+    device: str = "cpu",
+    teachers: Sequence[PretrainedConfig] = (),
+) -> Situation:
+    """model: of the student, and of the teachers unless they are given."""
+    models = [model, *(teachers or [model] * len(config.teachers))]
     return Situation.of(
         config,
-        sizes=[model_size(model)] * (1 + len(config.teachers)),
-        vocab_sizes=[model.vocab_size] * (1 + len(config.teachers)),
-        layouts=[layout] * (1 + len(config.teachers)),
+        sizes=[model_size(each) for each in models],
+        vocab_sizes=[each.vocab_size for each in models],
+        layouts=[layout] * len(models),
         machine=Machine(device, None, None, layout.size),
         transport="cuda_ipc" if device == "cuda" else "shared_memory",
         lookahead=0,
@@ -135,6 +148,11 @@ def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny.student).save_pretrained(folder)
     return folder
+
+
+def requests(case: Case, rows: int) -> list[Request]:
+    """Prompts that are not all of the same length."""
+    return [Request(np.ones(case.prompt - row % 2, np.int32), case.new, seed=row) for row in range(rows)]
 
 
 def held(case: Case, config: RunConfig) -> int:
@@ -151,10 +169,9 @@ def held(case: Case, config: RunConfig) -> int:
         transport="shared_memory",
     )
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
-    prompts = [np.ones(case.prompt - row % 2, np.int32) for row in range(rows)]
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     with LiveBytes(*student.model.parameters()) as live:
-        student.generate([Request(prompt, case.new, seed) for seed, prompt in enumerate(prompts)], sampling, 0)
+        student.generate(requests(case, rows), sampling, 0)
     student.close()
     return live.peak
 
@@ -195,18 +212,22 @@ def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, ti
 @pytest.mark.parametrize("model", [LLAMA, FUSED, EAGER, WINDOWS], ids=lambda model: model.model_type)
 def test_the_cache_is_that_of_transformers(model: PretrainedConfig) -> None:
     """Its tensors to the byte, after the prompts and at the end. Bug: windows that are cut while a prompt is read."""
-    rows, prompt, new = 3, 24, 6
-    config = Case(model, rows, prompt, new, "").configured()
-    job = student_job(config, situation(config, model, Layout(1)))
-    drawing = Drawing.of(config, 1)
+    drawing = Drawing(rows=3, prompt=24, new=6, is_warped=False)
+    job = sampling_job(model, drawing)
     network = AutoModelForCausalLM.from_config(model).eval()
-    ids = torch.ones(rows, prompt, dtype=torch.long)
+    ids = torch.ones(drawing.rows, drawing.prompt, dtype=torch.long)
     with torch.no_grad():
         cache = network(ids, use_cache=True).past_key_values
-        assert stored(cache) == prompt_cache(job, drawing)
-        for _ in range(new - 1):
+        assert stored(cache) == prompt_cache(job)
+        for _ in range(drawing.new - 1):
             cache = network(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-    assert stored(cache) == full_cache(job, drawing)
+    assert stored(cache) == full_cache(job)
+
+
+def sampling_job(model: PretrainedConfig, drawing: Drawing, tp: int = 1) -> SamplingJob:
+    """In fp32."""
+    setup = ModelSetup(model_size(model), model.vocab_size, Layout(1, 1, tp))
+    return SamplingJob("student", Phase.ROLLOUT, setup, 4, drawing)
 
 
 def stored(cache: Any) -> int:
@@ -216,10 +237,9 @@ def stored(cache: Any) -> int:
 def test_tensor_parallel_ranks_have_their_heads() -> None:
     """But all of them where queries, keys and values come out of one matrix, which is made whole before it is cut."""
     for model, share in ((LLAMA, 2), (FUSED, 1)):
-        config = Case(model, 4, 24, 6, "").configured()
-        one, two = (student_job(config, situation(config, model, layout)) for layout in (Layout(1), Layout(1, 1, 2)))
-        drawing = Drawing.of(config, 1)
-        assert full_cache(one, drawing) == share * full_cache(two, drawing)
+        drawing = Drawing(rows=4, prompt=24, new=6, is_warped=False)
+        one, two = (sampling_job(model, drawing, tp) for tp in (1, 2))
+        assert full_cache(one) == share * full_cache(two)
 
 
 # What is sampled at a time
@@ -241,14 +261,14 @@ BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_
 def test_what_is_sampled_at_a_time(settings: tuple[str, ...], dp: int, rows: int, prompt: int, new: int) -> None:
     """A batch has no more than a rank's rollouts; a later turn's prompt is all that was said before."""
     config = compose(*BATCH, "evaluation=null", *settings, config_name="on_policy_demo")
-    assert Drawing.of(config, dp) == Drawing(rows, prompt, new, is_warped=False)
+    assert rollouts(config, dp) == Drawing(rows, prompt, new, is_warped=False)
 
 
 def test_questions_are_sampled_too() -> None:
     """As many as there is room for at a time, in their own way. Bug: only the batches that are learned from."""
     settings = ("evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
-    assert Drawing.of(config, 4) == Drawing(64, 70, 50, is_warped=True)
+    assert rollouts(config, 4) == Drawing(64, 70, 50, is_warped=True)
 
 
 # Beside the rollout

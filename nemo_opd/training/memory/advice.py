@@ -9,9 +9,10 @@ from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.training.memory.answers import are_asked
 from nemo_opd.training.memory.estimate import Advice
 from nemo_opd.training.memory.process import ModelSetup
-from nemo_opd.training.memory.rollout import Drawing
+from nemo_opd.training.memory.rollout import rollouts
 from nemo_opd.training.memory.situation import Situation, estimate
 
 WORTH_SAYING = 0.01
@@ -37,7 +38,12 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[Variant]:
     """What one can write, and what it makes of the run."""
-    found = (*of_training(config), *of_rollouts(config, situation), *of_placement(config, situation))
+    found = (
+        *of_training(config),
+        *of_rollouts(config, situation),
+        *of_answers(config),
+        *of_placement(config, situation),
+    )
     for setting, changed in found:
         if is_allowed(changed):
             yield setting, changed, situation
@@ -72,9 +78,20 @@ def is_allowed(config: RunConfig) -> bool:
 
 def of_rollouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig]]:
     rollout = config.rollout
-    if isinstance(rollout, HFRollout) and (rows := Drawing.of(config, situation.student.layout.dp).rows) > 1:
+    if isinstance(rollout, HFRollout) and (rows := rollouts(config, situation.student.layout.dp).rows) > 1:
         changed = rollout.model_copy(update={"batch_size": rows // 2})
         yield f"rollout.batch_size={rows // 2}", config.model_copy(update={"rollout": changed})
+
+
+def of_answers(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
+    questions = config.evaluation
+    if questions is None or not are_asked(config):
+        return
+    rows = questions.teacher_batch_size // 2
+    changes: dict[str, object] = {"teacher_batch_size": rows, "teachers": False} if rows else {"teachers": False}
+    for key, value in changes.items():
+        changed = config.model_copy(update={"evaluation": questions.model_copy(update={key: value})})
+        yield f"evaluation.{key}={str(value).lower()}", changed
 
 
 def with_train(config: RunConfig, key: str, value: int) -> tuple[str, RunConfig]:

@@ -12,6 +12,8 @@ USABLE = 0.95
 
 class Phase(StrEnum):
     LOADING = "loading"
+    ANSWERS = "answers"
+    """A teacher answers the evaluation's questions, before the first step; one at a time where they share a device."""
     ROLLOUT = "rollout"
     """The student samples, in its own workers."""
     TEACHERS = "teachers"

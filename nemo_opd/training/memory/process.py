@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
+from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.memory.estimate import Part, Phase, during
+from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
 from nemo_opd.training.memory.size import ModelSize, Shape, adapter_shapes, cut_numel
 
+OTHERS_PHASES = (Phase.ROLLOUT, *STUDENT_PHASES)
+"""In which no teacher works."""
 CONTEXT_BYTES = 512 * 2**20
 """What CUDA and its libraries take on a GPU for each process."""
 
@@ -75,6 +78,13 @@ class Process:
     works_in: tuple[Phase, ...]
     is_offloaded: bool
     """Its model leaves the device when it has worked, and with it what the allocator keeps."""
+
+
+def after_reading(config: RunConfig) -> tuple[Phase, ...]:
+    """In which teachers read no batch, and there is what the first one left: that of validation, where there is any,
+    comes before the questions.
+    """
+    return (Phase.ANSWERS, *OTHERS_PHASES) if config.data.validation.given else OTHERS_PHASES
 
 
 def largest(shapes: Sequence[Shape]) -> int:

@@ -1,184 +1,36 @@
-"""What the student's process holds while it samples in its own workers (`rollout.type=hf`)."""
+"""What the student samples in its own workers (`rollout.type=hf`)."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
-from nemo_opd.training.memory.activations import Work, attention_share, forward_temporaries, widest
-from nemo_opd.training.memory.estimate import Part, Phase, during
+from nemo_opd.training.memory.estimate import Phase
 from nemo_opd.training.memory.process import Process
-from nemo_opd.training.memory.size import LayerSize
-from nemo_opd.training.memory.student import FP32, OWNER, StudentJob
-
-INT64 = FP64 = 8
-DRAWN, WARPED = 21, 5
-"""Bytes a logit that drawing a token needs beside its copy in fp32: probabilities in fp32, their sums in fp64 with and
-without those that are 0, and a mask; more where temperature, top-k or top-p make other logits of it.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Drawing:
-    """What a rank samples at a time."""
-
-    rows: int
-    """Sequences."""
-    prompt: int
-    """Positions of the longest, to which all are padded."""
-    new: int
-    """Tokens of the longest continuation."""
-    is_warped: bool
-    """By temperature, top-k or top-p."""
-
-    @property
-    def length(self) -> int:
-        """Positions in the cache at the end; the last token is never read."""
-        return self.prompt + self.new - 1
-
-    @staticmethod
-    def of(config: RunConfig, dp: int) -> Drawing:
-        """The most of any batch, rollouts or questions. Of turns behind the first a prompt may be all but one token."""
-        rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
-        assert isinstance(rollout, HFRollout)
-        kinds: list[HFRollout | Evaluation] = [rollout] if questions is None else [rollout, questions]
-        new = max(each.max_new_tokens or 0 for each in kinds)
-        rows = -(-config.train.global_batch_size // dp) if questions is None else rollout.batch_size
-        prompt = longest_prompt(config) if config.environment is None else longest - 1
-        return Drawing(
-            rows=min(rollout.batch_size, rows),
-            prompt=prompt,
-            new=min(new, longest - 1),
-            is_warped=any((each.temperature, each.top_p, each.top_k) != (1, 1, None) for each in kinds),
-        )
-
-
-class Moment(NamedTuple):
-    """Bytes at a moment of a rollout."""
-
-    gathered: int
-    cache: int = 0
-    activations: int = 0
-    logits: int = 0
-
-
-PART_NAMES = (
-    "parameters, gathered whole",
-    "key-value cache",
-    "activations of sampling",
-    "logits and what is drawn from them",
-    "ids and random numbers",
-)
+from nemo_opd.training.memory.sampling import Drawing, SamplingJob, is_warped, with_sampling
+from nemo_opd.training.memory.student import OWNER, StudentJob
 
 
 def with_rollouts(process: Process, job: StudentJob) -> Process:
-    """The student's process with what sampling needs in it; as it is where the student does not sample there."""
+    """The student's process; as it is where the student does not sample there."""
     if not isinstance(job.config.rollout, HFRollout):
         return process
-    parts = (*process.device, *rollout_parts(job))
-    return replace(process, device=parts, works_in=(Phase.ROLLOUT, *process.works_in))
+    drawing = rollouts(job.config, job.setup.layout.dp)
+    return with_sampling(process, SamplingJob(OWNER, Phase.ROLLOUT, job.setup, job.compute_bytes, drawing))
 
 
-def rollout_parts(job: StudentJob) -> list[Part]:
-    """Of the highest of a rollout's moments: parameters are gathered, prompts are read, a first token is drawn, the
-    longest sequences are read on by a token, or their last is drawn.
-    """
-    drawing, c, setup = Drawing.of(job.config, job.setup.layout.dp), job.compute_bytes, job.setup
-    whole = c * setup.whole
-    on_arrival = c * max(setup.rest, setup.layer) if setup.fsdp_ranks > 1 else 0
-    read, full = prompt_cache(job, drawing), full_cache(job, drawing)
-    logits, left = logits_bytes(job, drawing), 2 * FP32 * drawing.rows * setup.size.vocab_size
-    highest = max(
-        Moment(whole + on_arrival),
-        Moment(whole, read, prompt_temporaries(job, drawing)),
-        Moment(whole, read, logits=logits),
-        Moment(whole, full, step_temporaries(job, drawing), left),
-        Moment(whole, full, logits=logits),
-        key=sum,
+def rollouts(config: RunConfig, dp: int) -> Drawing:
+    """The most of any batch, rollouts or questions. Of turns behind the first a prompt may be all but one token."""
+    rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
+    assert isinstance(rollout, HFRollout)
+    kinds: list[HFRollout | Evaluation] = [rollout] if questions is None else [rollout, questions]
+    new = max(each.max_new_tokens or 0 for each in kinds)
+    rows = -(-config.train.global_batch_size // dp) if questions is None else rollout.batch_size
+    prompt = longest_prompt(config) if config.environment is None else longest - 1
+    return Drawing(
+        rows=min(rollout.batch_size, rows),
+        prompt=prompt,
+        new=min(new, longest - 1),
+        is_warped=any(map(is_warped, kinds)),
     )
-    parts = zip(PART_NAMES, (*highest, id_bytes(drawing)), strict=True)
-    return [Part(OWNER, name, during(num_bytes, Phase.ROLLOUT)) for name, num_bytes in parts]
-
-
-def work(job: StudentJob, drawing: Drawing, length: int) -> Work:
-    """Each rank of a context-parallel group has whole sequences."""
-    return Work(drawing.rows, length, 1, job.setup.layout.tp, sequence_parallel=False, compute_bytes=job.compute_bytes)
-
-
-def keys_bytes(layer: LayerSize, of: Work) -> int:
-    """Of a layer's keys at these positions, or of its values."""
-    return of.tokens * layer.key_width * of.compute_bytes // attention_share(layer, of)
-
-
-def prompt_cache(job: StudentJob, drawing: Drawing) -> int:
-    """Sliding windows too keep a prompt whole until the next token: what they keep is a view of it."""
-    of = work(job, drawing, drawing.prompt)
-    return sum(2 * keys_bytes(layer, of) for layer in job.setup.size.layers)
-
-
-def full_cache(job: StudentJob, drawing: Drawing) -> int:
-    """When the longest sequences end. Layers that keep less (linear attention, compressed keys) count as all others."""
-    return sum(2 * keys_bytes(layer, in_window(layer, job, drawing)) for layer in job.setup.size.layers)
-
-
-def in_window(layer: LayerSize, job: StudentJob, drawing: Drawing) -> Work:
-    return work(job, drawing, min(drawing.length, layer.window or drawing.length))
-
-
-def prompt_temporaries(job: StudentJob, drawing: Drawing) -> int:
-    """Of a layer that reads the prompts, with hidden states as they entered the model, the layer, its second half and
-    its MLP; and masks of all scores, for each kind of window one.
-    """
-    size, of = job.setup.size, work(job, drawing, drawing.prompt)
-    c, masks = of.compute_bytes, len({layer.window for layer in size.layers})
-    widths = (max(widest(layer, of), reading_bytes(layer, of)) for layer in size.layers)
-    of_mask = masks * of.length * (c if size.layers[0].has_scores else 1)
-    return of.tokens * (4 * size.hidden_size * c + max(widths) + of_mask + 2 * size.head_width * c)
-
-
-def reading_bytes(layer: LayerSize, of: Work) -> int:
-    """A token's in attention that reads a prompt, beside keys and values as the cache will have them: queries and then
-    keys, and three of either while they are rotated; or queries, output, and keys and values repeated for each query,
-    with the mask as numbers that are added.
-    """
-    c, queries, keys = of.compute_bytes, layer.query_width, layer.key_width
-    rotating = max(4 * queries, 2 * queries + 3 * keys) * c
-    attending = (4 if keys < queries else 2) * queries * c
-    added = 0 if layer.has_scores else of.length * c
-    return max(rotating // attention_share(layer, of), attending // attention_share(layer, of) + added)
-
-
-def step_temporaries(job: StudentJob, drawing: Drawing) -> int:
-    """Of a layer that reads one more token: the cache grows by being copied, keys and then values, with a window both
-    at once; eager attention repeats them for each query.
-    """
-    size, one = job.setup.size, work(job, drawing, 1)
-    return forward_temporaries(size, one) + max(growing(layer, in_window(layer, job, drawing)) for layer in size.layers)
-
-
-def growing(layer: LayerSize, of: Work) -> int:
-    copied = keys_bytes(layer, of) * (1 if layer.window is None else 2)
-    if not layer.has_scores:
-        return copied
-    scores = 2 * FP32 * layer.num_heads * of.tokens
-    repeated = (2 * layer.query_width * of.tokens * of.compute_bytes + scores) // attention_share(layer, of)
-    return max(copied, repeated)
-
-
-def logits_bytes(job: StudentJob, drawing: Drawing) -> int:
-    """Of one position of each sequence, all columns on every rank of a tensor-parallel group; beside them is what was
-    made of those before.
-    """
-    each = job.compute_bytes + 2 * FP32 + DRAWN + (WARPED if drawing.is_warped else 0)
-    return drawing.rows * job.setup.size.vocab_size * each
-
-
-def id_bytes(drawing: Drawing) -> int:
-    """Ids and attention mask, each of which grows by being copied, positions; a uniform number and a log-probability a
-    token.
-    """
-    return drawing.rows * (5 * INT64 * drawing.length + (FP64 + FP32) * drawing.new)

@@ -11,12 +11,13 @@ import torch
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.training.memory.answers import are_asked, teacher_processes
 from nemo_opd.training.memory.estimate import Memory, MemoryEstimate, Part, Phase
 from nemo_opd.training.memory.process import ModelSetup, Process, with_cache
 from nemo_opd.training.memory.rollout import with_rollouts
 from nemo_opd.training.memory.size import ModelSize
 from nemo_opd.training.memory.student import StudentJob, student_process
-from nemo_opd.training.memory.teacher import TeacherJob, teacher_process, window_bytes
+from nemo_opd.training.memory.teacher import TeacherJob, window_bytes
 from nemo_opd.workers.student import compute_dtype
 
 
@@ -94,16 +95,22 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     """
     job = student_job(config, situation)
     student = with_rollouts(student_process(job), job)
-    teachers = [teacher_process(job) for job in teacher_jobs(config, situation)]
-    processes, machine = [student, *teachers], situation.machine
+    machine = situation.machine
+    shared = machine.device == "cpu" or config.cluster.placement == "colocated"
+    teachers = teacher_processes(config, teacher_jobs(config, situation), shared=shared)
+    processes = [student, *teachers]
     memories: tuple[Memory, ...]
     if machine.device == "cpu":
         parts = [part for process in processes for part in (*process.device, *process.host)]
         memories = (Memory("main memory for each rank", tuple(parts), machine.host_share),)
     else:
         memories = (*on_devices(config, student, teachers, situation), on_host(processes, machine))
-    phases = tuple(phase for phase in Phase if phase is not Phase.ROLLOUT or isinstance(config.rollout, HFRollout))
-    return MemoryEstimate(tuple(replace(memory, phases=phases) for memory in memories))
+    return MemoryEstimate(tuple(replace(memory, phases=phases_of(config)) for memory in memories))
+
+
+def phases_of(config: RunConfig) -> tuple[Phase, ...]:
+    there = {Phase.ANSWERS: are_asked(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
+    return tuple(phase for phase in Phase if there.get(phase, True))
 
 
 def on_devices(

@@ -9,7 +9,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
 from nemo_opd.training.memory.activations import Work, backward_bytes, saved_activations
 from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
-from nemo_opd.training.memory.process import ModelSetup, Process, largest
+from nemo_opd.training.memory.process import ModelSetup, Process, after_reading, largest
 from nemo_opd.training.memory.size import shard_numel
 
 OWNER = "student"
@@ -57,7 +57,8 @@ def student_process(job: StudentJob) -> Process:
     ]
     if offload:
         optimizer = MOMENTS * trained
-        away = {Phase.ROLLOUT: optimizer, Phase.TEACHERS: parameter_bytes(job) + optimizer}
+        parameters = parameter_bytes(job)
+        away = {Phase.ANSWERS: parameters, Phase.ROLLOUT: optimizer, Phase.TEACHERS: parameters + optimizer}
         host.append(Part(OWNER, "parameters, optimizer", away))
     return Process(tuple(parts), tuple(host), STUDENT_PHASES, is_offloaded=offload)
 
@@ -72,10 +73,13 @@ def parameter_bytes(job: StudentJob) -> int:
 
 
 def state_parts(job: StudentJob, trained: int, offload: bool) -> list[Part]:
-    """What outlives a step; offloading takes it away while teachers work, and the optimizer in rollouts."""
+    """What outlives a step; offloading takes it away while teachers work, and the optimizer in rollouts. Before the
+    first step the optimizer has nothing.
+    """
     here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
+    at_first = (Phase.LOADING,) if offload else (Phase.LOADING, Phase.ANSWERS)
     return [
-        Part(OWNER, "parameters", during(parameter_bytes(job), Phase.LOADING, Phase.ROLLOUT, *here)),
+        Part(OWNER, "parameters", during(parameter_bytes(job), *at_first, Phase.ROLLOUT, *here)),
         Part(OWNER, "optimizer", during(MOMENTS * trained, *here)),
         Part(OWNER, "temporaries of the optimizer", during(step_bytes(job, trained), Phase.OPTIMIZER)),
     ]
@@ -120,7 +124,7 @@ def pass_parts(job: StudentJob, trained: int) -> list[Part]:
         Part(
             OWNER,
             "output of teachers on other nodes",
-            during(job.arriving, Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES),
+            during(job.arriving, Phase.TEACHERS, *after_reading(job.config)),
         ),
     ]
 

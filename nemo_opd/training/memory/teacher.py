@@ -10,12 +10,9 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
 from nemo_opd.training.memory.activations import Work, forward_temporaries
-from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
-from nemo_opd.training.memory.process import ModelSetup, Process, largest
+from nemo_opd.training.memory.estimate import Part, Phase, during
+from nemo_opd.training.memory.process import OTHERS_PHASES, ModelSetup, Process, after_reading, largest
 from nemo_opd.training.memory.size import shard_numel
-
-OTHERS_PHASES = (Phase.ROLLOUT, *STUDENT_PHASES)
-AFTER_LOADING = (Phase.TEACHERS, *OTHERS_PHASES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +26,16 @@ class TeacherJob:
     transport: str
     buffers: int
     """Batches whose output it holds: the one being learned from and, where it works ahead, the next."""
+    answers: bool = False
+    """Questions, in the phase of that name; else it waits there."""
+
+    @property
+    def works_in(self) -> tuple[Phase, ...]:
+        return (Phase.ANSWERS, Phase.TEACHERS) if self.answers else (Phase.TEACHERS,)
+
+    @property
+    def waits_in(self) -> tuple[Phase, ...]:
+        return OTHERS_PHASES if self.answers else (Phase.ANSWERS, *OTHERS_PHASES)
 
     @property
     def item_bytes(self) -> int:
@@ -60,7 +67,7 @@ class TeacherJob:
 def teacher_process(job: TeacherJob) -> Process:
     name, offload = job.settings.name, job.settings.offload is True
     shard = job.item_bytes * shard_numel(job.setup.size.shapes, job.setup.layout)
-    here = (Phase.TEACHERS,) if offload else AFTER_LOADING
+    here = job.works_in if offload else (*job.works_in, *job.waits_in)
     handed = handed_over(job)
     on_device = job.device == "cpu" or job.transport == "cuda_ipc"
     parts = (
@@ -73,7 +80,7 @@ def teacher_process(job: TeacherJob) -> Process:
         "largest tensor, read from the file",
         during(job.item_bytes * largest(job.setup.size.shapes), Phase.LOADING),
     )
-    away = (Part(name, "parameters", during(shard, *OTHERS_PHASES)),) if offload else ()
+    away = (Part(name, "parameters", during(shard, *job.waits_in)),) if offload else ()
     return Process(parts, (read, *away, *(() if on_device else handed)), (Phase.TEACHERS,), is_offloaded=offload)
 
 
@@ -91,8 +98,9 @@ def forward_parts(job: TeacherJob, offload: bool) -> list[Part]:
     at_head = {"gathered parameters": rest, "activations": logits_bytes(job)}
     highest = max(in_layer, at_head, key=lambda parts: sum(parts.values()))
     left = {"gathered parameters": 0 if offload else rest, "activations": 0}
+    waiting = [phase for phase in after_reading(job.config) if phase in job.waits_in]
     return [
-        Part(name, part, during(left[part], *OTHERS_PHASES) | {Phase.TEACHERS: num_bytes})
+        Part(name, part, during(left[part], *waiting) | {Phase.TEACHERS: num_bytes})
         for part, num_bytes in highest.items()
     ]
 
@@ -115,12 +123,12 @@ def logits_bytes(job: TeacherJob) -> int:
 def handed_over(job: TeacherJob) -> tuple[Part, ...]:
     """Buffers that stay from the first batch on: of this rank's rows and columns; of all positions, under cp too."""
     name, t, size = job.settings.name, job.item_bytes, job.setup.size
-    positions = job.buffers * job.rows * job.width
+    positions, phases = job.buffers * job.rows * job.width, (Phase.TEACHERS, *after_reading(job.config))
     if job.config.handoff.type == "logits":
-        return (Part(name, "logits handed over", during(positions * job.columns * t, *AFTER_LOADING)),)
+        return (Part(name, "logits handed over", during(positions * job.columns * t, *phases)),)
     return (
-        Part(name, "hidden states handed over", during(positions * size.hidden_size * t, *AFTER_LOADING)),
-        Part(name, "head handed over", during(job.columns * size.hidden_size * t, *AFTER_LOADING)),
+        Part(name, "hidden states handed over", during(positions * size.hidden_size * t, *phases)),
+        Part(name, "head handed over", during(job.columns * size.hidden_size * t, *phases)),
     )
 
 

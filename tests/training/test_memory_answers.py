@@ -1,0 +1,218 @@
+"""The estimate of a teacher that answers the evaluation's questions, against what is alive while one does."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.config import RunConfig
+from nemo_opd.config.data import ValidationSource
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.training.memory import Memory, Phase, Situation, estimate
+from nemo_opd.training.memory.advice import advice, of_answers
+from nemo_opd.training.memory.answers import answers
+from nemo_opd.training.memory.sampling import PART_NAMES, Drawing
+from nemo_opd.training.memory.situation import teacher_jobs
+from nemo_opd.workers.teacher import TeacherWorker
+from tests.composition import compose
+from tests.tiny import Tiny
+from tests.training.live_bytes import LiveBytes
+from tests.training.test_memory_rollout import (
+    BATCH,
+    LLAMA,
+    MANY_LOGITS,
+    MANY_PARAMETERS,
+    WIDE_KEYS,
+    WITHIN,
+    Case,
+    printed,
+    rank_of,
+    requests,
+    saved,
+    situation,
+)
+
+WARPED = ("teachers.0.dtype=bfloat16", "evaluation.temperature=0.7", "evaluation.top_p=0.9")
+CASES = {
+    "the cache": Case(WIDE_KEYS, 6, 40, 3, "key-value cache"),
+    "logits in bf16, warped": Case(MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", WARPED),
+    "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole"),
+}
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest) -> Iterator[int]:
+    yield from rank_of(request.param)
+
+
+def configured(case: Case, *more: str) -> RunConfig:
+    return compose(
+        f"train.max_length={case.prompt + case.new}",
+        f"rollout.max_new_tokens={case.new}",
+        f"evaluation.teacher_batch_size={case.rows}",
+        *case.settings,
+        *more,
+        config_name="on_policy_demo",
+    )
+
+
+def held(case: Case, config: RunConfig) -> int:
+    """The most that a teacher's worker holds while it answers; no answer ends before its time."""
+    (settings,), questions = config.teachers, config.evaluation
+    assert questions is not None
+    teacher = TeacherWorker(
+        settings,
+        key="teachers.0.model",
+        vocab_size=case.config.vocab_size,
+        micro_batch_size=1,
+        device="cpu",
+        transport="shared_memory",
+        handoff="hidden_states",
+    )
+    sampling = Sampling(questions.temperature, questions.top_p, questions.top_k)
+    with LiveBytes(*teacher.model.parameters()) as live:
+        teacher.generate(requests(case, 2 * case.rows), sampling, (), questions.teacher_batch_size)
+    teacher.close()
+    return live.peak
+
+
+def of_teacher(memory: Memory, owner: str = "same") -> dict[str, int]:
+    return {part.name: part.at(Phase.ANSWERS) for part in memory.parts if part.owner == owner}
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    [
+        ("the cache", 1, Layout(1)),
+        ("logits in bf16, warped", 1, Layout(1)),
+        ("parameters", 2, Layout(2)),
+        ("parameters", 2, Layout(1, 1, 2)),
+    ],
+    ids=str,
+    indirect=["world"],
+)
+def test_answers_hold_what_was_estimated(name: str, layout: Layout, world: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Bugs: a teacher whose shards stay shards, the student's precision or batch, questions all at a time."""
+    case = CASES[name]
+    folder = saved(case.config, tmp_path, tiny)
+    config = configured(case, f"teachers.0.model={folder}", f"teachers.0.parallelism.tp={layout.tp}")
+    (memory,) = estimate(config, situation(config, case.config, layout)).memories
+    parts = of_teacher(memory)
+
+    assert max((part for part in parts if part != "parameters"), key=parts.__getitem__) == case.dominant
+    assert sum(parts.values()) == pytest.approx(held(case, config), rel=WITHIN)
+
+
+# What is answered at a time
+
+
+@cache
+def two_teachers(*settings: str) -> RunConfig:
+    return compose(
+        *BATCH, "teachers=demo_multi", "loss=p_kl", "teachers.0.max_length=100", *settings, config_name="on_policy_demo"
+    )
+
+
+@cache
+def around() -> Situation:
+    """Two GPUs and two teachers: one with wide keys and few parameters, and one with many parameters."""
+    return situation(two_teachers(), LLAMA, Layout(2), "cuda", [WIDE_KEYS, MANY_PARAMETERS])
+
+
+QUESTIONS = ("evaluation.teacher_batch_size=8", "evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
+CROSS = ("teachers.0.type=cross_tokenizer", "teachers.0.max_length=200", "loss=p_kl")
+TURNS = ("environment=calculator", "data.messages_key=messages", "data.response_key=null")
+
+
+@pytest.mark.parametrize(
+    ("settings", "drawing"),
+    [
+        (("rollout.max_prompt_length=40", *QUESTIONS), Drawing(8, 40, 50, is_warped=True)),
+        (("rollout.batch_size=3", "rollout.temperature=0.5", *CROSS), Drawing(64, 140, 30, is_warped=False)),
+        (TURNS, Drawing(64, 99, 30, is_warped=False)),
+    ],
+    ids=["questions", "cross", "turns"],
+)
+def test_what_is_answered_at_a_time(settings: tuple[str, ...], drawing: Drawing) -> None:
+    """Bugs: how rollouts are sampled in place of how questions are, or the student's length of a question."""
+    config = compose(*BATCH, *settings, config_name="on_policy_demo")
+    (job,) = teacher_jobs(config, replace(around(), teachers=around().teachers[:1]))
+    assert answers(job) == drawing
+
+
+# Beside it
+
+
+def changed(config: RunConfig, key: str, **update: object) -> RunConfig:
+    return config.model_copy(update={key: getattr(config, key).model_copy(update=update)})
+
+
+def at(memory: Memory) -> dict[str, int]:
+    return {str(part): part.at(Phase.ANSWERS) for part in memory.parts}
+
+
+def answering(memory: Memory) -> set[str]:
+    return {part.owner for part in memory.parts if part.name in PART_NAMES and part.at(Phase.ANSWERS)}
+
+
+@pytest.mark.parametrize(("settings", "most"), [((), "same"), (("teachers.0.max_length=1000",), "cross")])
+def test_teachers_on_one_device_answer_one_after_the_other(settings: tuple[str, ...], most: str) -> None:
+    """The one that needs most is told: of many parameters, or of long questions. Bug: the sum of all, or the first."""
+    assert answering(estimate(two_teachers(*settings), around()).memories[0]) == {most}
+
+
+def test_teachers_on_devices_of_their_own_are_all_told() -> None:
+    config = changed(two_teachers(), "cluster", placement="separate")
+    assert [answering(memory) for memory in estimate(config, around()).memories] == [set(), {"cross"}, {"same"}, set()]
+
+
+@pytest.mark.parametrize("offload", [True, False])
+def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
+    """The weights of all, or with offloading of the one that answers; there is no optimizer's state yet.
+
+    What the first batch leaves is there where something was validated.
+    """
+    config = two_teachers(*(f"{key}.offload={offload}" for key in ("student", "teachers.0", "teachers.1")))
+    device, host = map(at, estimate(config, around()).memories)
+    student, waiting = (setup.size.parameters // 2 for setup in (around().student, around().teachers[0]))
+    there, away = (host, device) if offload else (device, host)
+
+    assert there["cross: parameters"] == pytest.approx(4 * waiting, rel=0.02)
+    assert there["student: parameters, optimizer" if offload else "student: parameters"] == 4 * student
+    assert not away.get("cross: parameters")
+    assert device["same: parameters"] > 0 == host.get("same: parameters", 0)
+    assert device["student: optimizer"] == 0
+    assert device["cross: hidden states handed over"] == device["cross: gathered parameters"] == 0
+
+    validated = changed(config, "data", validation=ValidationSource(arrow_files=("demo:arithmetic_validation",)))
+    device = at(estimate(validated, around()).memories[0])
+    assert device["cross: hidden states handed over"] == 48 * 100 * WIDE_KEYS.hidden_size * 4
+    assert (device["cross: gathered parameters"] > 0) is not offload
+    assert device["same: gathered parameters"] == 0
+
+
+def test_nothing_is_told_where_no_teacher_is_asked() -> None:
+    """Neither of the phase nor in the others."""
+    asked = two_teachers()
+    silent = changed(asked, "evaluation", teachers=False)
+    with_answers, without = estimate(asked, around()), estimate(silent, around())
+
+    assert "answers" in printed(asked, with_answers)
+    assert "answers" not in printed(silent, without)
+    for one, other in zip(with_answers.memories, without.memories, strict=True):
+        assert set(one.phases) - set(other.phases) == {Phase.ANSWERS}
+        assert [one.total(phase) for phase in other.phases] == [other.total(phase) for phase in other.phases]
+
+
+def test_advice_is_to_ask_less() -> None:
+    """Of the most first, where answers are the peak. Bug: a batch of none."""
+    many = changed(two_teachers(), "evaluation", teacher_batch_size=8192)
+    assert estimate(many, around()).memories[0].peak_phase is Phase.ANSWERS
+    first, second = advice(many, around())[:2]
+    assert (first.setting, second.setting) == ("evaluation.teachers=false", "evaluation.teacher_batch_size=4096")
+
+    one = changed(two_teachers(), "evaluation", teacher_batch_size=1)
+    assert [setting for setting, _ in of_answers(one)] == ["evaluation.teachers=false"]
