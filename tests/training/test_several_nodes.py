@@ -1,7 +1,6 @@
-"""Two Ray nodes on this machine: ranks land where they were planned, a run is the same, a lost node is noticed."""
+"""Two Ray nodes on this machine: ranks land where they were planned, a lost node is noticed."""
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,7 +11,6 @@ from nemo_opd.cluster.worker_group import WorkerGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 from tests.cluster.toy import Toy
-from tests.training.launch import Run, start
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
@@ -22,33 +20,6 @@ pytestmark = pytest.mark.slow
 
 def settings(nodes: "Nodes") -> Cluster:
     return Cluster(address=nodes.address, num_nodes=2, timeout_s=120)
-
-
-def test_run_on_two_nodes_is_that_on_one(nodes: "Nodes", reference: Run, tmp_path: Path) -> None:
-    """Also with its teachers beside the student instead of in its place."""
-    run = start(
-        tmp_path / "run",
-        [
-            "--config",
-            str(reference.output_dir / "config.yaml"),
-            f"++cluster.address={nodes.address}",
-            "++cluster.num_nodes=2",
-            "++cluster.cpu_ranks=2",
-            "++cluster.placement=separate",
-            "++cluster.device=cpu",
-            "train.max_steps=3",
-            "train.save_every=null",
-            "train.validate_every=null",
-            "data.num_workers=0",
-            "logging.tensorboard.enabled=false",
-            "logging.wandb.enabled=false",
-        ],
-    )
-    assert run.end() == 0, run.output
-    for step in (1, 2, 3):
-        expected, actual = (of.metrics[step] for of in (reference, run))
-        for name in ("train/ce", "train/kd", "train/grad_norm"):
-            assert actual[name] == pytest.approx(expected[name], rel=1e-4), (step, name)
 
 
 def test_ranks_land_as_planned(nodes: "Nodes") -> None:
