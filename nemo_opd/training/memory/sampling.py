@@ -10,10 +10,9 @@ from nemo_opd.config.rollout import RolloutBase
 from nemo_opd.training.memory.activations import Work, attention_share, forward_temporaries, widest
 from nemo_opd.training.memory.estimate import Part, Phase, during
 from nemo_opd.training.memory.process import ModelSetup, Process
-from nemo_opd.training.memory.size import LayerSize
+from nemo_opd.training.memory.size import FP32, LayerSize
 
 INT64 = FP64 = 8
-FP32 = 4
 DRAWN, WARPED = 21, 5
 """Bytes a logit that drawing a token needs beside its copy in fp32: probabilities in fp32, their sums in fp64 with and
 without those that are 0, and a mask; more where temperature, top-k or top-p make other logits of it.

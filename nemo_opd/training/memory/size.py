@@ -18,6 +18,8 @@ from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
 Shape = tuple[int, ...]
+FP32 = 4
+"""Bytes of a number."""
 PROBED_ROWS = 1024
 """Enough for what a norm keeps once, such as a weight in fp32, to vanish beside what it keeps a row."""
 

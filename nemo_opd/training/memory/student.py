@@ -10,11 +10,11 @@ from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
 from nemo_opd.training.memory.activations import Work, backward_bytes, saved_activations
 from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
 from nemo_opd.training.memory.process import ModelSetup, Process, after_reading, largest
-from nemo_opd.training.memory.size import shard_numel
+from nemo_opd.training.memory.size import FP32, shard_numel
 
 OWNER = "student"
-FP32, MOMENTS = 4, 8
-"""Bytes a parameter: of the master weight and of the gradient, and of AdamW's two moments."""
+MOMENTS = 2 * FP32
+"""Bytes a parameter, of AdamW."""
 COPIES_OF_CE, COPIES_OF_KD = 4, 12
 """Tensors of a chunk's logits, in fp32, that cross entropy and the hungriest distillation loss have at once."""
 
