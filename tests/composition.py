@@ -1,12 +1,16 @@
-"""What a command line configures, without a process of its own."""
+"""What overrides and whole command lines configure, without a process of its own."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
+import hydra
+from hydra import initialize_config_dir
+
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import run_with_hydra
+from nemo_opd.config.load import composition_errors, from_omegaconf, hydra_arguments, run_with_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -14,7 +18,16 @@ DEMO = "off_policy_demo"
 PRODUCTION = "off_policy_distillation"
 
 
-def compose(*arguments: str, config_name: str = DEMO) -> RunConfig:
+@cache
+def compose(*overrides: str, config_name: str = DEMO) -> RunConfig:
+    """By Hydra's interface for this, in half the time of its command line."""
+    with composition_errors(overrides), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        found = hydra.compose(config_name, hydra_arguments(overrides, CONFIGS))
+    return from_omegaconf(found, RunConfig)
+
+
+def configured(*arguments: str, config_name: str = DEMO) -> RunConfig:
+    """By a whole command line."""
     (config,) = compose_all(*arguments, config_name=config_name)
     return config
 

@@ -4,9 +4,14 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from tests.waiting import wait_until
+
+HANG_S = 60.0
 
 
 class Toy:
@@ -20,10 +25,13 @@ class Toy:
         dist.all_reduce(total)
         return self.rank, float(total)
 
-    def fail_while_others_wait(self, rank: int, seconds: float) -> None:
+    def fail_while_others_wait(self, rank: int, file: Path) -> None:
         if self.rank == rank:
             raise KeyError("no such thing")
-        time.sleep(seconds)
+        self.wait_for(file)
+
+    def wait_for(self, file: Path) -> None:
+        wait_until(file.exists, f"{file}")
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -31,7 +39,7 @@ class Toy:
     def die(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
+        time.sleep(HANG_S)
 
     def unpicklable(self) -> object:
         return threading.Lock()

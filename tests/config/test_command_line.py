@@ -10,33 +10,35 @@ import pytest
 from nemo_opd.config.load import hydra_arguments, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, ModelError
-from tests.composition import CONFIGS, PRODUCTION, ROOT, command_line, compose, compose_all
+from tests.composition import CONFIGS, PRODUCTION, ROOT, command_line, compose_all, configured
 
 
 def test_overrides_reach_their_keys() -> None:
-    config = compose("train.max_steps=7", "student.optimizer.lr=1e-3", "run.output_dir=/runs/a", "loss.divergence=jsd")
+    config = configured(
+        "train.max_steps=7", "student.optimizer.lr=1e-3", "run.output_dir=/runs/a", "loss.divergence=jsd"
+    )
 
     assert (config.train.max_steps, config.student.optimizer.lr) == (7, 1e-3)
     assert (config.run.output_dir, config.loss.divergence) == (Path("/runs/a"), "jsd")
 
 
 def test_the_last_of_two_overrides_holds() -> None:
-    assert compose("train.max_steps=7", "train.max_steps=8").train.max_steps == 8
+    assert configured("train.max_steps=7", "train.max_steps=8").train.max_steps == 8
 
 
 def test_a_key_that_no_yaml_mentions_is_set_without_a_plus() -> None:
     """Plain Hydra would ask for `+cluster.timeout_s=5`, because the YAML files name only what differs."""
-    assert compose("cluster.timeout_s=5").cluster.timeout_s == 5
-    assert compose("+cluster.timeout_s=5").cluster.timeout_s == 5
-    assert compose("++cluster.timeout_s=5").cluster.timeout_s == 5
+    assert configured("cluster.timeout_s=5").cluster.timeout_s == 5
+    assert configured("+cluster.timeout_s=5").cluster.timeout_s == 5
+    assert configured("++cluster.timeout_s=5").cluster.timeout_s == 5
 
 
 def test_a_key_is_taken_away() -> None:
-    assert compose("~train.validate_every").train.validate_every is None
+    assert configured("~train.validate_every").train.validate_every is None
 
 
 def test_one_teacher_of_the_list_is_changed() -> None:
-    config = compose("teachers.0.weight=0.8", "teachers.1.dtype=bfloat16")
+    config = configured("teachers.0.weight=0.8", "teachers.1.dtype=bfloat16")
 
     assert [teacher.weight for teacher in config.teachers] == [0.8, 0.5]
     assert [teacher.dtype for teacher in config.teachers] == ["float32", "bfloat16"]
@@ -45,8 +47,8 @@ def test_one_teacher_of_the_list_is_changed() -> None:
 
 def test_groups_are_swapped_whole() -> None:
     """Also together with a key of the new option, whatever their order on the command line."""
-    assert [teacher.name for teacher in compose("teachers=demo_single").teachers] == ["cross"]
-    config = compose("teachers.0.weight=0.8", "teachers=phi4mini_llama3b", "student=llama3_2_1b", "cluster=gpu")
+    assert [teacher.name for teacher in configured("teachers=demo_single").teachers] == ["cross"]
+    config = configured("teachers.0.weight=0.8", "teachers=phi4mini_llama3b", "student=llama3_2_1b", "cluster=gpu")
 
     assert [(teacher.name, teacher.weight) for teacher in config.teachers] == [("phi4mini", 0.8), ("llama3b", 0.5)]
     assert (config.student.model, config.cluster.device) == ("meta-llama/Llama-3.2-1B", "cuda")
@@ -54,13 +56,13 @@ def test_groups_are_swapped_whole() -> None:
 
 @pytest.mark.parametrize("text", ["/data/a.arrow", "[/data/a.arrow]"])
 def test_one_file_or_a_list_of_files(text: str) -> None:
-    assert compose(f"data.train.arrow_files={text}").data.train.arrow_files == ("/data/a.arrow",)
+    assert configured(f"data.train.arrow_files={text}").data.train.arrow_files == ("/data/a.arrow",)
 
 
 def test_globs_and_quoted_paths_arrive_unchanged() -> None:
     """A shell leaves a quoted pattern alone, and so must we."""
     for path in ("/data/**/*.arrow", "/data/part-[0-9].arrow", "/my data/a (1).arrow"):
-        assert compose(f'data.train.arrow_files="{path}"').data.train.arrow_files == (path,)
+        assert configured(f'data.train.arrow_files="{path}"').data.train.arrow_files == (path,)
 
 
 @pytest.mark.parametrize("form", [("--config", "FILE"), ("--config=FILE",)], ids=["two words", "one word"])
@@ -69,7 +71,9 @@ def test_a_config_file_anywhere_finds_the_groups(form: tuple[str, ...], tmp_path
         "defaults: [{student: demo}, {teachers: demo_multi}, {data: demo}, _self_]\ntrain: {max_steps: 3}\n"
     )
     monkeypatch.chdir(tmp_path)
-    config = compose(*(word.replace("FILE", "mine.yaml") for word in form), "teachers=qwen3_4b", "train.max_length=64")
+    config = configured(
+        *(word.replace("FILE", "mine.yaml") for word in form), "teachers=qwen3_4b", "train.max_length=64"
+    )
 
     assert (config.train.max_steps, config.train.max_length) == (3, 64)
     assert [teacher.model for teacher in config.teachers] == ["Qwen/Qwen3-4B"]
@@ -82,19 +86,19 @@ def test_a_config_file_brings_options_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "teachers" / "own.yaml").write_text(
         "# @package _global_\nteachers: [{name: own, type: same_tokenizer, model: /models/own}]\n"
     )
-    config = compose("--config", str(tmp_path / "mine.yaml"), "teachers=own")
+    config = configured("--config", str(tmp_path / "mine.yaml"), "teachers=own")
 
     assert [teacher.model for teacher in config.teachers] == ["/models/own"]
 
 
 def test_a_config_file_of_this_repository_by_its_path() -> None:
-    assert compose("--config", str(CONFIGS / f"{PRODUCTION}.yaml")) == compose(config_name=PRODUCTION)
+    assert configured("--config", str(CONFIGS / f"{PRODUCTION}.yaml")) == configured(config_name=PRODUCTION)
 
 
 def test_a_runs_own_config_repeats_it(tmp_path: Path) -> None:
-    config = compose("run.output_dir=/runs/a", "teachers.0.weight=0.8")
+    config = configured("run.output_dir=/runs/a", "teachers.0.weight=0.8")
     (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-    again = compose("--config", str(tmp_path / "config.yaml"), "run.output_dir=/runs/b")
+    again = configured("--config", str(tmp_path / "config.yaml"), "run.output_dir=/runs/b")
 
     assert again.model_copy(update={"run": config.run}) == config
     assert again.run.output_dir == Path("/runs/b")
@@ -103,7 +107,7 @@ def test_a_runs_own_config_repeats_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("arguments", [["--config", "nowhere.yaml"], ["--config"], ["--config=."]])
 def test_a_config_file_that_is_not_there(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match=r"^--config=.*: there is no such file; give the path of a YAML file"):
-        compose(*arguments)
+        configured(*arguments)
 
 
 def test_options_of_hydra_are_not_taken_for_overrides() -> None:
@@ -158,7 +162,7 @@ def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) ->
 def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     """No outputs/<date>/<time>/.hydra beside the run's own directory."""
     monkeypatch.chdir(tmp_path)
-    compose("train.max_steps=1")
+    configured("train.max_steps=1")
 
     assert list(tmp_path.iterdir()) == []
 
@@ -184,7 +188,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
 def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: str) -> None:
     """Hydra itself prints several lines, the last of which is about HYDRA_FULL_ERROR."""
     with pytest.raises(ConfigError, match=message) as caught:
-        compose(*arguments)
+        configured(*arguments)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -195,9 +199,9 @@ def test_the_environment_is_as_before(monkeypatch) -> None:
             monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         else:
             monkeypatch.setenv("HYDRA_FULL_ERROR", value)
-        compose()
+        configured()
         with pytest.raises(ConfigError):
-            compose("loss=nope")
+            configured("loss=nope")
         assert os.environ.get("HYDRA_FULL_ERROR") == value
 
 

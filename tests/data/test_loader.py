@@ -19,6 +19,7 @@ from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample, Tokens
 from nemo_opd.errors import CheckpointError, DataError
+from tests.waiting import wait_until
 
 NUM_DOCUMENTS, BATCH_SIZE = 7, 3
 STEPS_PER_EPOCH = 3
@@ -184,18 +185,15 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-SLOW_S = 0.02
-"""For one sample, so a batch of three takes three times that."""
-
-
 class Slowly:
     """A sample maker whose class remembers what its copies were given."""
 
+    seconds: ClassVar[float]
     made: ClassVar[list[str]] = []
     makers: ClassVar[set[int]] = set()
 
     def __call__(self, text: str) -> Sample:
-        time.sleep(SLOW_S)
+        time.sleep(self.seconds)
         self.made.append(text)
         self.makers.add(id(self))
         return number_sample(text)
@@ -203,37 +201,35 @@ class Slowly:
 
 @pytest.fixture
 def slowly() -> Slowly:
+    Slowly.seconds = 0.02
     Slowly.made.clear()
     Slowly.makers.clear()
     return Slowly()
 
 
 def test_without_workers_too_the_next_batch_is_made_while_the_last_one_is_used(slowly: Slowly) -> None:
-    """Bug: tokenizing and aligning between two steps. Steps take three times as long as a batch, in sleeps."""
-    steps, waited = 6, 0.0
+    """Bug: tokenizing and aligning between two steps."""
     with TrainLoader(FakeDocuments(60), slowly, BATCH_SIZE, 5, True, 0) as loader:
         loader.start()
-        for _ in range(steps):
-            time.sleep(3 * BATCH_SIZE * SLOW_S)
-            start = time.perf_counter()
+        for step in range(1, 7):
+            wait_until(lambda made=step * BATCH_SIZE: len(slowly.made) == made, "next batch", every_s=0.002)
             loader.next()
-            waited += time.perf_counter() - start
-    assert waited < 0.25 * steps * BATCH_SIZE * SLOW_S
     assert id(slowly) not in slowly.makers, "a tokenizer of its own: the caller uses this one meanwhile"
 
 
 def test_closing_waits_for_one_sample_and_not_for_a_batch(slowly: Slowly) -> None:
-    loader = TrainLoader(FakeDocuments(40), slowly, 40, 5, True, 0)
+    batch_size = 1000
+    loader = TrainLoader(FakeDocuments(batch_size), slowly, batch_size, 5, True, 0)
     loader.start()
-    while not slowly.made:
-        time.sleep(SLOW_S / 10)
+    wait_until(lambda: bool(slowly.made), "first sample", every_s=0.002)
     loader.close()
     made = len(slowly.made)
-    assert made < 20
+    assert made < batch_size
     assert "data" not in {thread.name.split("_")[0] for thread in threading.enumerate()}
     assert len(slowly.made) == made
+    Slowly.seconds = 0.0
     with loader:
-        assert len(loader.next()) == 40, "reading on begins where it was"
+        assert len(loader.next()) == batch_size, "reading on begins where it was"
 
 
 def test_an_error_ahead_is_raised_with_its_own_batch() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.tiny import Tiny
 from tests.training.launch import SCRIPT, Run, start
+from tests.waiting import CLEAN_S
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
@@ -57,7 +58,7 @@ def nodes() -> "Iterator[Nodes]":
     yield nodes
     started = set(psutil.Process().children(recursive=True)) - before
     nodes.shutdown()
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=CLEAN_S)
     assert not alive
 
 

@@ -10,19 +10,18 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from nemo_opd.logging.jsonl import read
+from tests.waiting import CLEAN_S, ENOUGH_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "run_off_policy_distillation.py"
 MARK = "NEMO_OPD_TEST_RUN"
-START_S, END_S, CLEAN_S = 300.0, 300.0, 20.0
-"""Generous: the machine may be busy. A healthy run needs a tenth."""
 
 
 @dataclass
@@ -79,7 +78,7 @@ class Run:
             return file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8")
 
         try:
-            wait_until(reached, START_S, f"step {step}", every_s=0.005)
+            wait_until(reached, f"step {step}", every_s=0.005)
         except AssertionError:
             if self.process.poll() is None:
                 self.kill()
@@ -88,7 +87,7 @@ class Run:
     def end(self) -> int:
         """Wait for the driver to end by itself: its exit status."""
         try:
-            self.output += self.process.communicate(timeout=END_S)[0]
+            self.output += self.process.communicate(timeout=ENOUGH_S)[0]
         except subprocess.TimeoutExpired:
             self.kill()
             raise
@@ -142,10 +141,3 @@ def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, 
         start_new_session=True,
     )
     return Run(process, mark, output_dir)
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, what: str, *, every_s: float = 0.1) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} within {timeout_s:g} s"
-        time.sleep(every_s)

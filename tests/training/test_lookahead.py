@@ -1,6 +1,5 @@
 """Batches come in order and taught, whatever is under way ahead of them; time is the longer half's and not the sum."""
 
-import statistics
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -78,7 +77,7 @@ def test_batches_come_in_order_and_so_far_ahead(depth: int) -> None:
     for n in range(1, 11):
         assert batches.next(Timer()) == n
         assert teachers.asked == list(range(1, min(n + depth, 10) + 1))
-    assert teachers.answered == list(range(1, 11))
+        assert teachers.answered == list(range(1, n + 1)), "nobody waits for what is ahead"
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
@@ -110,31 +109,14 @@ def test_a_teacher_that_fails_ahead_fails_with_its_own_batch(depth: int) -> None
         batches.next(Timer())
 
 
-TEACHER_S, STUDENT_S = 0.06, 0.04
-
-
-def seconds_a_step(depth: int, num_steps: int = 12) -> tuple[float, dict[str, float]]:
-    """The median, without the first step, which has nothing ahead of it; the phases are those of the last step."""
-    timer, batches = Timer(), lookahead(FakeTeachers(TEACHER_S), depth, num_steps)
-    seconds = []
-    for _ in range(num_steps):
-        start = time.perf_counter()
-        timer.take()
-        batches.next(timer)
-        time.sleep(STUDENT_S)
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:]), timer.take()
-
-
-def test_a_step_takes_as_long_as_the_slower_half_and_not_both() -> None:
-    """Sleeps, and most steps, so that a busy machine changes little."""
-    in_turns, phases = seconds_a_step(0)
-    assert in_turns >= TEACHER_S + STUDENT_S
-    assert phases["teacher_s"] >= TEACHER_S
-    side_by_side, phases = seconds_a_step(1)
-    assert TEACHER_S <= side_by_side < 0.5 * TEACHER_S + 0.5 * (TEACHER_S + STUDENT_S)
-    assert "teacher_s" not in phases
-    assert "teacher_wait_s" in phases
+@pytest.mark.parametrize(("depth", "span"), [(0, "teacher_s"), (1, "teacher_wait_s")])
+def test_what_the_caller_waits_for_is_timed_as_what_it_is(depth: int, span: str) -> None:
+    """All that teachers take where they take turns with the student; else what is left of it when it is needed."""
+    timer, teachers = Timer(), FakeTeachers(seconds=0.05)
+    lookahead(teachers, depth).next(timer)
+    times = timer.take()
+    assert {name for name in times if name.startswith("teacher")} == {span}
+    assert times[span] >= teachers.seconds
 
 
 def test_data_that_cannot_be_read_ends_the_run_at_once() -> None:

@@ -124,11 +124,11 @@ def test_interrupt_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run)
 def test_teachers_work_while_the_student_trains(interrupted: Run) -> None:
     """What they take and nobody waits for is as long as the student sleeps, however busy the machine is.
 
-    Half of that is asked for, and only of most steps: they may begin late.
+    A quarter of that is asked for, and only of most steps: they may begin late.
     """
     records = interrupted.metrics[SAVE_EVERY + 3 :]
     hidden = sorted(SLOW_S + record["perf/teacher_s"] - record["perf/teacher_wait_s"] for record in records)
-    assert hidden[len(hidden) // 2] > 0.5 * SLOW_S
+    assert hidden[len(hidden) // 2] > 0.25 * SLOW_S
 
 
 def test_only_the_wait_for_teachers_is_time_of_a_step(interrupted: Run) -> None:
