@@ -25,9 +25,9 @@ class Services:
         self._address = address
 
     @classmethod
-    def started_here(cls) -> Services:
-        """To be called behind `ray.init` for a local cluster."""
-        return cls([process for process in psutil.Process().children() if process.name() in NAMES])
+    def among(cls, processes: Iterable[psutil.Process]) -> Services:
+        """Those of a local cluster's processes."""
+        return cls([process for process in processes if process.name() in NAMES])
 
     @classmethod
     def elsewhere(cls) -> Services:
@@ -46,14 +46,6 @@ class Services:
                 "processes, send it to the first one alone, which then saves a checkpoint; else memory may have run "
                 f"out, or /dev/shm ({shared_memory_left()}). {CONTINUE}"
             )
-
-    def family(self) -> list[psutil.Process]:
-        """Those on this machine, and all processes that they have started."""
-        found = []
-        for process in self._processes:
-            with suppress(psutil.NoSuchProcess):
-                found += [process, *process.children(recursive=True)]
-        return found
 
     def _ended(self) -> list[str]:
         ended = [f"Ray's own {name}" for process, name in self._processes.items() if has_ended(process)]

@@ -6,6 +6,8 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
+
 PREFIX = "opd_"
 LOCK = "owner.lock"
 
@@ -25,6 +27,15 @@ class SessionFolder:
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         # Under its own name only once it is locked: others take a lock that is free for one whose owner is gone.
         unnamed.rename(self.path / LOCK)
+
+    def processes(self) -> list[psutil.Process]:
+        """This process's children that have the folder on their command line, and all that these have started."""
+        found = []
+        for child in psutil.Process().children():
+            with suppress(psutil.NoSuchProcess):
+                if any(str(self.path) in argument for argument in child.cmdline()):
+                    found += [child, *child.children(recursive=True)]
+        return found
 
     def close(self) -> None:
         """Remove the folder; may be called again."""

@@ -19,6 +19,9 @@ from nemo_opd.errors import ClusterError
 
 OBJECT_STORE_BYTES = 200 * 2**20
 """Of a local cluster: ids, masks and handles of a few batches."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+STARTS = 2
+"""Tries to start a local cluster: Ray itself waits for half a minute, which is too short on a very busy machine."""
 RESERVE_S = 120.0
 """Longest wait for devices that others may still be giving back."""
 
@@ -58,38 +61,51 @@ class VirtualCluster:
         self.is_broken = False
         """Whether a call has failed: ranks may then hang in a collective, and whoever asks them to leave waits too."""
         try:
-            self._start(settings)
+            if settings.address:
+                self._join(settings.address)
+            else:
+                self._start()
             self._reserved = self._reserve()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, settings: Cluster) -> None:
-        quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-        if settings.address:
-            try:
-                probe(settings.address)
-                self._is_ours = True
-                ray.init(address=settings.address, log_to_driver=False, logging_level=logging.ERROR)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise ClusterError(
-                    f"cluster.address={settings.address}: no Ray cluster answers there ({error}); start one with "
-                    "`ray start --head`, or leave the key out to run on this machine"
-                ) from error
-            self.services = Services.elsewhere()
-            return
+    def _join(self, address: str) -> None:
+        try:
+            probe(address)
+            self._is_ours = True
+            ray.init(address=address, **QUIET)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ClusterError(
+                f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
+                "`ray start --head`, or leave the key out to run on this machine"
+            ) from error
+        self.services = Services.elsewhere()
+
+    def _start(self, tries: int = STARTS) -> None:
         self._folder = SessionFolder()
         self._is_ours = True
-        ray.init(
-            address="local",
-            num_cpus=self.placement.num_processes,
-            object_store_memory=OBJECT_STORE_BYTES,
-            _temp_dir=str(self._folder.path),
-            # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
-            _system_config={"prestart_worker_first_driver": False},
-            **quiet,
-        )
-        self.services = Services.started_here()
+        try:
+            ray.init(
+                address="local",
+                num_cpus=self.placement.num_processes,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=str(self._folder.path),
+                # An actor with an environment of its own gets its own process; those started ahead would only idle.
+                _system_config={"prestart_worker_first_driver": False},
+                **QUIET,
+            )
+        except Exception as error:  # Ray raises nothing more special
+            self.close()
+            if tries == 1:
+                raise ClusterError(
+                    f"Ray did not start on this machine in {STARTS} tries ({error}); end what keeps its processors or "
+                    "memory busy, or start Ray with `ray start --head` and give cluster.address"
+                ) from error
+            self._start(tries - 1)
+            return
+        self.services = Services.among(self._folder.processes())
 
     def _reserve(self) -> Any:
         """One placement group; with several nodes, each bundle on the node that its place says."""
@@ -120,13 +136,13 @@ class VirtualCluster:
 
     def close(self) -> None:
         """Free everything: Ray's session, actors and placement group with it, and a cluster that was started here."""
-        started = self.services.family()
+        started = self._folder.processes() if self._folder else []
         try:
             if self._is_ours:
                 ray.shutdown()
         finally:
             end(started)
-            if self._folder is not None:
+            if self._folder:
                 self._folder.close()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,69 @@
+"""A local cluster that Ray does not start in its time."""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from nemo_opd.cluster import virtual_cluster
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.virtual_cluster import STARTS, VirtualCluster
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.errors import ClusterError
+
+PLACEMENT = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=0)
+
+
+class SlowRay:
+    """In the place of `ray.init`: it starts a process that starts another, and mostly gives up."""
+
+    def __init__(self, failures: int, folder: Path) -> None:
+        self.failures = failures
+        self.raylet = shutil.copy("/bin/bash", folder / "raylet")
+        self.folders: list[Path] = []
+        self.processes: list[psutil.Process] = []
+
+    def __call__(self, *, _temp_dir: str, **_: Any) -> None:
+        self.folders.append(Path(_temp_dir))
+        command = ["raylet", "-c", "sleep 600 & echo; wait", f"--temp-dir={_temp_dir}/session"]
+        raylet = subprocess.Popen(command, executable=self.raylet, stdout=subprocess.PIPE)
+        assert raylet.stdout is not None
+        raylet.stdout.readline()
+        parent = psutil.Process(raylet.pid)
+        self.processes += [parent, *parent.children()]
+        if len(self.folders) <= self.failures:
+            raise Exception("The current node timed out during startup.")
+
+    @property
+    def alive(self) -> list[psutil.Process]:
+        return [each for each in self.processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch) -> VirtualCluster:
+    monkeypatch.setattr(virtual_cluster.ray, "init", ray)
+    monkeypatch.setattr(VirtualCluster, "_reserve", lambda _: None)
+    return VirtualCluster(Cluster(), device="cpu", placement=PLACEMENT)
+
+
+def test_it_is_tried_again_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = SlowRay(STARTS - 1, tmp_path)
+    with start(ray, monkeypatch) as cluster:
+        cluster.services.require_alive()
+        assert [folder.exists() for folder in ray.folders] == [False] * (STARTS - 1) + [True]
+        assert ray.alive == ray.processes[-2:]
+    assert ray.alive == []
+    assert not any(folder.exists() for folder in ray.folders)
+
+
+def test_the_last_try_is_one_error_and_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ray = SlowRay(STARTS, tmp_path)
+    with pytest.raises(ClusterError, match=rf"^Ray did not start .* in {STARTS} tries \(.* timed out .*\); end what"):
+        start(ray, monkeypatch)
+    assert len(ray.processes) == 2 * STARTS
+    assert ray.alive == []
+    assert not any(folder.exists() for folder in ray.folders)
