@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread, caches in a temporary folder, GPU tests only where there is a GPU."""
+"""Shared by all tests: one thread, no haste, caches in a temporary folder, GPU tests only where there is a GPU."""
 
 # ruff: noqa: E402, what comes first is for the imports
 from tests import bytecode
@@ -10,12 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from tests.tiny import Tiny, make_tiny
 
 torch.set_num_threads(1)
+# A busy machine is slow, which says nothing about the code.
+settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 # Ray's workers give way to all others; beside other tests they would hardly get anything done.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 SLOWEST = ("training", "workers", "models", "cluster", "rollout")

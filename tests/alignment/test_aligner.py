@@ -40,7 +40,7 @@ HOSTILE = st.sampled_from(
     )
 )
 TEXTS = st.lists(HOSTILE | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=12).map("".join)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def spelled(pieces: Pieces, ids: list[int]) -> list[bytes]:

@@ -155,7 +155,7 @@ def test_tool_calls_and_results() -> None:
                 assert (chunk_id[start : stop - (k == 4)] >= 0).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), with_system=st.booleans())
 def test_any_contents_under_real_templates(contents: list[str], with_system: bool) -> None:
     """Contents that look like the template, marks, thinking and special tokens: no edge may move."""
@@ -167,7 +167,7 @@ def test_any_contents_under_real_templates(contents: list[str], with_system: boo
         check_alignment(real_aligner(student, teacher), tokens[student], tokens[teacher])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), cuts=st.tuples(st.integers(0, 80), st.integers(0, 80)))
 def test_any_contents_under_synthetic_templates(contents: list[str], cuts: tuple[int, int]) -> None:
     messages = conversation(contents, False)

@@ -87,7 +87,7 @@ def test_pieces_spell_the_text(name: str) -> None:
     pieces = pieces_of(tokenizer)
     normalizer = tokenizer.backend_tokenizer.normalizer
 
-    @settings(max_examples=80, deadline=None, database=None)
+    @settings(max_examples=80, database=None)
     @given(HOSTILE)
     @example("")
     @example("  The naïve 東京 👩‍👩‍👧‍👦\n\n\tfox ▁ \u0001 12345  ")

@@ -15,7 +15,7 @@ from nemo_opd.alignment.resync import ANCHOR, BLOCK, MATCH, SHIFT, START, equal_
 from tests.alignment.oracle import Run, best_score, score_of, true_runs
 from tests.tokenizers_fixture import corpus_texts
 
-quick = settings(max_examples=80, deadline=None)
+quick = settings(max_examples=80)
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "=", ";", "\n", "한국어", "東京", "naïve", "año", "👍🏽"]
 LONG = "# an anchor: sixteen bytes that neither of the streams has twice, 0123456789"
 

@@ -89,7 +89,7 @@ def assert_trimmed_and_masked(batch: Batch) -> None:
                 assert (chunk_ids[padding] == -1).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sample_lists())
 def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
     batch = collate(samples)
@@ -104,7 +104,7 @@ def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
     assert batch.teachers[1].chunks is None
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sample_lists(), st.integers(0, 5))
 def test_padding_rows_are_empty(samples: list[Sample], missing: int) -> None:
     """A padding row that scored a token, or a chunk, would change every normalizer."""
@@ -122,7 +122,7 @@ def test_pad_rows_refuses_to_drop_rows() -> None:
         pad_rows(batch, 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(sample_lists(), st.integers(1, 5))
 def test_shards_are_disjoint_complete_and_in_order(samples: list[Sample], num_ranks: int) -> None:
     """Joined, the shards are the batch, for any number of ranks; after pad_rows they are of one size."""

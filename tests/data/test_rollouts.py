@@ -61,7 +61,7 @@ def shuffled_tokens(text: str, seed: int) -> list[int]:
 
 
 @given(TEXT_CHARACTERS, st.integers(0, 2**32), st.sampled_from(["stop", "length"]))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_every_sampled_token_lies_in_a_chunk(text: str, seed: int, finish_reason: str) -> None:
     """Of two byte-level tokenizers, where the bytes are text: nothing that the student said is lost, its end included.
 
@@ -89,7 +89,7 @@ def test_a_teachers_token_across_the_prompts_end_is_not_learned() -> None:
 
 
 @given(st.lists(st.integers(0, PIECES.vocab_size - 1), min_size=1, max_size=25))
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_whatever_was_sampled_is_a_sample(ids: list[int]) -> None:
     """Invalid UTF-8 and special tokens anywhere; chunks hold the same bytes on both sides."""
     for teacher in (TEACHER, sentencepiece()):

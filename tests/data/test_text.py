@@ -44,7 +44,7 @@ def assert_tokens(tokens: Tokens, ids: list[int], tokenizer: Any) -> None:
 texts = st.text(st.sampled_from("the cat sat on mat,東京ïß1 34\n"), max_size=60)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(texts, st.integers(2, 40), st.integers(2, 80), st.booleans(), st.booleans())
 def test_truncation(
     coarse: Any, fine: Any, text: str, student_length: int, teacher_length: int, append_eos: bool, swap: bool

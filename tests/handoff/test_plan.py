@@ -23,19 +23,19 @@ from tests.handoff.plan_oracle import Case, cases, check, nearest
 
 
 @given(case=cases(replicated=False))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_logits_are_read_cell_by_cell_as_the_oracle_says(case: Case) -> None:
     check(case, output_pieces(case.sides, case.blocks(), case.num_rows, case.num_columns))
 
 
 @given(case=cases(replicated=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_hidden_states_are_read_from_the_nearest_rank_that_has_them(case: Case) -> None:
     check(case, output_pieces(case.sides, case.blocks(), case.num_rows, case.num_columns))
 
 
 @given(case=cases(replicated=False))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: Case) -> None:
     """Planned as an output of dp = cp = 1 per copy, cell by cell."""
     sides = case.sides

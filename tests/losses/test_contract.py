@@ -47,7 +47,7 @@ def test_equal_sides_are_the_minimum(case: Case):
 
 
 @every_divergence
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), tau=st.floats(1, 4), scale=st.floats(0.1, 3))
 def test_not_negative(case: Case, seed: int, tau: float, scale: float):
     batch = case.batch(seed, torch.float32, scale)

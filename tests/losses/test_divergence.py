@@ -103,7 +103,7 @@ def test_extreme_logits_are_finite(kind, weights):
     assert z_s.grad.isfinite().all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     logits=st.lists(st.tuples(logit, logit), min_size=2, max_size=8),
     kind=st.sampled_from(("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")),

@@ -105,7 +105,7 @@ def test_every_column_is_the_full_divergence(kind, support, normalization):
         assert torch.equal(Support(support, top_k, normalization).compare(of(kind), teacher, student), full)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 2**31),
     kind=st.sampled_from(oracle_support.KINDS),

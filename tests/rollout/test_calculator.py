@@ -4,7 +4,7 @@ import re
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nemo_opd.rollout.calculator import Calculator, evaluated, has_answer, result_of, written
@@ -22,7 +22,6 @@ EXPRESSIONS = st.recursive(
 
 
 @given(EXPRESSIONS)
-@settings(deadline=None)
 def test_values_are_exact(expression: str) -> None:
     """Against Python's evaluator with every literal made a fraction."""
     exact = re.sub(r"\d+(?:\.\d+)?", lambda found: f"Fraction('{found[0]}')", expression)
