@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -16,10 +17,12 @@ IMPORTED = [
 """Nothing of the tests themselves: where these are found, only the process that asks for others knows."""
 
 
-def start(function: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
-    """function(rank, *arguments) in `number` processes, to their end.
-
-    They have the environment that the first call of all found. Raises what torch's own `spawn` raises.
-    """
+def context() -> ForkServerContext:
+    """For processes that have the environment which the first call of all found."""
     multiprocessing.set_forkserver_preload(IMPORTED)
-    mp.start_processes(function, arguments, number, start_method="forkserver")
+    return multiprocessing.get_context("forkserver")
+
+
+def start(function: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
+    """function(rank, *arguments) in `number` such processes, to their end. Raises what torch's own `spawn` raises."""
+    mp.start_processes(function, arguments, number, start_method=context().get_start_method())

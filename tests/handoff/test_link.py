@@ -1,6 +1,5 @@
 """Links between real processes: a student's rank and a teacher's of two, each in a default world of its own."""
 
-import multiprocessing
 import os
 import signal
 import time
@@ -21,6 +20,7 @@ from nemo_opd.handoff.link import Link, Meeting
 from nemo_opd.handoff.parcel import Parcel
 from nemo_opd.handoff.plan import Box
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tests import processes
 from tests.handoff.owner import content
 
 LINK_S, DONE_S = 30.0, 20.0
@@ -46,7 +46,7 @@ def teach(rank: int, meeting: Meeting, pipe: Connection) -> None:
 
 class Teacher:
     def __init__(self, rank: int, meeting: Meeting) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = processes.context()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
         self.process: Any = context.Process(target=teach, args=(rank, meeting, theirs))

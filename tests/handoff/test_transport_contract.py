@@ -1,11 +1,9 @@
 """What every transport must do, with sender and receiver in two processes."""
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,14 +12,16 @@ import torch
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Handle, Receiver
 from nemo_opd.handoff.transport import TRANSPORTS
+from tests import processes
 from tests.handoff.owner import content, own, read
+from tests.segments import left_of, mapped_by
 
 
 class Other:
     """Another process, and the pipe to it."""
 
     def __init__(self, function: Callable[..., None], transport: str, *more: object) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = processes.context()
         self.pipe, theirs = context.Pipe()
         self.process: Any = context.Process(target=function, args=(transport, theirs, *more))
         self.process.start()
@@ -199,14 +199,14 @@ def test_nobody_may_read_a_buffer(owner: Owner, receiver: Receiver) -> None:
 
 def test_a_killed_sender_leaves_nothing_behind(transport: str, mortal_owner: Owner, receiver: Receiver) -> None:
     """Catches named segments, which outlive a process that had no chance to unlink them."""
-    before = set(Path("/dev/shm").iterdir())
     tensor = receiver.tensor(mortal_owner.write((3, 3), seed=1))
+    mapped = mapped_by(mortal_owner.process.pid)
     mortal_owner.kill()
     if transport == "shared_memory":
         assert torch.equal(tensor, content((3, 3), 1))
     del tensor
     receiver.close()
-    assert set(Path("/dev/shm").iterdir()) <= before
+    assert left_of(mapped) == []
 
 
 def test_shared_memory_that_cannot_be_had_is_one_clear_error() -> None:

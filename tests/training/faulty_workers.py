@@ -1,6 +1,6 @@
-"""The example with other workers, as the first argument says.
+"""The example with other workers, as the first argument says, in the step that the second one counts from its start.
 
-`teacher_raises`, `student_hangs`: in the third step. `all_slow`: a step takes either half SLOW_S more.
+`teacher_raises`. `student_hangs`: until it is released. `all_slow`: that too, and a step takes either half SLOW_S more.
 """
 
 import os
@@ -14,30 +14,33 @@ from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import Scored, TeacherWorker
+from tests.training.launch import MARK, hanging
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class RaisingTeacher(TeacherWorker):
-    calls = 0
+    at = calls = 0
 
     def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
         self.calls += 1
-        if self.calls == 3:
+        if self.calls == self.at:
             raise RuntimeError("the teacher has left the room")
         return super().forward(tokens, slot)
 
 
 class HangingStudent(StudentWorker):
-    """Leaves its process id in the run directory."""
+    """As long as there is a file with its process id."""
 
-    calls = 0
+    at = calls = 0
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.calls += 1
-        if self.calls == 3:
-            (self.config.run.output_dir / "hanging").write_text(str(os.getpid()))
-            time.sleep(3600)
+        if self.calls == self.at:
+            file = hanging(self.config.run.output_dir, os.environ[MARK])
+            file.write_text(str(os.getpid()))
+            while file.exists():
+                time.sleep(0.01)
         return super().train_step(step)
 
 
@@ -51,7 +54,7 @@ class SlowTeacher(TeacherWorker):
         return super().forward(tokens, slot)
 
 
-class SlowStudent(StudentWorker):
+class SlowStudent(HangingStudent):
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         time.sleep(SLOW_S)
         return super().train_step(step)
@@ -65,4 +68,5 @@ OTHERS = {
 
 if __name__ == "__main__":
     models.TeacherWorker, models.StudentWorker = OTHERS[sys.argv.pop(1)]
+    RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
     main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 
 from nemo_opd.logging.jsonl import read
+from tests.segments import left_of, mapped_by
 from tests.waiting import CLEAN_S, ENOUGH_S, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,7 +62,7 @@ class Run:
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue
             found.append(process)
-            self.segments |= mapped_segments(process)
+            self.segments |= mapped_by(process.pid)
             self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
         return found
 
@@ -73,12 +74,29 @@ class Run:
         """Returns as soon as metrics.jsonl has the record of a step; a run that does not get there is killed."""
         file = self.output_dir / "metrics.jsonl"
 
-        def reached() -> bool:
+        self._wait_until(
+            lambda: file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8"), f"step {step}"
+        )
+
+    def wait_for_hang(self) -> int:
+        """Returns as soon as the student of faulty_workers.py hangs: its process id."""
+        file = hanging(self.output_dir, self.mark)
+        self._wait_until(lambda: file.exists() and bool(file.read_text()), "hanging student")
+        return int(file.read_text())
+
+    def release(self) -> None:
+        """What hangs goes on."""
+        hanging(self.output_dir, self.mark).unlink()
+
+    def _wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        def is_so() -> bool:
+            if condition():
+                return True
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[0]}"
-            return file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8")
+            return False
 
         try:
-            wait_until(reached, f"step {step}", every_s=0.005)
+            wait_until(is_so, what, every_s=0.01)
         except AssertionError:
             if self.process.poll() is None:
                 self.kill()
@@ -111,20 +129,16 @@ class Run:
 
     def _leftovers(self, folders: bool) -> list[str]:
         left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
-        left += [entry.path for entry in os.scandir("/dev/shm") if entry.inode() in self.segments]
+        left += left_of(self.segments)
         if folders:
             left += [str(folder) for folder in self.ray_folders if folder.exists()]
             left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
         return left
 
 
-def mapped_segments(process: psutil.Process) -> set[int]:
-    """Their inodes: the C library makes a semaphore under another name than it then has."""
-    try:
-        mappings = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
-    except OSError:  # it has ended
-        return set()
-    return {int(line.split()[4]) for line in mappings if "/dev/shm/" in line}
+def hanging(output_dir: Path, mark: str) -> Path:
+    """A file that is there as long as the student of a run hangs."""
+    return output_dir / f"hanging_{mark}"
 
 
 def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:

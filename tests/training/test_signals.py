@@ -11,8 +11,8 @@ from nemo_opd.training.interrupt import Interrupt
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start
-from tests.waiting import wait_until
 
+BAD_STEP = 3
 WITHOUT_VALIDATION = ("data.validation.arrow_files=[]", "data.validation.max_samples=null")
 
 
@@ -52,7 +52,7 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
 ) -> None:
     """Two questions, one run."""
     run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0")
-    student = hanging(run)
+    student = run.wait_for_hang()
     assert [worker.pid for worker in run.workers()] == [student], "no teacher"
     assert [record["step"] for record in run.metrics] == [1, 2]
     for record in run.metrics:
@@ -71,17 +71,4 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
 
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
     given = tiny.overrides(*WITHOUT_VALIDATION, *overrides, teachers=1)
-    return start(folder / "run", given, script=FAULTY, arguments=[fault])
-
-
-def hanging(run: Run) -> int:
-    """Waits until the student hangs: its process id."""
-    file = run.output_dir / "hanging"
-
-    def is_written() -> bool:
-        assert run.process.poll() is None, run.process.communicate()[0]
-        return file.exists() and bool(file.read_text())
-
-    wait_until(is_written, "hanging student")
-    run.processes()
-    return int(file.read_text())
+    return start(folder / "run", given, script=FAULTY, arguments=[fault, str(BAD_STEP)])
