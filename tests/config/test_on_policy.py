@@ -1,6 +1,5 @@
 """On-policy settings that cannot work together, each with the key, the value, the reason and the way out."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,17 +7,9 @@ import pytest
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
 from nemo_opd.config.loss import SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.on_policy import confidence_alphas
-from tests.config.test_validation import CROSS, SAME, VALID, message_of
+from tests.config.settings import CROSS, HF, SAME, message_of, on_policy
 
-HF = {"type": "hf", "n": 4, "max_new_tokens": 16}
 NUMERIC = {"type": "numeric"}
-
-
-def on_policy(**sections: Any) -> dict[str, Any]:
-    data = copy.deepcopy(VALID) | {"teachers": [SAME], "loss": {"type": "same_vocab"}, "rollout": HF}
-    for name, section in sections.items():
-        data[name] = data[name] | section if name in ("data", "train") else section
-    return data
 
 
 def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:

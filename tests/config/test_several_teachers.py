@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
-from tests.config.test_validation import CROSS, SAME, VALID, changed, message_of
+from tests.config.settings import CROSS, SAME, VALID, changed, message_of
 
 OTHER = SAME | {"name": "other"}
 

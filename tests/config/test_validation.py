@@ -10,36 +10,11 @@ from pydantic import ValidationError
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.loss import PKLTerm, SameVocabTerm
-from nemo_opd.errors import ConfigError, OPDError
+from nemo_opd.errors import OPDError
+from tests.config.settings import SAME, VALID, changed, message_of
 
 TERMS = "'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
 LOSSES = f"'same_vocab', 'tcad', 'sampled_kl', 'grpo', {TERMS}"
-CROSS = {"name": "cross", "type": "cross_tokenizer", "model": "/c"}
-SAME = {"name": "same", "type": "same_tokenizer", "model": "/s"}
-VALID: dict[str, Any] = {
-    "train": {"max_steps": 3},
-    "student": {"model": "/m"},
-    "teachers": [CROSS, SAME],
-    "loss": {"type": "p_kl"},
-    "data": {"train": {"arrow_files": "/a.arrow"}},
-}
-
-
-def changed(key: str, value: Any) -> dict[str, Any]:
-    """VALID with one key set, as an override would do it."""
-    data = copy.deepcopy(VALID)
-    *path, last = key.split(".")
-    node: Any = data
-    for part in path:
-        node = node[int(part)] if isinstance(node, list) else node.setdefault(part, {})
-    node[int(last) if isinstance(node, list) else last] = value
-    return data
-
-
-def message_of(data: dict[str, Any]) -> str:
-    with pytest.raises(ConfigError) as caught:
-        from_dict(data)
-    return str(caught.value)
 
 
 def test_the_smallest_config() -> None:

@@ -16,7 +16,7 @@ from nemo_opd.handoff.post import Post, Round
 from nemo_opd.handoff.reach import Payload, Traffic, planned_traffic
 from nemo_opd.handoff.window import windows
 from tests.handoff.counting import EXPORTED
-from tests.handoff.test_window import (
+from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
     LENGTH,

@@ -21,7 +21,7 @@ from nemo_opd.models.parallelize import checkpoint_activations
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from tests.models.families import model_of, save
-from tests.models.test_parallel import USED, cut, train
+from tests.models.one_update import USED, cut, train
 from tests.models.world import on_ranks
 
 RANKS = 2

@@ -6,12 +6,8 @@ import pytest
 from nemo_opd.alignment import pieces_of
 from nemo_opd.projection import add_byte_prefix, build_projection, exact_map
 from tests.projection.conftest import PAIRS, SMALL, real_matrix
+from tests.projection.prefix_oracle import longest
 from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
-
-
-def longest(token: bytes, contents: list[bytes]) -> bytes:
-    """Every content is looked at."""
-    return max((content for content in contents if content and token.startswith(content)), key=len, default=b"")
 
 
 @pytest.mark.parametrize("names", PAIRS, ids="-".join)

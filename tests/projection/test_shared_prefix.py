@@ -6,7 +6,7 @@ import pytest
 from nemo_opd.alignment import pieces_of
 from nemo_opd.projection import ProjectionMatrix, build_projection
 from tests.projection.conftest import PAIRS, SMALL, real_matrix
-from tests.projection.test_byte_prefix import longest
+from tests.projection.prefix_oracle import longest
 from tests.tokenizers_fixture import byte_level, real_tokenizer, sentencepiece
 
 

@@ -11,18 +11,10 @@ from transformers import AutoTokenizer
 from nemo_opd.logging.jsonl import read
 from tests.tiny import Tiny
 from tests.training.launch import start
+from tests.training.templates import STUDENT, TEACHER
 
 pytestmark = pytest.mark.slow
 
-STUDENT = (
-    "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-TEACHER = (
-    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}"
-    "{% for m in messages %}{{ m.role }}:\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:\n{% endif %}"
-)
 TOOLS = [{"name": "jump"}]
 
 

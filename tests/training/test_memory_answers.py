@@ -20,7 +20,7 @@ from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
 from tests.tiny import Tiny
 from tests.training.live_bytes import LiveBytes
-from tests.training.test_memory_rollout import (
+from tests.training.sampling_memory import (
     BATCH,
     LLAMA,
     MANY_LOGITS,

@@ -1,96 +1,46 @@
 """The estimate of rollouts in the student's own workers, against what is alive while one samples, op by op."""
 
-import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    Gemma2Config,
-    Gemma3TextConfig,
-    LlamaConfig,
-    Phi3Config,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Phi3Config, PretrainedConfig
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.rollout.base import Request, Sampling
-from nemo_opd.training.memory import Machine, Memory, MemoryEstimate, Phase, Situation, estimate, model_size
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.training.memory import Memory, MemoryEstimate, Phase, estimate, model_size
 from nemo_opd.training.memory.advice import variants
 from nemo_opd.training.memory.process import ModelSetup
-from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.memory.rollout import rollouts
 from nemo_opd.training.memory.sampling import Drawing, SamplingJob, full_cache, prompt_cache
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.tiny import Tiny
 from tests.training.live_bytes import LiveBytes
+from tests.training.sampling_memory import (
+    BATCH,
+    LLAMA,
+    MANY_LOGITS,
+    MANY_PARAMETERS,
+    WIDE_KEYS,
+    WITHIN,
+    Case,
+    printed,
+    rank_of,
+    requests,
+    saved,
+    shape,
+    situation,
+)
 
-WITHIN = 0.05
-"""The brief ops that no part tells of: norms, masks in the making, flags."""
-
-
-def shape(width: int, **others: Any) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "intermediate_size": 2 * width,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": width // 4,
-        "vocab_size": 480,
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-        **others,
-    }
-
-
-LLAMA = LlamaConfig(**shape(96, num_hidden_layers=4))
-WIDE_KEYS = LlamaConfig(**shape(32, num_hidden_layers=4, head_dim=64, num_key_value_heads=4, vocab_size=64))
-MANY_PARAMETERS = LlamaConfig(**shape(256, num_hidden_layers=4))
-MANY_LOGITS = LlamaConfig(**shape(16, num_hidden_layers=1, vocab_size=20_000))
 EAGER = Gemma2Config(**shape(64, num_hidden_layers=3), sliding_window=16)
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 WINDOWS = Gemma3TextConfig(**shape(32, num_hidden_layers=3, head_dim=64, layer_types=KINDS), sliding_window=6)
 FUSED = Phi3Config(**shape(64, num_hidden_layers=2))
-
-
-@dataclass(frozen=True)
-class Case:
-    config: PretrainedConfig
-    rows: int
-    prompt: int
-    new: int
-    dominant: str
-    """The largest part beside the parameters."""
-    settings: tuple[str, ...] = ()
-
-    def configured(self, *more: str) -> RunConfig:
-        """The student alone."""
-        config = compose(
-            "student=demo",
-            "evaluation=null",
-            f"train.global_batch_size={self.rows}",
-            "train.micro_batch_size=1",
-            f"train.max_length={self.prompt + self.new}",
-            "rollout.n=1",
-            f"rollout.max_new_tokens={self.new}",
-            *self.settings,
-            *more,
-            config_name="on_policy_demo",
-        )
-        return config.model_copy(update={"teachers": ()})
-
-
 CASES = {
     "the cache": Case(WIDE_KEYS, 6, 40, 3, "key-value cache"),
     "the cache, sampled": Case(WIDE_KEYS, 24, 4, 8, "key-value cache"),
@@ -109,50 +59,26 @@ CASES = {
 }
 
 
+def configured(case: Case, *more: str) -> RunConfig:
+    """The student alone."""
+    config = compose(
+        "student=demo",
+        "evaluation=null",
+        f"train.global_batch_size={case.rows}",
+        "train.micro_batch_size=1",
+        f"train.max_length={case.prompt + case.new}",
+        "rollout.n=1",
+        f"rollout.max_new_tokens={case.new}",
+        *case.settings,
+        *more,
+        config_name="on_policy_demo",
+    )
+    return config.model_copy(update={"teachers": ()})
+
+
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
     yield from rank_of(request.param)
-
-
-def rank_of(world: int) -> Iterator[int]:
-    """Rank 0 of so many, whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    yield world
-    dist.destroy_process_group()
-
-
-def situation(
-    config: RunConfig,
-    model: PretrainedConfig,
-    layout: Layout,
-    device: str = "cpu",
-    teachers: Sequence[PretrainedConfig] = (),
-) -> Situation:
-    """model: of the student, and of the teachers unless they are given."""
-    models = [model, *(teachers or [model] * len(config.teachers))]
-    return Situation.of(
-        config,
-        sizes=[model_size(each) for each in models],
-        vocab_sizes=[each.vocab_size for each in models],
-        layouts=[layout] * len(models),
-        machine=Machine(device, None, None, layout.size),
-        transport="cuda_ipc" if device == "cuda" else "shared_memory",
-        lookahead=0,
-        headless=True,
-        gives_back=True,
-    )
-
-
-def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(folder)
-    return folder
-
-
-def requests(case: Case, rows: int) -> list[Request]:
-    """Prompts that are not all of the same length."""
-    return [Request(np.ones(case.prompt - row % 2, np.int32), case.new, seed=row) for row in range(rows)]
 
 
 def held(case: Case, config: RunConfig) -> int:
@@ -188,7 +114,7 @@ def test_a_rollout_holds_what_was_estimated(name: str, world: int, tiny: Tiny, t
     logits of one kind, a window that is kept whole.
     """
     case = CASES[name]
-    config = case.configured(f"student.model={saved(case.config, tmp_path, tiny)}")
+    config = configured(case, f"student.model={saved(case.config, tmp_path, tiny)}")
     (memory,) = estimate(config, situation(config, case.config, Layout(world))).memories
     parts = rollout_parts(memory)
 
@@ -203,7 +129,7 @@ def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, ti
     """Shards become whole over FSDP2, and keep to their tensor-parallel rank, with its keys and values."""
     case = CASES[name]
     folder = saved(case.config, tmp_path, tiny)
-    config = case.configured(f"student.model={folder}", f"student.parallelism.tp={layout.tp}")
+    config = configured(case, f"student.model={folder}", f"student.parallelism.tp={layout.tp}")
     (memory,) = estimate(config, situation(config, case.config, layout)).memories
 
     assert sum(rollout_parts(memory).values()) == pytest.approx(held(case, config), rel=WITHIN)
@@ -243,8 +169,6 @@ def test_tensor_parallel_ranks_have_their_heads() -> None:
 
 
 # What is sampled at a time
-
-BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")
 
 
 @pytest.mark.parametrize(
@@ -311,13 +235,6 @@ def test_advice_is_to_sample_fewer_at_a_time() -> None:
     assert "rollout.batch_size=24" in settings
     assert "train.global_batch_size=48" in settings
     assert not any(setting.startswith("train.max_length") for setting in settings)
-
-
-def printed(config: RunConfig, made: MemoryEstimate) -> str:
-    console = Console(width=120, file=io.StringIO(), record=True)
-    for shown in memory_report(made, config):
-        console.print(shown)
-    return console.export_text()
 
 
 def test_the_report_has_a_column_where_there_are_rollouts() -> None:

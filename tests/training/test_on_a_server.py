@@ -7,7 +7,7 @@ import pytest
 
 from tests.tiny import Tiny
 from tests.training.launch import ROOT, Run, start
-from tests.training.test_chat_run import STUDENT, TEACHER
+from tests.training.templates import STUDENT, TEACHER
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.rollout_source import Parts, RolloutSource
-from tests.config.test_on_policy import on_policy
+from tests.config.settings import on_policy
 
 NUM_PROMPTS, N = 10, 2
 SERVER = {"type": "server", "n": N, "max_new_tokens": 16}

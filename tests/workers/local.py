@@ -31,6 +31,8 @@ from tests.composition import DEMO, compose
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
+RTOL, WEIGHT_ATOL = 1e-4, 5e-5
+"""Of curves and weights; derived in test_invariance."""
 
 
 def first_batches(plan: Plan, number: int) -> list[Batch]:

@@ -7,8 +7,7 @@ import pytest
 
 from nemo_opd.training.plan import Plan
 from tests.tiny import Tiny
-from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
-from tests.workers.test_invariance import RTOL
+from tests.workers.local import RTOL, Trained, Training, first_batches, in_world, plan_of, train
 
 TERMS = {
     "gold": [],

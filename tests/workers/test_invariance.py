@@ -18,13 +18,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TeacherRows, TokenRows
 from tests.tiny import Tiny, save_documents
-from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train
 from tests.workers.plain_trainer import plain_training
 
 STEPS = 5
 MICRO_BATCH_SIZES = (1, 2, 4)
 WORLDS = (1, 2)
-RTOL, WEIGHT_ATOL = 1e-4, 5e-5
 
 
 def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:

@@ -15,8 +15,7 @@ from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from tests.tiny import Tiny
-from tests.workers.local import Trained, Training, in_world, plan_of, train
-from tests.workers.test_invariance import RTOL, WEIGHT_ATOL
+from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, in_world, plan_of, train
 
 QUESTIONS = ["12+34=", "for i in", "Größe", "привет"]
 N = 2

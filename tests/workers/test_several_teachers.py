@@ -18,10 +18,9 @@ from nemo_opd.training.objective import objective_values
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Last
 from tests.tiny import SENTENCES, Tiny
-from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train
 from tests.workers.plain_aggregation import Expected, expected, gradient_of, texts
 from tests.workers.plain_trainer import load
-from tests.workers.test_invariance import RTOL, WEIGHT_ATOL
 
 TEACHERS = ("cross", "same")
 ROUTES = [0, 1, 1, 0, 1, 0, 1, 1]

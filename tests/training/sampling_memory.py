@@ -1,0 +1,104 @@
+"""Models, cases and requests for tests of the memory that sampling takes, and its report as text."""
+
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
+
+from nemo_opd.config import RunConfig
+from nemo_opd.distributed.layout import Layout
+from nemo_opd.rollout.base import Request
+from nemo_opd.training.memory import Machine, MemoryEstimate, Situation, model_size
+from nemo_opd.training.memory.report import memory_report
+from tests.tiny import Tiny
+
+BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")
+WITHIN = 0.05
+"""The brief ops that no part tells of: norms, masks in the making, flags."""
+
+
+def shape(width: int, **others: Any) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": width // 4,
+        "vocab_size": 480,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+        **others,
+    }
+
+
+LLAMA = LlamaConfig(**shape(96, num_hidden_layers=4))
+WIDE_KEYS = LlamaConfig(**shape(32, num_hidden_layers=4, head_dim=64, num_key_value_heads=4, vocab_size=64))
+MANY_PARAMETERS = LlamaConfig(**shape(256, num_hidden_layers=4))
+MANY_LOGITS = LlamaConfig(**shape(16, num_hidden_layers=1, vocab_size=20_000))
+
+
+@dataclass(frozen=True)
+class Case:
+    config: PretrainedConfig
+    rows: int
+    prompt: int
+    new: int
+    dominant: str
+    """The largest part beside the parameters."""
+    settings: tuple[str, ...] = ()
+
+
+def rank_of(world: int) -> Iterator[int]:
+    """Rank 0 of so many, whose collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    yield world
+    dist.destroy_process_group()
+
+
+def situation(
+    config: RunConfig,
+    model: PretrainedConfig,
+    layout: Layout,
+    device: str = "cpu",
+    teachers: Sequence[PretrainedConfig] = (),
+) -> Situation:
+    """model: of the student, and of the teachers unless they are given."""
+    models = [model, *(teachers or [model] * len(config.teachers))]
+    return Situation.of(
+        config,
+        sizes=[model_size(each) for each in models],
+        vocab_sizes=[each.vocab_size for each in models],
+        layouts=[layout] * len(models),
+        machine=Machine(device, None, None, layout.size),
+        transport="cuda_ipc" if device == "cuda" else "shared_memory",
+        lookahead=0,
+        headless=True,
+        gives_back=True,
+    )
+
+
+def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(folder)
+    return folder
+
+
+def requests(case: Case, rows: int) -> list[Request]:
+    """Prompts that are not all of the same length."""
+    return [Request(np.ones(case.prompt - row % 2, np.int32), case.new, seed=row) for row in range(rows)]
+
+
+def printed(config: RunConfig, made: MemoryEstimate) -> str:
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for shown in memory_report(made, config):
+        console.print(shown)
+    return console.export_text()
