@@ -16,11 +16,9 @@ from torch._dynamo.utils import counters
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
-from tests.workers.local import LocalModels, first_batches, in_world, plan_of
+from tests.workers.local import RTOL, LocalModels, first_batches, in_world, plan_of
 
 STEPS = 4
-RTOL = 1e-4
-"""As in tests/workers/test_invariance.py."""
 
 
 @pytest.fixture

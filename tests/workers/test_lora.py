@@ -21,12 +21,11 @@ from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers import plain_trainer
-from tests.workers.local import LocalModels, Training, first_batches, in_world, plan_of
+from tests.workers.local import RTOL, WEIGHT_ATOL, LocalModels, Training, first_batches, in_world, plan_of
 from tests.workers.plain_trainer import plain_training
 
 STEPS = 4
 RANK, ALPHA = 3, 12
-RTOL, WEIGHT_ATOL = 1e-4, 5e-5
 IDS = torch.arange(24).view(2, 12)
 
 
