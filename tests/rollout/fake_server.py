@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 Json = dict[str, Any]
@@ -99,6 +101,7 @@ def main() -> None:
             f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {stubborn!r}], start_new_session=True)"
         )
         subprocess.run([sys.executable, "-c", orphaned], check=True)
+        Path(tempfile.gettempdir(), "socket").touch()
     port = int(sys.argv[sys.argv.index("--port") + 1])
     make_server(port, dies if how == "dies" else fine).serve_forever()
 

@@ -51,6 +51,12 @@ def wait_for_number(count: int, folder: Path) -> None:
     wait_until(lambda: len(left_of(folder)) == count, f"{count} processes")
 
 
+def environment(folder: Path) -> dict[str, str]:
+    """The server's own."""
+    first = (folder / "server.log").read_text().splitlines()[0]
+    return dict(json.loads(first.removeprefix("environment: ")))
+
+
 def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a child in a session of its own that does not end when asked."""
     for name in ("RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"):
@@ -64,7 +70,8 @@ def test_it_serves_in_a_clean_world_and_nothing_is_left(tmp_path: Path, monkeypa
     engine.close()
 
     assert left_of(tmp_path) == []
-    world = json.loads((tmp_path / "server.log").read_text().splitlines()[0].removeprefix("environment: "))
+    world = environment(tmp_path)
+    assert not Path(world["TMPDIR"]).exists()
     assert not world.keys() & {"RANK", "MASTER_ADDR", "TORCHELASTIC_RUN_ID", "RAY_JOB_ID"}
     with pytest.raises(RolloutError, match="closed"):
         engine.generate([], Sampling())
@@ -130,6 +137,9 @@ def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-c", script, tmp_path, sys.executable, fake_server.__file__, "--port", "0"]
     with subprocess.Popen(command) as run:
         wait_for_number(3, tmp_path)
+        temporary = Path(environment(tmp_path)["TMPDIR"])
+        assert temporary.exists()
         run.send_signal(signal.SIGKILL)
 
     wait_for_number(0, tmp_path)
+    assert not temporary.exists()

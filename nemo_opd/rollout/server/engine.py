@@ -36,8 +36,9 @@ class ServerEngine(Engine):
     """A server that was started here, or one that runs and was given by its address.
 
     One that was started here has its own session, an environment without any launcher's variables, and a log in
-    `workdir/server.log`; all of its processes are gone after `close`, and also when this process is killed. From the
-    other it expects the program's own options (`Program.hint`); `close` leaves it running, with the last weights.
+    `workdir/server.log`; all of its processes and temporary files are gone after `close`, and also when this process is
+    killed. From the other it expects the program's own options (`Program.hint`); `close` leaves it running, with the
+    last weights.
 
     Calls from several threads wait for each other: no request is under way while weights change, so that a completion's
     version is of the weights that sampled it.

@@ -2,6 +2,8 @@
 
     python guard.py COMMAND …
 
+The server's temporary files, sockets among them, are in a folder of its own, which goes with it.
+
 Communicates through standard input, a pipe that nobody writes to: its end is the run's end, however the run ended.
 Exits with the server's code. Imports nothing of this package, so that it starts in a moment.
 """
@@ -13,6 +15,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -30,18 +33,19 @@ def main(command: list[str]) -> int:
     # Whoever ends this process ends the server: by closing the pipe, which comes with its end, or by a signal.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
-    try:
-        server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        while server.poll() is None and os.getppid() == run and not is_closed():
-            pass
-        return server.poll() or 0
-    except OSError as error:
-        print(f"cannot start {command[0]}: {error}", file=sys.stderr)
-        return 127
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)
-        end_descendants()
+    with tempfile.TemporaryDirectory(prefix="opd_server_", ignore_cleanup_errors=True) as folder:
+        try:
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder})
+            while server.poll() is None and os.getppid() == run and not is_closed():
+                pass
+            return server.poll() or 0
+        except OSError as error:
+            print(f"cannot start {command[0]}: {error}", file=sys.stderr)
+            return 127
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)
+            end_descendants()
 
 
 def is_closed() -> bool:
