@@ -82,29 +82,32 @@ class VirtualCluster:
             ) from error
         self.services = Services.elsewhere()
 
-    def _start(self, tries: int = STARTS) -> None:
+    def _start(self) -> None:
+        for start in range(1, STARTS + 1):
+            try:
+                self._start_once()
+                return
+            except Exception as error:  # Ray raises nothing more special
+                self.close()
+                if start == STARTS:
+                    raise ClusterError(
+                        f"Ray did not start on this machine in {STARTS} tries ({error}); end what keeps its processors "
+                        "or memory busy, or start Ray with `ray start --head` and give cluster.address"
+                    ) from error
+
+    def _start_once(self) -> None:
         self._folder = SessionFolder()
         self._is_ours = True
-        try:
-            ray.init(
-                address="local",
-                num_cpus=self.placement.num_processes,
-                object_store_memory=OBJECT_STORE_BYTES,
-                include_dashboard=False,
-                _temp_dir=str(self._folder.path),
-                # An actor with an environment of its own gets its own process; those started ahead would only idle.
-                _system_config={"prestart_worker_first_driver": False},
-                **QUIET,
-            )
-        except Exception as error:  # Ray raises nothing more special
-            self.close()
-            if tries == 1:
-                raise ClusterError(
-                    f"Ray did not start on this machine in {STARTS} tries ({error}); end what keeps its processors or "
-                    "memory busy, or start Ray with `ray start --head` and give cluster.address"
-                ) from error
-            self._start(tries - 1)
-            return
+        ray.init(
+            address="local",
+            num_cpus=self.placement.num_processes,
+            object_store_memory=OBJECT_STORE_BYTES,
+            include_dashboard=False,
+            _temp_dir=str(self._folder.path),
+            # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
+            _system_config={"prestart_worker_first_driver": False},
+            **QUIET,
+        )
         self.services = Services.among(self._folder.processes())
 
     def _reserve(self) -> Any:

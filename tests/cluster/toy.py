@@ -33,9 +33,6 @@ class Toy:
     def wait_for(self, file: Path) -> None:
         wait_until(file.exists, f"{file}")
 
-    def sleep(self, seconds: float) -> None:
-        time.sleep(seconds)
-
     def die(self, rank: int) -> None:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,16 +1,14 @@
 """Models, cases and requests for tests of the memory that sampling takes, and its report as text."""
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from rich.console import Console
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 from nemo_opd.config import RunConfig
@@ -54,13 +52,6 @@ class Case:
     dominant: str
     """The largest part beside the parameters."""
     settings: tuple[str, ...] = ()
-
-
-def rank_of(world: int) -> Iterator[int]:
-    """Rank 0 of so many, whose collectives move nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
-    yield world
-    dist.destroy_process_group()
 
 
 def situation(

@@ -1,4 +1,4 @@
-"""Batches come in order and taught, whatever is under way ahead of them; time is the longer half's and not the sum."""
+"""Batches come in order and taught, whatever is under way ahead of them, which nobody waits for."""
 
 import time
 from concurrent.futures import Future, ThreadPoolExecutor

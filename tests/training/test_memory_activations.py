@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -29,6 +27,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.parallelize import checkpoint_activations, shard
 from nemo_opd.training.memory.activations import Work, layer_bytes, saved_activations
 from nemo_opd.training.memory.size import model_size, numel, shard_numel
+from tests.models.world import as_rank
 
 TINY = {
     "vocab_size": 120,
@@ -169,9 +168,8 @@ def test_any_causal_model_has_a_size(kind: str) -> None:
 @pytest.fixture
 def three_ranks() -> Iterator[None]:
     """Rank 0 of three, whose collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
-    yield
-    dist.destroy_process_group()
+    with as_rank(0, 3):
+        yield
 
 
 @pytest.mark.usefixtures("three_ranks")

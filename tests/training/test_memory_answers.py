@@ -18,6 +18,7 @@ from nemo_opd.training.memory.sampling import PART_NAMES, Drawing
 from nemo_opd.training.memory.situation import teacher_jobs
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
+from tests.models.world import as_rank
 from tests.tiny import Tiny
 from tests.training.live_bytes import LiveBytes
 from tests.training.sampling_memory import (
@@ -29,7 +30,6 @@ from tests.training.sampling_memory import (
     WITHIN,
     Case,
     printed,
-    rank_of,
     requests,
     saved,
     situation,
@@ -45,7 +45,8 @@ CASES = {
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield from rank_of(request.param)
+    with as_rank(0, request.param):
+        yield request.param
 
 
 def configured(case: Case, *more: str) -> RunConfig:

@@ -19,6 +19,7 @@ from nemo_opd.training.memory.rollout import rollouts
 from nemo_opd.training.memory.sampling import Drawing, SamplingJob, full_cache, prompt_cache
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
+from tests.models.world import as_rank
 from tests.tiny import Tiny
 from tests.training.live_bytes import LiveBytes
 from tests.training.sampling_memory import (
@@ -30,7 +31,6 @@ from tests.training.sampling_memory import (
     WITHIN,
     Case,
     printed,
-    rank_of,
     requests,
     saved,
     shape,
@@ -78,7 +78,8 @@ def configured(case: Case, *more: str) -> RunConfig:
 
 @pytest.fixture
 def world(request: pytest.FixtureRequest) -> Iterator[int]:
-    yield from rank_of(request.param)
+    with as_rank(0, request.param):
+        yield request.param
 
 
 def held(case: Case, config: RunConfig) -> int:

@@ -77,7 +77,7 @@ def broken(reference: Run, interrupted: Run, folder: Path) -> Run:
 def bereft(reference: Run, broken: Run, folder: Path) -> Run:
     """A teacher dies in the middle of a forward pass: its other rank is in a collective, and the student trains."""
     run = resumed(reference, folder, *SEPARATE, script=Path(dying_teacher.__file__))
-    run.wait_for_step(2 * SAVE_EVERY + 1)
+    run.wait_for_step(2 * SAVE_EVERY + 1)  # beyond what the broken run has left in the file
     run.processes()
     run.end()
     return run
@@ -116,6 +116,7 @@ def test_next_run_clears_up_after_a_killed_one(killed: Run, interrupted: Run) ->
 
 def test_interrupt_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:
     assert interrupted.process.returncode == 0, interrupted.output
+    assert f"ended after step {UNDER_WAY};" in interrupted.output
     assert "run.resume=auto" in interrupted.last_line, interrupted.output
     assert interrupted.leftovers() == []
 
