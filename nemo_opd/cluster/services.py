@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
@@ -14,6 +15,8 @@ from nemo_opd.errors import ClusterError
 NAMES = ("gcs_server", "raylet")
 CONTINUE = "run.resume=auto continues from the last checkpoint"
 CONNECT_S = 5.0
+GONE_S = 30.0
+"""Longest wait for killed processes: the kernel first frees what they hold."""
 
 
 class Services:
@@ -62,11 +65,15 @@ def has_ended(process: psutil.Process) -> bool:
         return True
 
 
-def end(processes: Iterable[psutil.Process]) -> None:
-    """By force, those that are still there."""
+def end(processes: Sequence[psutil.Process]) -> None:
+    """Kill those that are still there, and return when they are gone, or after `GONE_S`."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
+    # psutil's own wait takes a zombie that nobody reaps, as in some containers, for alive.
+    limit = time.monotonic() + GONE_S
+    while not all(has_ended(process) for process in processes) and time.monotonic() < limit:
+        time.sleep(0.01)
 
 
 def answers(address: str) -> bool:
