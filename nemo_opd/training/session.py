@@ -9,6 +9,7 @@ from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
+from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
@@ -18,6 +19,7 @@ from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.run_lock import RunLock
 from nemo_opd.training.summary import run_summary
 from nemo_opd.types import Batch
 
@@ -37,9 +39,10 @@ class Session:
 
     def __enter__(self) -> Self:
         plan, config, progress = self.plan, self.config, self.plan.progress
-        plan.output_dir.mkdir(parents=True, exist_ok=True)
-        self.checkpoints.remove_incomplete()
         with ExitStack() as stack:
+            stack.enter_context(RunLock(plan.output_dir))
+            self._require_as_planned()
+            self.checkpoints.remove_incomplete()
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
             self.source = stack.enter_context(self.open_source())
             if progress is not None:
@@ -63,6 +66,16 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _require_as_planned(self) -> None:
+        """Raise ConfigError where another run has written checkpoints since preflight looked for them."""
+        planned = self.plan.progress.step if self.plan.progress else None
+        newest = max(self.checkpoints.steps(), default=None)
+        if newest != planned:
+            raise ConfigError(
+                f"run.output_dir={self.plan.output_dir}: another run has just written a checkpoint of step {newest} "
+                "there; start again with run.resume=auto to continue it, or name another directory"
+            )
 
     def _restore_driver(self, progress: Progress) -> None:
         self.step = progress.step

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from nemo_opd.errors import ConfigError
 from nemo_opd.training.interrupt import Interrupt
+from nemo_opd.training.run_lock import RunLock
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start
@@ -50,7 +52,7 @@ def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path)
 def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher_runs(
     tiny: Tiny, tmp_path: Path
 ) -> None:
-    """Two questions, one run."""
+    """Three questions, one run: its directory is locked as well."""
     run = faulty("student_hangs", tiny, tmp_path, "loss.kd_weight=0")
     student = run.wait_for_hang()
     assert [worker.pid for worker in run.workers()] == [student], "no teacher"
@@ -58,6 +60,8 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
     for record in run.metrics:
         assert not [key for key in record if key.startswith("train/kd") and key != "train/kd_scale"]
         assert record["train/loss"] == record["train/ce"]
+    with pytest.raises(ConfigError, match=f"in use by process {run.process.pid} "):
+        RunLock(run.output_dir)
     alive = {process.pid for process in run.processes()}
     run.interrupt()
     time.sleep(2)

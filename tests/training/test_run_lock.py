@@ -1,0 +1,74 @@
+"""Two runs in one directory would remove each other's checkpoints and both end as if all were well."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.run_lock import NAME, RunLock
+
+HOLD = """
+import sys
+from pathlib import Path
+from nemo_opd.training.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def held_by_another(folder: Path) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_second_run_is_refused_with_the_pid_and_host_of_the_first_until_that_one_is_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    other = held_by_another(folder)
+    by = rf"in use by process {other.pid} on host {socket.gethostname()}, since \d{{4}}-"
+    with pytest.raises(ConfigError, match=by):
+        RunLock(folder)
+    other.kill()
+    other.communicate()
+    with RunLock(folder) as lock:
+        assert lock.path.read_text().startswith(f"process {os.getpid()} on host ")
+    assert list(folder.iterdir()) == []
+
+
+def test_a_file_that_was_removed_by_its_leaving_holder_is_not_what_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a second look two runs would hold locks on two files of one name."""
+    (tmp_path / NAME).touch()
+    is_there, looks = RunLock._is_there, []
+
+    def leave_first(lock: RunLock, file: object) -> bool:
+        if not looks:
+            lock.path.unlink()
+        looks.append(is_there(lock, file))  # type: ignore[arg-type]
+        return looks[-1]
+
+    monkeypatch.setattr(RunLock, "_is_there", leave_first)
+    with RunLock(tmp_path):
+        assert looks == [False, True]
+        with pytest.raises(ConfigError, match="in use"):
+            RunLock(tmp_path)
+
+
+def test_a_file_system_without_locks_is_reported_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("nemo_opd.training.run_lock.fcntl.flock", refuse)
+    with RunLock(tmp_path):
+        assert "cannot be locked" in caplog.text
