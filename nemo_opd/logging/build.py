@@ -13,20 +13,24 @@ from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.tensorboard import TensorBoardLogger
+from nemo_opd.logging.tolerated import Tolerated
 from nemo_opd.logging.wandb import WandbLogger
 
 
 def build(settings: Logging, output_dir: Path, *, console: Console | None = None) -> "Loggers":
-    """metrics.jsonl and whatever `settings` enables. Opens no file; raises ConfigError where wandb cannot log in."""
-    # metrics.jsonl first, so that a failing member costs no record; the console last, below what others print.
-    members: list[Logger] = [JsonlLogger(output_dir / "metrics.jsonl")]
+    """metrics.jsonl and whatever `settings` enables, which the run can do without.
+
+    Opens no file; raises ConfigError where wandb cannot log in.
+    """
+    optional: list[Logger] = []
     if settings.tensorboard.enabled:
-        members.append(TensorBoardLogger(output_dir / "tensorboard"))
+        optional.append(TensorBoardLogger(output_dir / "tensorboard"))
     if settings.wandb.enabled:
-        members.append(WandbLogger(settings.wandb, output_dir))
+        optional.append(WandbLogger(settings.wandb, output_dir))
     if settings.console.enabled:
-        members.append(ConsoleLogger(settings.console, console or Console()))
-    return Loggers(members)
+        # Last, below what others print.
+        optional.append(ConsoleLogger(settings.console, console or Console()))
+    return Loggers([JsonlLogger(output_dir / "metrics.jsonl"), *map(Tolerated, optional)])
 
 
 class Loggers(Logger):

@@ -1,9 +1,11 @@
 """A command: configuration in, exit status out."""
 
+import io
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -23,17 +25,49 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
     """As `main`, for a command with settings of its own."""
+    with standard_streams():
+        try:
+            run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
+        except OPDError as error:
+            for note in notes(error):
+                print(note, file=sys.stderr)
+            fail(str(error), 1)
+        except KeyboardInterrupt:
+            fail("interrupted; nothing newer than the last checkpoint was saved", INTERRUPTED)
+        except Exception as error:
+            traceback.print_exc()
+            fail(f"{type(error).__name__}: {error}", 1)
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Inside, characters that stdout and stderr cannot encode are replaced.
+
+    Text that cannot be delivered, to a closed pipe or a full disk, does not change the exit status.
+    """
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    for stream in streams:
+        stream.reconfigure(errors="replace")
     try:
-        run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
-    except OPDError as error:
-        for note in notes(error):
-            print(note, file=sys.stderr)
-        fail(str(error), 1)
-    except KeyboardInterrupt:
-        fail("interrupted; nothing newer than the last checkpoint was saved", INTERRUPTED)
-    except Exception as error:
-        traceback.print_exc()
-        fail(f"{type(error).__name__}: {error}", 1)
+        yield
+    finally:
+        for stream in streams:
+            discard_undelivered(stream)
+
+
+def discard_undelivered(stream: io.TextIOWrapper) -> None:
+    """Send what the stream cannot write to /dev/null, where Python's own flush at exit would fail again."""
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def say(text: str) -> None:
+    """Print a line for a person, if anyone can read it."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
+from nemo_opd.training.cli import say
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.lookahead import BatchSource, Lookahead
@@ -162,9 +163,9 @@ class Session:
 
     def say_how_to_continue(self) -> None:
         if not self.step:
-            print("ended before the first step; there is nothing to continue")
+            say("ended before the first step; there is nothing to continue")
             return
-        print(
+        say(
             f"ended after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
             f"run.output_dir={self.plan.output_dir} run.resume=auto"
         )
