@@ -12,7 +12,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logging import Logger, build
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.tolerated import Tolerated
-from tests.logging.synthetic import CLOSING, record, summary
+from tests.logging.synthetic import CLOSING, summary
 
 SCRIPT = """
 import sys
