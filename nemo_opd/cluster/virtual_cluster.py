@@ -2,7 +2,10 @@
 
 import logging
 import os
+import signal
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Self
 
 import psutil
@@ -20,6 +23,12 @@ from nemo_opd.errors import ClusterError
 OBJECT_STORE_BYTES = 200 * 2**20
 """Of a local cluster: ids, masks and handles of a few batches."""
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+SYSTEM = {
+    # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
+    "prestart_worker_first_driver": False,
+    # Ray lowers the priority of workers in favour of its own processes, and so of whatever else runs on the machine.
+    "worker_niceness": 0,
+}
 STARTS = 2
 """Tries to start a local cluster: Ray itself waits for half a minute, which is too short on a very busy machine."""
 RESERVE_S = 120.0
@@ -36,6 +45,16 @@ def probe(address: str) -> None:
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
+
+
+@contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """Put back on leaving what Ray replaces: its handler of SIGTERM would end the process at once."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class VirtualCluster:
@@ -74,7 +93,8 @@ class VirtualCluster:
         try:
             probe(address)
             self._is_ours = True
-            ray.init(address=address, **QUIET)
+            with own_signal_handlers():
+                ray.init(address=address, **QUIET)
         except (OSError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
@@ -98,16 +118,16 @@ class VirtualCluster:
     def _start_once(self) -> None:
         self._folder = SessionFolder()
         self._is_ours = True
-        ray.init(
-            address="local",
-            num_cpus=self.placement.num_processes,
-            object_store_memory=OBJECT_STORE_BYTES,
-            include_dashboard=False,
-            _temp_dir=str(self._folder.path),
-            # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
-            _system_config={"prestart_worker_first_driver": False},
-            **QUIET,
-        )
+        with own_signal_handlers():
+            ray.init(
+                address="local",
+                num_cpus=self.placement.num_processes,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _temp_dir=str(self._folder.path),
+                _system_config=SYSTEM,
+                **QUIET,
+            )
         self.services = Services.among(self._folder.processes())
 
     def _reserve(self) -> Any:

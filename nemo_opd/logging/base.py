@@ -118,6 +118,9 @@ class Logger(ABC):
     def phase(self, name: str) -> None:  # noqa: B027  # few loggers have a use for it
         """Says what the run is doing when that is no step; for people only."""
 
+    def end_display(self) -> None:  # noqa: B027  # few loggers have one
+        """Removes what is redrawn in place, before an error is shown below it; no step follows."""
+
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records one step; any key may be missing, and a value may be NaN or infinite."""

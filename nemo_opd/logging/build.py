@@ -47,6 +47,10 @@ class Loggers(Logger):
         for member in self.members:
             member.phase(name)
 
+    def end_display(self) -> None:
+        for member in self.members:
+            member.end_display()
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for member in self.members:
             member.log(step, values)

@@ -243,7 +243,7 @@ class ConsoleLogger(Logger):
         return f"{step:>{len(total)}}/{total}"
 
     def summary(self, closing: ClosingTable) -> None:
-        self._stop_live()
+        self.end_display()
         if closing.rows:
             self._console.print(closing_table(closing))
         if closing.scores:
@@ -259,9 +259,9 @@ class ConsoleLogger(Logger):
         return f"step {progression.step:,}, {amount(progression.tokens)} student tokens, {clock(progression.elapsed_s)}"
 
     def close(self) -> None:
-        self._stop_live()
+        self.end_display()
 
-    def _stop_live(self) -> None:
+    def end_display(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()

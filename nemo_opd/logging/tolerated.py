@@ -28,6 +28,9 @@ class Tolerated(Logger):
     def phase(self, name: str) -> None:
         self._call(self._logger.phase, name)
 
+    def end_display(self) -> None:
+        self._call(self._logger.end_display)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._call(self._logger.log, step, values)
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import OPDError
+from nemo_opd.training.interrupt import interruptible
 
 INTERRUPTED = 130
 """Exit status by shell convention; of a run that was interrupted before it could save."""
@@ -25,7 +26,7 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
     """As `main`, for a command with settings of its own."""
-    with standard_streams():
+    with standard_streams(), interruptible():
         try:
             run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
         except OPDError as error:

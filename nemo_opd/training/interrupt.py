@@ -1,29 +1,61 @@
 """Stopping a run from outside without losing it."""
 
 import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What Ctrl-C, a scheduler and a closed terminal send."""
+ANSWER = "ending after this step; once more: now"
 
 
 class Interrupt:
-    """While active, the first SIGINT or SIGTERM only sets `requested`; a second one raises KeyboardInterrupt."""
+    """While active, the first signal only sets `requested`; a second one raises KeyboardInterrupt."""
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Callable[[str], None]) -> None:
+        """answer: shows a text to the person who sent the signal; called from a thread of its own."""
         self.requested = False
+        self._answer = answer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        # Not from here: the signal may have come in the middle of writing to the same stream.
+        threading.Thread(target=self._answer, args=(ANSWER,), daemon=True).start()
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self._previous = handle(self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        restore(self._previous)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Inside, each of the signals raises KeyboardInterrupt, so that what is open is closed."""
+    previous = handle(signal.default_int_handler)
+    try:
+        yield
+    finally:
+        restore(previous)
+
+
+def handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
+    """Install a handler of the signals, but for those that are ignored, as under nohup; the handlers before."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    heeded = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
+    for number in heeded:
+        signal.signal(number, handler)
+    return heeded
+
+
+def restore(handlers: dict[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -61,11 +61,13 @@ class Session:
             self.lookahead = Lookahead(
                 self.source, self.models, depth=plan.lookahead, steps=range(self.step + 1, plan.total_steps + 1)
             )
-            self.interrupt = stack.enter_context(Interrupt())
+            self.interrupt = stack.enter_context(Interrupt(self.loggers.phase))
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.loggers.end_display()
         self._stack.close()
 
     def _require_as_planned(self) -> None:

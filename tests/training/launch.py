@@ -78,6 +78,10 @@ class Run:
             lambda: file.exists() and f'{{"step": {step},' in file.read_text(encoding="utf-8"), f"step {step}"
         )
 
+    def wait_for_workers(self) -> None:
+        """Returns as soon as the first worker has started, which then loads its model."""
+        self._wait_until(lambda: bool(self.workers()), "first worker")
+
     def wait_for_hang(self) -> int:
         """Returns as soon as the student of faulty_workers.py hangs: its process id."""
         file = hanging(self.output_dir, self.mark)

@@ -1,6 +1,7 @@
 """Runs that fail or hang end with one clear last line, a status that is not 0, and nothing left."""
 
 import os
+import queue
 import signal
 import time
 from pathlib import Path
@@ -8,27 +9,56 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.interrupt import Interrupt
+from nemo_opd.training.interrupt import Interrupt, interruptible
 from nemo_opd.training.run_lock import RunLock
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start
+from tests.waiting import ENOUGH_S
 
 BAD_STEP = 3
 WITHOUT_VALIDATION = ("data.validation.arrow_files=[]", "data.validation.max_samples=null")
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
-def test_first_signal_asks_and_the_second_aborts(first: signal.Signals, second: signal.Signals) -> None:
-    before = {number: signal.getsignal(number) for number in (first, second)}
-    with Interrupt() as interrupt:
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.mark.parametrize("first", SIGNALS)
+@pytest.mark.parametrize("second", SIGNALS)
+def test_first_signal_asks_is_answered_and_the_second_aborts(first: signal.Signals, second: signal.Signals) -> None:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    answers: queue.Queue[str] = queue.Queue()
+    with Interrupt(answers.put) as interrupt:
         assert not interrupt.requested
         os.kill(os.getpid(), first)
         assert interrupt.requested
+        assert answers.get(timeout=ENOUGH_S) == "ending after this step; once more: now"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
-    assert {number: signal.getsignal(number) for number in (first, second)} == before
+    assert answers.empty()
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def test_under_nohup_a_closed_terminal_is_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt(lambda _: None) as interrupt, interruptible():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert not interrupt.requested
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.slow
+def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny: Tiny, tmp_path: Path) -> None:
+    run = start(tmp_path / "run", tiny.overrides(*WITHOUT_VALIDATION, teachers=1))
+    run.wait_for_workers()
+    run.process.terminate()
+    assert run.end() == 130
+    assert run.last_line.startswith("error: interrupted")
+    assert "SIGTERM received" not in run.output, "the stack of C++ that Ray dumps"
+    assert run.leftovers() == []
 
 
 @pytest.mark.slow
@@ -66,9 +96,13 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
     run.interrupt()
     time.sleep(2)
     assert run.process.poll() is None, "the first one waits for the step to end"
+    assert {os.getpriority(os.PRIO_PROCESS, worker.pid) for worker in run.workers()} == {
+        os.getpriority(os.PRIO_PROCESS, 0)
+    }
     assert {process.pid for process in run.processes()} >= alive, "Ctrl-C is for the driver, not for its workers"
     run.interrupt()
     assert run.end() == 130
+    assert "ending after this step; once more: now" in run.output
     assert run.last_line.startswith("error: interrupted")
     assert run.leftovers() == []
 
