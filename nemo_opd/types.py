@@ -163,6 +163,8 @@ class SampledRows:
     """bool [B]: sampled, where the batch has sequences of a dataset as well."""
     logprobs: Tensor
     """float32 [B, S]: of the sampled tokens by the engine, at temperature 1; 0 elsewhere."""
+    behaviour_logprobs: Tensor
+    """float32 [B, S]: by the policy that sampled them, after temperature, top-k and top-p; 0 elsewhere."""
     advantages: Tensor
     """float32 [B]: of each sequence over the others of its prompt; 0 where it was not sampled."""
     prompts: Tensor
@@ -171,12 +173,20 @@ class SampledRows:
     def rows(self, start: int, stop: int, student_width: int) -> SampledRows:
         part = slice(start, stop)
         return SampledRows(
-            self.is_sampled[part], self.logprobs[part, :student_width], self.advantages[part], self.prompts[part]
+            self.is_sampled[part],
+            self.logprobs[part, :student_width],
+            self.behaviour_logprobs[part, :student_width],
+            self.advantages[part],
+            self.prompts[part],
         )
 
     def to(self, device: str) -> SampledRows:
         return SampledRows(
-            self.is_sampled.to(device), self.logprobs.to(device), self.advantages.to(device), self.prompts.to(device)
+            self.is_sampled.to(device),
+            self.logprobs.to(device),
+            self.behaviour_logprobs.to(device),
+            self.advantages.to(device),
+            self.prompts.to(device),
         )
 
 
@@ -297,7 +307,28 @@ class Last:
         return float(self.latest)
 
 
-Metric = Mean | Sum | Max | Last
+@dataclass(frozen=True, slots=True)
+class EffectiveShare:
+    """(Σ w)² / (n Σ w²): how many equally weighted units n units of weights w are worth, as a share of them.
+
+    Merging adds all three.
+    """
+
+    total: Number
+    """Σ w"""
+    squares: Number
+    """Σ w²"""
+    count: Number
+
+    def merge(self, other: Self) -> EffectiveShare:
+        return EffectiveShare(self.total + other.total, self.squares + other.squares, self.count + other.count)
+
+    def value(self) -> float:
+        weight = float(self.count) * float(self.squares)
+        return float(self.total) ** 2 / weight if weight else 0.0
+
+
+Metric = Mean | Sum | Max | Last | EffectiveShare
 Metrics = Mapping[str, Metric]
 
 

@@ -155,7 +155,34 @@ class TCADTerm(DivergenceTerm):
     """
 
 
-class SampledKLTerm(Settings):
+class ImportanceSettings(Settings):
+    """How far policies may differ that samples are learned from, by the weight π_train / π_behaviour: the student's
+    probability of a token over that with which it was sampled, temperature, top-k and top-p included (METHODS §14).
+    """
+
+    importance_cap: float | None = Field(None, gt=0)
+    """Weights count for so much at most; null: for what they are."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """What a weight is of: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
+    sequence together, which needs an `importance_cap` and one more product with the head.
+    """
+    importance_veto: float | None = Field(None, gt=0, lt=1)
+    """A sequence with a token of a smaller weight is dropped, as the engine sampled what the student holds impossible;
+    null: none is. Needs one more product with the head.
+    """
+
+    @field_validator("importance_level")
+    @classmethod
+    def weights_of_sequences_need_a_cap(cls, level: str, info: ValidationInfo) -> str:
+        if level == "sequence" and "importance_cap" in info.data and info.data["importance_cap"] is None:
+            raise ValueError(
+                "a product over hundreds of tokens has no bound; give importance_cap, such as 2, or leave "
+                "importance_level out"
+            )
+        return level
+
+
+class SampledKLTerm(ImportanceSettings):
     """The KL estimated on the sampled tokens alone, or the aligned chunks of them for a teacher with another tokenizer
     (METHODS §10).
     """
@@ -169,7 +196,7 @@ class SampledKLTerm(Settings):
     forward KL.
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """policy_gradient: ratios to the model that sampled count for 1 − clip_low at least."""
+    """policy_gradient: ratios to the model that sampled, at temperature 1, count for 1 − clip_low at least."""
     clip_high: float = Field(0.2, ge=0)
     """policy_gradient: for 1 + clip_high at most."""
     dual_clip: float | None = Field(None, gt=1)
@@ -182,6 +209,16 @@ class SampledKLTerm(Settings):
             raise ValueError(
                 "direct with estimator=k1 has no gradient in expectation; choose update=policy_gradient, or "
                 "estimator=k2 or k3"
+            )
+        return update
+
+    @field_validator("update")
+    @classmethod
+    def weights_of_sequences_are_of_policy_gradients(cls, update: str, info: ValidationInfo) -> str:
+        if update == "direct" and info.data.get("importance_level") == "sequence":
+            raise ValueError(
+                "direct differentiates the estimate of each token, and importance_level=sequence weighs policy "
+                "gradients; choose update=policy_gradient, or leave importance_level out"
             )
         return update
 
@@ -278,7 +315,7 @@ class SampledKLLoss(Objective, SampledKLTerm):
     """sampled_kl likewise."""
 
 
-class GRPOLoss(Objective, DivergenceTerm):
+class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     """Rewards compared within the rollouts of a prompt; teachers, where they have a weight, are a KL beside it."""
 
     type: Literal["grpo"] = "grpo"

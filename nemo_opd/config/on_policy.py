@@ -8,7 +8,7 @@ from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
 from nemo_opd.config.reward import EnvironmentReward
-from nemo_opd.config.rollout import Rollouts
+from nemo_opd.config.rollout import Rollouts, ServerRollout
 
 if TYPE_CHECKING:
     from nemo_opd.config.run import RunConfig
@@ -41,6 +41,7 @@ def check_on_policy(config: RunConfig) -> None:
     check_reward(config)
     check_rollout_weights(config)
     check_group(config, rollout)
+    check_behaviour(config, rollout)
 
 
 def check_batch(config: RunConfig, rollout: Rollouts) -> None:
@@ -132,6 +133,21 @@ def check_group(config: RunConfig, rollout: Rollouts) -> None:
         )
     if isinstance(config.loss, GRPOLoss) and rollout.n == 1:
         raise ValueError("rollout.n=1: loss.type=grpo compares the rollouts of a prompt; write rollout.n=4 or more")
+
+
+def check_behaviour(config: RunConfig, rollout: Rollouts) -> None:
+    """Ratios need the probability with which a token was sampled."""
+    has_cuts = rollout.top_p < 1 or rollout.top_k is not None
+    if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
+        return
+    key = f"rollout.top_p={rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k={rollout.top_k}"
+    terms = map(config.term, range(len(config.active_teachers)))
+    if isinstance(config.loss, GRPOLoss) or any(isinstance(term, SampledKLTerm) for term in terms):
+        raise ValueError(
+            f"{key}: the loss weighs tokens by the probability with which they were sampled, and "
+            "rollout.program=sglang does not say it after top-k and top-p; leave them out, or use "
+            "rollout.program=vllm or rollout=hf"
+        )
 
 
 def confidence_alphas(config: RunConfig) -> list[float | None]:

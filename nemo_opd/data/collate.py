@@ -105,6 +105,7 @@ def _pad_sampled(sampled: SampledRows, missing: int) -> SampledRows:
     return SampledRows(
         _more_rows(sampled.is_sampled, missing, False),
         _more_rows(sampled.logprobs, missing, 0),
+        _more_rows(sampled.behaviour_logprobs, missing, 0),
         _more_rows(sampled.advantages, missing, 0),
         _more_rows(sampled.prompts, missing, -1),
     )
@@ -135,7 +136,11 @@ def _owned(batch: Batch) -> Batch:
 
 def _owned_sampled(sampled: SampledRows) -> SampledRows:
     return SampledRows(
-        sampled.is_sampled.clone(), sampled.logprobs.clone(), sampled.advantages.clone(), sampled.prompts.clone()
+        sampled.is_sampled.clone(),
+        sampled.logprobs.clone(),
+        sampled.behaviour_logprobs.clone(),
+        sampled.advantages.clone(),
+        sampled.prompts.clone(),
     )
 
 

@@ -147,6 +147,7 @@ def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Roll
         ids=ids,
         loss_mask=np.arange(stop) >= continued.start,
         logprobs=np.zeros(stop, np.float32),
+        behaviour_logprobs=np.zeros(stop, np.float32),
         turns=np.array([[min(continued.start, stop), stop]], np.int32),
         responses=(response,),
         messages=() if isinstance(prompt.content, str) else (*prompt.content, said),

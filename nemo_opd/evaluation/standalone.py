@@ -53,8 +53,9 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
             _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
         engine = stack.enter_context(open_engine(config, model, tokenizer, output_dir))
         max_length = max_positions(model) or NO_LIMIT
-        greedy = collector(config, engine, renderer, Sampling(temperature=0), max_length) if config.greedy else None
-        sampling = Sampling(config.temperature, config.top_p, config.top_k)
+        likeliest = Sampling(temperature=0, needs_raw=False)
+        greedy = collector(config, engine, renderer, likeliest, max_length) if config.greedy else None
+        sampling = Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False)
         sampled = collector(config, engine, renderer, sampling, max_length)
         start = time.monotonic()
         with console.status(f"asking {len(questions.prompts):,} questions"):

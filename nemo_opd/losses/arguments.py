@@ -36,6 +36,11 @@ def check_positions(logits_shape: Sequence[int], **tensors: Tensor) -> None:
             )
 
 
+def given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those that are not None."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+
+
 def check_sequence_weights(weights: Tensor | None, num_sequences: int) -> None:
     """Raises ConfigError unless weights are [B]."""
     if weights is not None and tuple(weights.shape) != (num_sequences,):

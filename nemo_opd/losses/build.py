@@ -141,14 +141,19 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
 def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
     is_sampled, logprobs = _of_samples(student, sampled)
     aligned = _aligned_chunks(type_, student, teacher, sampled)
-    return aligned | {"student_chunk_id": aligned["student_chunk_id"].where(is_sampled, -1), **logprobs}
+    chunks = aligned["student_chunk_id"].where(is_sampled, -1)
+    return aligned | {"student_chunk_id": chunks, "mask": student.loss_mask & is_sampled, **logprobs}
 
 
 def _of_samples(student: TokenRows, sampled: SampledRows | None) -> tuple[Tensor, Arguments]:
     """Which sequences were sampled, bool [B, 1], and what the engine said of them. None of those of validation were."""
     if sampled is None:
         return torch.zeros_like(student.loss_mask[:, :1]), {}
-    return sampled.is_sampled.unsqueeze(1), {"logprobs": sampled.logprobs[:, : student.ids.shape[1]]}
+    width = student.ids.shape[1]
+    return sampled.is_sampled.unsqueeze(1), {
+        "logprobs": sampled.logprobs[:, :width],
+        "behaviour_logprobs": sampled.behaviour_logprobs[:, :width],
+    }
 
 
 def _count_scored_tokens(arguments: Arguments) -> Tensor:

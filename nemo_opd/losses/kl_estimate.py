@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO, Clip, clip_metrics
+from nemo_opd.losses.importance import NUM_READINGS, Importance, SequenceImportance, Weighted
 from nemo_opd.losses.logit_rows import TrainableRows
 from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.read_ahead import ReadAhead
@@ -36,18 +37,31 @@ class SampledChunks:
     teacher_size: int
     logprobs: Tensor | None
     """[R]: of the student's tokens by the model that sampled them; None: by this one."""
+    behaviour_logprobs: Tensor | None
+    """[R]: by the policy that sampled them; None: `logprobs`."""
+    sequences: Tensor
+    """int64 [U]: which sequence each is of."""
+    importance: SequenceImportance | None
+    """What is known of whole sequences; None where nothing is needed."""
     weights: Tensor | None
     """[U]; None: all 1."""
 
     def __len__(self) -> int:
         return len(self.student)
 
-    def log_ratio(self, s: Tensor, part: slice) -> Tensor:
-        """log of how much likelier the student finds units now than when it sampled them, [u], of its own s [u]."""
-        if self.logprobs is None:
-            return s - s.detach()
+    def proximal(self, s: Tensor, part: slice) -> Tensor:
+        """log-probability of units by the model that sampled them, [u]; s: by the student now."""
+        return s.detach() if self.logprobs is None else self._of_units(self.logprobs, s, part)
+
+    def behaviour(self, s: Tensor, part: slice) -> Tensor:
+        """The same by the policy that sampled them."""
+        if self.behaviour_logprobs is None:
+            return self.proximal(s, part)
+        return self._of_units(self.behaviour_logprobs, s, part)
+
+    def _of_units(self, of_tokens: Tensor, s: Tensor, part: slice) -> Tensor:
         positions = self.student.positions
-        return s - positions.sum(self.logprobs[positions.span(part)].to(s.dtype), part)
+        return positions.sum(of_tokens[positions.span(part)].to(s.dtype), part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,30 +73,38 @@ class KLEstimate:
     update: str
     """One of UPDATES."""
     clip: Clip
+    importance: Importance
 
     def __post_init__(self) -> None:
         for key, value, choices in (("estimator", self.estimator, ESTIMATORS), ("update", self.update, UPDATES)):
             if value not in choices:
                 raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
+        if self.update == "direct" and self.importance.level == "sequence":
+            raise ConfigError(
+                "importance_level='sequence' weighs policy gradients, and update='direct' differentiates the estimate "
+                "of each unit; use update='policy_gradient', or importance_level='token'"
+            )
 
     def plan(self, chunks: SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
         """The sum over units / normalizer, by default their number. chunk_size: units computed at a time."""
         student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
-        readings = Readings.of(chunks.source, num_units, 3)
+        readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
 
         def loss_of(logits: Tensor, part: slice) -> Tensor:
             s = student.log_likelihood(logits, part)
             t = teacher.log_likelihood(chunks.ahead.of(part).to(logits.dtype), part)
             estimate = _estimated(self.estimator, s, t)
-            found = self.clip(chunks.log_ratio(s, part), -estimate)
-            kd = _estimated("k3", s.detach(), t)
-            readings.put(part, torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1))
-            return estimate if self.update == "direct" else found.loss
+            weighted = self._weighted(chunks, s.detach(), part)
+            found = self.clip(s - chunks.proximal(s, part), -estimate)
+            kd = weighted.factor * _estimated("k3", s.detach(), t)
+            of_ratio = torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1)
+            readings.put(part, torch.cat([of_ratio, weighted.readings()], 1))
+            return weighted.factor * (estimate if self.update == "direct" else found.loss)
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-            kd, ratio, is_clipped = readings.found()
+            (kd, ratio, is_clipped), of_weights = readings.found().tensor_split([3])
             of_ratio = clip_metrics(ratio, is_clipped) if self.update == "policy_gradient" else {}
-            return {"kd": Mean(kd.sum(), num_units)} | of_ratio
+            return {"kd": Mean(kd.sum(), num_units)} | of_ratio | self.importance.metrics(of_weights, chunks.importance)
 
         of_student = (student.positions.offsets, LIVE_COPIES * chunks.student_size)
         of_teacher = (teacher.positions.offsets, LIVE_COPIES * chunks.teacher_size)
@@ -98,6 +120,11 @@ class KLEstimate:
         )
         divisor = (num_units if normalizer is None else normalizer) or 1
         return PlannedLoss(chunks.source, [term], 1 / divisor, metrics_of)
+
+    def _weighted(self, chunks: SampledChunks, s: Tensor, part: slice) -> Weighted:
+        units = chunks.sequences[part]
+        proximal, behaviour = chunks.proximal(s, part), chunks.behaviour(s, part)
+        return self.importance.applied(s, proximal, behaviour, chunks.importance, units)
 
 
 def _estimated(estimator: str, s: Tensor, t: Tensor) -> Tensor:

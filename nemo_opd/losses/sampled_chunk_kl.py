@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions
+from nemo_opd.losses.arguments import check_positions, given
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.clipped_ratio import Clip
+from nemo_opd.losses.importance import Importance
 from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.planned import Loss, PlannedLoss
@@ -22,12 +23,17 @@ def sampled_chunk_kl(
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
+    mask: Tensor | None = None,
     logprobs: Tensor | None = None,
+    behaviour_logprobs: Tensor | None = None,
     estimator: str = "k1",
     update: str = "policy_gradient",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    importance_level: str = "token",
+    importance_cap: float | None = None,
+    importance_veto: float | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -51,11 +57,14 @@ def sampled_chunk_kl(
 
     Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
     chunk with token 0 of either side is no unit. logprobs [B, S]: of the sampled tokens by the model that sampled them,
-    by default this one. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out.
+    by default this one; behaviour_logprobs and the settings of importance: as of `sampled_kl`, w being the product over
+    the tokens of the chunk. mask [B, S]: the sampled tokens, by which sequences are weighed and dropped; by default
+    those of chunks. sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out.
     Vocabulary sizes default to those of the heads. normalizer: units of the global batch, by default of this call.
     Metrics: as of `sampled_kl`, by chunk. Raises ConfigError for shapes, sizes, names or bounds that do not fit.
     """
-    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip))
+    importance = Importance(importance_level, importance_cap, importance_veto)
+    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
     inputs = ChunkInputs.of(
         student_logits,
         teacher_logits,
@@ -68,8 +77,8 @@ def sampled_chunk_kl(
         student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
         teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
     )
-    if logprobs is not None:
-        check_positions(inputs.student.shape, logprobs=logprobs)
+    of_tokens = given(mask=mask, logprobs=logprobs, behaviour_logprobs=behaviour_logprobs)
+    check_positions(inputs.student.shape, **of_tokens)
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, teacher_ids)
@@ -81,6 +90,15 @@ def sampled_chunk_kl(
         inputs.student_size,
         inputs.teacher_size,
         None if logprobs is None else student.positions.of_tokens(logprobs),
+        None if behaviour_logprobs is None else student.positions.of_tokens(behaviour_logprobs),
+        units.student_rows // student_ids.shape[1],
+        importance.of_sequences(
+            inputs.student,
+            ids=student_ids,
+            mask=student_chunk_id >= 0 if mask is None else mask,
+            behaviour=logprobs if behaviour_logprobs is None else behaviour_logprobs,
+            vocab_size=inputs.student_size,
+        ),
         inputs.weights,
     )
     return estimate.plan(sampled, normalizer, chunk_size)

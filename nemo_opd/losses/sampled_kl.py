@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from nemo_opd.losses.arguments import check_positions
+from nemo_opd.losses.arguments import check_positions, given
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.clipped_ratio import Clip
+from nemo_opd.losses.importance import Importance
 from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
 from nemo_opd.losses.label_positions import LabelPositions
 from nemo_opd.losses.logit_rows import LogitRows
@@ -22,11 +23,15 @@ def sampled_kl(
     ids: Tensor,
     mask: Tensor,
     logprobs: Tensor | None = None,
+    behaviour_logprobs: Tensor | None = None,
     estimator: str = "k1",
     update: str = "policy_gradient",
     clip_low: float = 0.2,
     clip_high: float = 0.2,
     dual_clip: float | None = None,
+    importance_level: str = "token",
+    importance_cap: float | None = None,
+    importance_veto: float | None = None,
     sequence_weights: Tensor | None = None,
     normalizer: float | None = None,
     student_vocab_size: int | None = None,
@@ -43,13 +48,23 @@ def sampled_kl(
     k1 its gradient in expectation is that of the reverse KL. logprobs [B, S]: of the sampled tokens by the model that
     sampled them, by default this one, so that r = 1; dual_clip: tokens of a negative A count dual_clip · A at most.
 
+    behaviour_logprobs [B, S] (METHODS §14): by the policy that sampled them, after temperature, top-k and top-p, by
+    default `logprobs`. The loss of a token is multiplied by w = exp(logprobs − behaviour_logprobs), so that r · w is
+    its weight p / π_behaviour, while the clip sees only what the student has moved. What is said above of expectations
+    then holds for every temperature; with top-k or top-p, for the generalised KL over the tokens S that can be
+    sampled, Σ_S [p log(p/q) − p + q], with S as a constant. importance_cap=C: weights r · w count for C at most;
+    importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its own;
+    importance_veto: a sequence with a token of a smaller weight is dropped, and stays in the normalizer.
+
     Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1.
     sequence_weights [B]: of each sequence's tokens in the sum; those of weight 0 are left out. normalizer: scored
-    tokens of the global batch, by default of this call. Metrics: `kd`, the mean of k3 in nats a token, which is 0 or
-    more whatever the estimator; with update="policy_gradient" also `policy/clip_fraction` and `policy/ratio`. Raises
-    ConfigError for shapes, sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
+    tokens of the global batch, by default of this call. Metrics: `kd`, the mean of w · k3 in nats a token, which is 0
+    or more whatever the estimator; with update="policy_gradient" also `policy/clip_fraction` and `policy/ratio`; and
+    those of `Importance.metrics`. Raises ConfigError for shapes, sizes, names or bounds that do not fit. Across
+    tokenizers: `sampled_chunk_kl`.
     """
-    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip))
+    importance = Importance(importance_level, importance_cap, importance_veto)
+    estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
     places = LabelPositions.of(
         student_logits,
         teacher_logits,
@@ -58,7 +73,7 @@ def sampled_kl(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    check_positions(mask.shape, ids=ids, **({} if logprobs is None else {"logprobs": logprobs}))
+    check_positions(mask.shape, ids=ids, **given(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
     tokens = ChunkPositions.single(places.rows)
     targets = tokens.targets(ids)
     sampled = SampledChunks(
@@ -69,6 +84,15 @@ def sampled_kl(
         places.size,
         places.size,
         None if logprobs is None else tokens.of_tokens(logprobs),
+        None if behaviour_logprobs is None else tokens.of_tokens(behaviour_logprobs),
+        places.sequences,
+        importance.of_sequences(
+            places.student,
+            ids=ids,
+            mask=mask,
+            behaviour=logprobs if behaviour_logprobs is None else behaviour_logprobs,
+            vocab_size=places.size,
+        ),
         places.weights,
     )
     return estimate.plan(sampled, normalizer, chunk_size)

@@ -19,6 +19,13 @@ class Sampling:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int | None = None
+    needs_raw: bool = True
+    """Raw log-probabilities are needed; where not, as in evaluation, an engine may give the behaviour's for them."""
+
+    @property
+    def is_warped(self) -> bool:
+        """Whether tokens are drawn from another distribution than the model's own."""
+        return self.temperature != 1 or self.top_p < 1 or self.top_k is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,10 @@ class Completion:
     """[R]: the sampled tokens; the one that ended the turn, such as EOS, is the last of them."""
     logprobs: NDArray[np.float32]
     """[R]: log-probability of each by the model that sampled it, at temperature 1 and before top-p or top-k."""
+    behaviour_logprobs: NDArray[np.float32]
+    """[R]: log-probability of each by the policy that sampled it, after temperature, top-k and top-p, as the engine
+    applies them; equal to `logprobs` where sampling is not warped.
+    """
     finish_reason: FinishReason
     version: int
     """Of the weights."""

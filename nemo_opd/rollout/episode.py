@@ -29,6 +29,8 @@ class Episode:
     """Parts: the prompt, then a turn, what is between, a turn, …"""
     logprobs: list[np.ndarray] = field(default_factory=list)
     """One a part; 0 where nothing was sampled."""
+    behaviour_logprobs: list[np.ndarray] = field(default_factory=list)
+    """Likewise."""
     turns: list[tuple[int, int]] = field(default_factory=list)
     responses: list[str] = field(default_factory=list)
     last: Completion | None = None
@@ -50,7 +52,8 @@ class Episode:
     def extend(self, ids: Ids) -> None:
         """Tokens that were not sampled."""
         self.ids.append(ids)
-        self.logprobs.append(np.zeros(len(ids), np.float32))
+        for logprobs in (self.logprobs, self.behaviour_logprobs):
+            logprobs.append(np.zeros(len(ids), np.float32))
 
     def add_turn(self, completion: Completion, renderer: Renderer) -> None:
         """Tokens that were sampled, with the one that ended the turn."""
@@ -58,6 +61,7 @@ class Episode:
         said = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
         self.ids.append(completion.ids)
         self.logprobs.append(completion.logprobs)
+        self.behaviour_logprobs.append(completion.behaviour_logprobs)
         self.turns.append((start, start + len(completion.ids)))
         self.responses.append(renderer.text(said))
         self.last = completion
@@ -96,6 +100,7 @@ class Episode:
             ids=ids,
             loss_mask=mask,
             logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
+            behaviour_logprobs=np.concatenate(self.behaviour_logprobs).astype(np.float32, copy=False),
             turns=turns,
             responses=tuple(self.responses),
             messages=self._messages_as_written(),
@@ -132,9 +137,10 @@ def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_toke
 
 def require_completion(completion: Completion, episode: Episode, max_new_tokens: int) -> None:
     """Raises RolloutError for what no engine may answer."""
-    number = len(completion.ids)
-    if not 1 <= number <= max_new_tokens or len(completion.logprobs) != number:
+    number, given = len(completion.ids), [len(completion.logprobs), len(completion.behaviour_logprobs)]
+    if not 1 <= number <= max_new_tokens or given != [number, number]:
         raise RolloutError(
-            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {number} tokens and "
-            f"{len(completion.logprobs)} log-probabilities; asked for were 1 to {max_new_tokens}"
+            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {number} tokens, "
+            f"{given[0]} raw log-probabilities and {given[1]} of the policy that sampled them; asked for were 1 to "
+            f"{max_new_tokens} tokens with one of each"
         )

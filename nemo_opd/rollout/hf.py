@@ -40,7 +40,7 @@ class Sampler:
     within that rounding of a border.
 
     transformers' continuous batching would not do: it draws all requests' tokens from one generator, and the
-    log-probabilities it returns are of the warped distribution.
+    log-probabilities it returns are of the warped distribution alone.
     """
 
     def __init__(
@@ -85,7 +85,8 @@ class Sampler:
             )
         sampled = sequences[:, ids.shape[1] :].int().cpu().numpy()
         logprobs = processor.logprobs.cpu().numpy()
-        made = zip(requests, sampled, logprobs, strict=True)
+        behaviour_logprobs = processor.behaviour_logprobs.cpu().numpy()
+        made = zip(requests, sampled, logprobs, behaviour_logprobs, strict=True)
         return [self._completion(request, *row, version=version) for request, *row in made]
 
     def _settings(self, steps: int) -> GenerationConfig:
@@ -95,9 +96,15 @@ class Sampler:
         )
 
     def _completion(
-        self, request: Request, ids: NDArray[np.int32], logprobs: NDArray[np.float32], *, version: int
+        self,
+        request: Request,
+        ids: NDArray[np.int32],
+        logprobs: NDArray[np.float32],
+        behaviour_logprobs: NDArray[np.float32],
+        *,
+        version: int,
     ) -> Completion:
-        """ids, logprobs: as far as the longest of the batch goes."""
+        """ids, log-probabilities: as far as the longest of the batch goes."""
         ids = ids[: request.max_new_tokens]
         ends = np.flatnonzero(np.isin(ids, self._end_ids))
         length = int(ends[0]) + 1 if len(ends) else len(ids)
@@ -107,7 +114,11 @@ class Sampler:
                 "have diverged or do not fit its dtype: lower student.optimizer.lr, or use bfloat16 or float32"
             )
         return Completion(
-            ids[:length].copy(), logprobs[:length].copy(), "stop" if len(ends) else "length", version=version
+            ids[:length].copy(),
+            logprobs[:length].copy(),
+            behaviour_logprobs[:length].copy(),
+            "stop" if len(ends) else "length",
+            version=version,
         )
 
 

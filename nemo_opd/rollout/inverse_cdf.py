@@ -54,7 +54,8 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 class InverseCDF(LogitsProcessor):
     """Chooses each step's tokens, so that the largest score of what it returns is that of the choice.
 
-    Of what the model gave at a step it keeps the choice's log-probability alone, of the raw distribution.
+    Of what the model gave at a step it keeps the choice's log-probability alone: of the raw distribution, and of the
+    warped one that the choice was drawn from.
     """
 
     def __init__(self, sampling: Sampling, uniform: Tensor, vocab_size: int) -> None:
@@ -63,12 +64,15 @@ class InverseCDF(LogitsProcessor):
         self._is_greedy = sampling.temperature == 0
         self._uniform, self._vocab_size = uniform, vocab_size
         self._logprobs: list[Tensor] = []
+        self._behaviour_logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """[B, S], [B, V] fp32 → [B, V]."""
         raw = scores[:, : self._vocab_size].float()
-        tokens = self._choose(input_ids, raw).unsqueeze(-1)
-        self._logprobs.append((raw.gather(-1, tokens) - raw.logsumexp(-1, keepdim=True)).squeeze(-1))
+        warped = self._warped(input_ids, raw)
+        tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
+        self._logprobs.append(log_probability(raw, tokens))
+        self._behaviour_logprobs.append(log_probability(warped, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
 
     @property
@@ -76,8 +80,19 @@ class InverseCDF(LogitsProcessor):
         """fp32 [B, steps so far]."""
         return torch.stack(self._logprobs, -1)
 
-    def _choose(self, input_ids: Tensor, raw: Tensor) -> Tensor:
+    @property
+    def behaviour_logprobs(self) -> Tensor:
+        """fp32 [B, steps so far]."""
+        return torch.stack(self._behaviour_logprobs, -1)
+
+    def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
+        """The scores to draw from; `raw` itself where nothing is warped."""
         if self._is_greedy:
-            return raw.argmax(-1)
+            return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
         warped: Tensor = self._warpers(input_ids, raw)
-        return inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)])
+        return warped
+
+
+def log_probability(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Of tokens [B, 1] under the softmax of scores [B, V] → [B]."""
+    return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).squeeze(-1)

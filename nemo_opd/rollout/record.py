@@ -56,7 +56,9 @@ class Rollout:
     loss_mask: NDArray[np.bool_]
     """[S]: the student sampled it, its end-of-turn tokens included."""
     logprobs: NDArray[np.float32]
-    """[S]: of the sampled tokens by the engine; 0 elsewhere."""
+    """[S]: of the sampled tokens by the engine, at temperature 1 and before top-p or top-k; 0 elsewhere."""
+    behaviour_logprobs: NDArray[np.float32]
+    """[S]: of the sampled tokens by the policy that sampled them, after temperature, top-k and top-p; 0 elsewhere."""
     turns: NDArray[np.int32]
     """[M, 2]: tokens the student sampled in each of its turns, [start, stop)."""
     responses: tuple[str, ...]

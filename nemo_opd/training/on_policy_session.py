@@ -129,9 +129,10 @@ class OnPolicySession(Session):
         assert rollout is not None
         assert self.reward is not None
         new = settings.max_new_tokens or rollout.max_new_tokens
-        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        greedy = Sampling(temperature=0.0, needs_raw=False)
+        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False)
         result = evaluate_task(
-            self._collector(engine, asked, Sampling(temperature=0.0), new) if settings.greedy else None,
+            self._collector(engine, asked, greedy, new) if settings.greedy else None,
             self._collector(engine, asked, sampling, new),
             self.prompts.questions,
             self.reward,

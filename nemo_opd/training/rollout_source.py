@@ -166,9 +166,10 @@ def with_rollouts(
     """A batch of these rollouts, and of the dataset's sequences of other prompts behind, with what is known of them."""
     num_rows, width = batch.student.ids.shape
     own = slice(len(rollouts))
-    logprobs = torch.zeros(num_rows, width)
-    for row, rollout in zip(logprobs[own], rollouts, strict=True):
-        row[: len(rollout.logprobs)] = torch.from_numpy(rollout.logprobs)
+    logprobs, behaviour_logprobs = torch.zeros(2, num_rows, width)
+    for row, rollout in enumerate(rollouts):
+        logprobs[row, : len(rollout.ids)] = torch.from_numpy(rollout.logprobs)
+        behaviour_logprobs[row, : len(rollout.ids)] = torch.from_numpy(rollout.behaviour_logprobs)
     prompts = torch.tensor([rollout.prompt.index for rollout in rollouts] + [prompt.index for prompt in others])
     paid = torch.tensor(rewards, dtype=torch.float64)
     advantages = torch.zeros(num_rows)
@@ -181,4 +182,5 @@ def with_rollouts(
         weights[own] = reward_weights(paid, prompts[own], beta).float()
         teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in teachers)
     is_sampled = torch.arange(num_rows) < len(rollouts)
-    return replace(batch, teachers=teachers, sampled=SampledRows(is_sampled, logprobs, advantages, prompts))
+    sampled = SampledRows(is_sampled, logprobs, behaviour_logprobs, advantages, prompts)
+    return replace(batch, teachers=teachers, sampled=sampled)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -40,7 +40,7 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
-from nemo_opd.types import Batch, Last, Max, Mean, Metric, Normalizers, SampledRows, Sum
+from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, SampledRows, Sum
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
 from nemo_opd.workers.memory import ARRIVALS, BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, ROLLOUT, needs_memory
@@ -232,10 +232,14 @@ class StudentWorker:
             ids=batch.student.ids,
             mask=batch.sampled_mask,
             logprobs=sampled.logprobs,
+            behaviour_logprobs=sampled.behaviour_logprobs,
             advantages=sampled.advantages,
             clip_low=settings.clip_low,
             clip_high=settings.clip_high,
             dual_clip=settings.dual_clip,
+            importance_level=settings.importance_level,
+            importance_cap=settings.importance_cap,
+            importance_veto=settings.importance_veto,
             normalizer=normalizers.policy,
             vocab_size=self.vocab_size,
         )
@@ -378,9 +382,7 @@ def peak_memory_gb(device: str) -> float:
 def on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
     """The same metrics as plain numbers, which can leave the process."""
 
-    def number(metric: Metric) -> Metric:
-        if isinstance(metric, Mean):
-            return Mean(float(metric.total), float(metric.count))
-        return type(metric)(metric.value())
+    def numbers(metric: Metric) -> Metric:
+        return type(metric)(**{field.name: float(getattr(metric, field.name)) for field in fields(metric)})
 
-    return {name: number(metric) for name, metric in metrics.items()}
+    return {name: numbers(metric) for name, metric in metrics.items()}

@@ -59,7 +59,11 @@ def with_samples(of: Batch) -> Batch:
     """Rows 0 and 2 are rollouts of one prompt, row 1 is of the dataset."""
     logprobs = -torch.arange(15.0).view(3, 5)
     own = SampledRows(
-        torch.tensor([True, False, True]), logprobs, torch.tensor([1.0, 0.0, -1.0]), torch.tensor([4, 8, 4])
+        torch.tensor([True, False, True]),
+        logprobs,
+        logprobs / 2,
+        torch.tensor([1.0, 0.0, -1.0]),
+        torch.tensor([4, 8, 4]),
     )
     weights = torch.tensor([0.25, 1.0, 0.75])
     teachers = tuple(replace(teacher, rollout_weights=weights) for teacher in of.teachers)
@@ -74,10 +78,13 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
     assert second.sampled.prompts.tolist() == [4, -1]
     assert second.sampled.advantages.tolist() == [-1.0, 0.0]
     assert second.sampled.logprobs.tolist() == [[-10.0, -11.0, -12.0, -13.0], [0.0] * 4]
+    assert second.sampled.behaviour_logprobs.tolist() == [[-5.0, -5.5, -6.0, -6.5], [0.0] * 4]
     assert second.teachers[1].rollout_weights.tolist() == [0.75, 0.0]
     assert first.rows(1, 2).to("cpu").teachers[0].rollout_weights.tolist() == [1.0]
     assert first.rows(1, 2).sampled.logprobs.tolist() == [[-5.0, -6.0]]
-    assert second.sampled.logprobs.untyped_storage().nbytes() == 8 * 4
+    assert first.rows(1, 2).to("cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
+    for logprobs in (second.sampled.logprobs, second.sampled.behaviour_logprobs):
+        assert logprobs.untyped_storage().nbytes() == 8 * 4
     assert second.sampled_mask.sum() == 3
     assert first.label_mask.sum() == 1
 

@@ -56,7 +56,14 @@ def test_same_vocab_term():
 def sampled(positions: int) -> SampledRows:
     """Row 1 is of the dataset."""
     logprobs = -torch.rand(2, positions, generator=torch.Generator().manual_seed(5))
-    return SampledRows(torch.tensor([True, False]), logprobs, torch.zeros(2), torch.tensor([0, 1]))
+    return SampledRows(torch.tensor([True, False]), logprobs, logprobs - 0.3, torch.zeros(2), torch.tensor([0, 1]))
+
+
+def of_engine(of_batch: SampledRows) -> dict[str, torch.Tensor]:
+    return {"logprobs": of_batch.logprobs[:, :7], "behaviour_logprobs": of_batch.behaviour_logprobs[:, :7]}
+
+
+IMPORTANCE = {"importance_level": "sequence", "importance_cap": 1.5, "importance_veto": 0.01}
 
 
 def test_tcad_term():
@@ -77,14 +84,14 @@ def test_tcad_term():
 def test_sampled_kl_term():
     """Only what was sampled is scored, also where the teacher's rows are narrower than the student's."""
     student, teacher, tokens, of_batch = logits(9, 9, 0), logits(7, 8, 1), rows(7), sampled(9)
-    settings = {"estimator": "k1", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0}
+    settings = {"estimator": "k1", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
     loss = build(SampledKLTerm(**settings), student_vocab_size=6)
     own = TeacherRows(tokens, None)
     assert loss.num_units(tokens, own, of_batch) == 5
     assert loss.num_units(tokens, own) == 0
     out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()
     mask = tokens.loss_mask & torch.tensor([[True], [False]])
-    arguments = {"ids": tokens.ids, "mask": mask, "logprobs": of_batch.logprobs[:, :7], "student_vocab_size": 6}
+    arguments = {"ids": tokens.ids, "mask": mask, "student_vocab_size": 6, **of_engine(of_batch)}
     assert torch.equal(out.loss, sampled_kl(student, teacher, **arguments, normalizer=4, **settings).loss)
     validated = loss.plan(student, teacher, tokens, own, 4).compute()
     assert (validated.loss.item(), validated.metrics["kd"].count) == (0, 0)
@@ -93,7 +100,7 @@ def test_sampled_kl_term():
 def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
     """Only chunks of what was sampled are units, and the engine's log-probabilities reach the loss."""
     student, teacher, of_batch = logits(7, 10, 0), logits(6, 11, 1), sampled(9)
-    settings = {"estimator": "k2", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0}
+    settings = {"estimator": "k2", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": 2.0, **IMPORTANCE}
     loss = build(SampledKLTerm(**settings), across_tokenizers=True, student_vocab_size=9, teacher_vocab_size=11)
     tokens, own = rows(7), TeacherRows(rows(6), ChunkRows(*CHUNKS))
     chunks = [CHUNKS[0].clone(), CHUNKS[1]]
@@ -103,8 +110,9 @@ def test_sampled_kl_term_of_a_teacher_with_another_tokenizer():
         "teacher_ids": own.tokens.ids,
         "student_chunk_id": chunks[0],
         "teacher_chunk_id": chunks[1],
-        "logprobs": of_batch.logprobs[:, :7],
+        "mask": tokens.loss_mask & torch.tensor([[True], [False]]),
         "student_vocab_size": 9,
+        **of_engine(of_batch),
     }
     direct = sampled_chunk_kl(student, teacher, **arguments, normalizer=4, **settings)
     out = loss.plan(student, teacher, tokens, own, 4, sampled=of_batch).compute()

@@ -24,7 +24,7 @@ def batch() -> tuple[torch.Tensor, TokenRows, SampledRows]:
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]]).bool()
     num_bytes = torch.tensor([[1, 2, 3, 1, 2, 0], [1, 4, 0, 0, 0, 0], [1] * 6]).int()
     engine = -random_logits(1, 3, 6, 1, 1.0)[0].abs()
-    sampled = SampledRows(torch.tensor([True, True, False]), engine, torch.zeros(3), torch.tensor([0, 0, 1]))
+    sampled = SampledRows(torch.tensor([True, True, False]), engine, engine, torch.zeros(3), torch.tensor([0, 0, 1]))
     return logits, TokenRows(ids, torch.tensor([6, 3, 6]), mask, num_bytes), sampled
 
 
@@ -75,7 +75,13 @@ def test_beside_a_loss_they_train_nothing():
 
 def test_nothing_sampled():
     logits, tokens, sampled = batch()
-    none = SampledRows(torch.zeros(3, dtype=torch.bool), sampled.logprobs, sampled.advantages, sampled.prompts)
+    none = SampledRows(
+        torch.zeros(3, dtype=torch.bool),
+        sampled.logprobs,
+        sampled.behaviour_logprobs,
+        sampled.advantages,
+        sampled.prompts,
+    )
     out = plan_rollout_statistics(logits.requires_grad_(), tokens, none, vocab_size=V).compute()
     assert not torch.autograd.grad(out.loss, logits)[0].any()
     assert all(metric.value() == 0 for metric in out.metrics.values())

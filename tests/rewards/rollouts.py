@@ -14,6 +14,7 @@ def rollout(
         ids=np.array([5, 6, 7], dtype=np.int32),
         loss_mask=np.array([False, True, True]),
         logprobs=np.zeros(3, dtype=np.float32),
+        behaviour_logprobs=np.zeros(3, dtype=np.float32),
         turns=np.array([[1, 3]], dtype=np.int32),
         responses=(response,),
         messages=(),

@@ -11,7 +11,9 @@ from nemo_opd.rollout.record import Prompt
 
 
 class Scripted:
-    """answer: request → the turn's ids and how it ended; log-probabilities count down from −1. Calls are kept."""
+    """answer: request → the turn's ids and how it ended; log-probabilities count down from −1, those of the behaviour
+    from −0.5. Calls are kept.
+    """
 
     version = 7
 
@@ -24,7 +26,7 @@ class Scripted:
 
     def completion(self, ids: Sequence[int], finish_reason: FinishReason) -> Completion:
         logprobs = -1 - np.arange(len(ids), dtype=np.float32)
-        return Completion(np.array(ids, np.int32), logprobs, finish_reason, self.version)
+        return Completion(np.array(ids, np.int32), logprobs, logprobs + 0.5, finish_reason, self.version)
 
     def update_weights(self, folder: Path, version: int) -> None: ...
 

@@ -61,6 +61,7 @@ def test_masks_end_with_the_end_of_sequence(said: str, finish_reason: Any, respo
     start = len(encoded(byte_level(), "the quick"))
     assert rollout.loss_mask.tolist() == [False] * start + [True] * len(ids)
     assert rollout.logprobs.tolist() == [0.0] * start + [-1.0 - k for k in range(len(ids))]
+    assert rollout.behaviour_logprobs.tolist() == [0.0] * start + [-0.5 - k for k in range(len(ids))]
     assert rollout.turns.tolist() == [[start, start + len(ids)]]
     assert rollout.responses == (response,)
     assert (rollout.finish_reason, rollout.messages, rollout.env_reward) == (finish_reason, (), None)
@@ -205,7 +206,7 @@ def made(ids: Sequence[int], turns: Sequence[Sequence[int]], **others: Any) -> R
         mask[start:stop] = True
     defaults = {"finish_reason": "stop", "version": 0, "messages": (), "responses": ("",) * len(turns)}
     array, zeros = np.array(ids, np.int32), np.zeros(len(ids), np.float32)
-    return Rollout(Prompt(0, ""), 0, array, mask, zeros, np.array(turns, np.int32), **(defaults | others))
+    return Rollout(Prompt(0, ""), 0, array, mask, zeros, zeros, np.array(turns, np.int32), **(defaults | others))
 
 
 def test_repetition_is_the_share_of_4_grams_that_came_before() -> None:

@@ -37,7 +37,8 @@ def rollout_of(prompt: Prompt, sample: int, version: int, response: str = "7") -
     ids = np.array([1, prompt.index, 10 + sample, 2], np.int32)
     mask = np.array([False, False, True, True])
     logprobs = np.where(mask, -0.5 - sample, 0).astype(np.float32)
-    return Rollout(prompt, sample, ids, mask, logprobs, np.array([[2, 4]]), (response,), (), "stop", version)
+    behaviour = np.where(mask, -0.25, 0).astype(np.float32)
+    return Rollout(prompt, sample, ids, mask, logprobs, behaviour, np.array([[2, 4]]), (response,), (), "stop", version)
 
 
 @dataclass
@@ -92,6 +93,7 @@ def test_rows_carry_what_the_engine_said() -> None:
     assert batch.sampled is not None
     assert batch.sampled.is_sampled.all()
     assert batch.sampled.logprobs.tolist() == [[0, 0, -0.5 - i % N, -0.5 - i % N] for i in range(4 * N)]
+    assert batch.sampled.behaviour_logprobs.tolist() == [[0, 0, -0.25, -0.25]] * 4 * N
     assert torch.equal(batch.sampled_mask, batch.student.loss_mask)
     assert not batch.label_mask.any()
 

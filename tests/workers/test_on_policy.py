@@ -1,7 +1,7 @@
 """A step on sampled sequences: however a batch is cut, the student learns the same (METHODS §7 and §10)."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,12 +24,22 @@ LOSSES = {
     "tcad": [*BOTH, "teachers.1.loss.type=tcad", "teachers.1.loss.support_size=8", "teachers.1.loss.power_alpha=0.3"],
     "reward": [*BOTH, "reward.weighting_beta=0.7"],
     "sampled_kl": ["teachers=demo_multi", "loss=policy_gradient", "loss.ce_weight=0.5"],
+    "sampled_kl, sequences": [
+        "teachers=demo_multi",
+        "loss=policy_gradient",
+        "loss.ce_weight=0.5",
+        "loss.importance_level=sequence",
+        "loss.importance_cap=1.5",
+        "loss.importance_veto=0.2",
+    ],
     "grpo": [
         "teachers=demo_multi",
         "loss=grpo",
         "loss.kd_weight=0.3",
         "teachers.0.loss.type=strict",
         "loss.clip_low=0.02",
+        "loss.importance_cap=1.05",
+        "loss.importance_veto=0.3",
     ],
 }
 GRIDS = ((1, 4), (1, 1), (2, 2))
@@ -90,8 +100,10 @@ def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Gen
     ids = np.concatenate([asked, said])
     mask = np.arange(len(ids)) >= len(asked)
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
+    behaviour = np.where(mask, logprobs + random.normal(0.5, 0.3, len(ids)), 0).astype(np.float32)
     turns = np.array([[len(asked), len(ids)]], np.int32)
-    return Rollout(prompt, sample, ids, mask, logprobs, turns, (data.renderer.text(said[:-1]),), (), "stop", 0)
+    responses = (data.renderer.text(said[:-1]),)
+    return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, responses, (), "stop", 0)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +140,7 @@ def in_order(batch: Batch, order: torch.Tensor) -> Batch:
 
     known = batch.sampled
     assert known is not None
-    sampled = SampledRows(known.is_sampled[order], known.logprobs[order], known.advantages[order], known.prompts[order])
+    sampled = SampledRows(*(getattr(known, field.name)[order] for field in fields(known)))
     return Batch(of_tokens(batch.student), tuple(map(of_teacher, batch.teachers)), sampled)
 
 

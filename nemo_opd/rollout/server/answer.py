@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nemo_opd.rollout.base import Completion, FinishReason, Request
 
@@ -21,9 +22,12 @@ class Answer:
 
     ids: object
     logprobs: object
+    """By the policy that sampled, after the temperature and, where the program `sees_cuts`, top-k and top-p."""
     finish_reason: str | None
     model: str | None
     """That made it; None where the program does not say."""
+    raw_logprobs: object = None
+    """By the model, at temperature 1; None where the program has to be asked for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +43,11 @@ class Expected:
         if answer.model not in (None, self.model):
             raise UnusableError(f"it is by the model {answer.model!r} and not by {self.model!r}")
         ids = self._checked_ids(answer.ids, request.max_new_tokens)
+        behaviour = checked_logprobs(answer.logprobs, len(ids))
         return Completion(
             ids=np.array(ids, np.int32),
-            logprobs=np.array(checked_logprobs(answer.logprobs, len(ids)), np.float32),
+            logprobs=behaviour if answer.raw_logprobs is None else checked_logprobs(answer.raw_logprobs, len(ids)),
+            behaviour_logprobs=behaviour,
             finish_reason=self._finish_reason(ids, answer.finish_reason),
             version=version,
         )
@@ -68,12 +74,12 @@ class Expected:
         return "length"
 
 
-def checked_logprobs(logprobs: object, count: int) -> list[float]:
-    """Raises UnusableError where they are not `count` finite log-probabilities."""
+def checked_logprobs(logprobs: object, count: int) -> NDArray[np.float32]:
+    """As an array [count]. Raises UnusableError where they are not `count` finite log-probabilities."""
     if not isinstance(logprobs, list) or not all(isinstance(each, int | float) for each in logprobs):
         raise UnusableError("it has no log-probabilities of its tokens")
     if len(logprobs) != count:
         raise UnusableError(f"it has {count} tokens and {len(logprobs)} log-probabilities")
     if wrong := [each for each in logprobs if not math.isfinite(each) or each > ROUNDING]:
         raise UnusableError(f"{wrong[0]} is no log-probability")
-    return logprobs
+    return np.array(logprobs, np.float32)

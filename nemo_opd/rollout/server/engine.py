@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from safetensors import SafetensorError
@@ -18,7 +18,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
 from nemo_opd.rollout.lengths import check_lengths
-from nemo_opd.rollout.server.answer import Expected
+from nemo_opd.rollout.server.answer import ROUNDING, Expected, checked_logprobs
 from nemo_opd.rollout.server.client import Client
 from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
 from nemo_opd.rollout.server.http import Http
@@ -97,17 +97,31 @@ class ServerEngine(Engine):
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion a request, in order.
 
-        Raises RolloutError for a request the server refuses, one that had all its tries, and a server that died.
+        Where sampling is warped, most programs are asked a second time, for the raw log-probabilities of what they
+        sampled. Raises RolloutError for a request the server refuses, one that had all its tries, and a server that
+        died.
         """
         check_lengths(requests, self._max_length)
         with self._turn:
             self._check_usable()
             expected = Expected(self._terms.model, self._terms.vocab_size, frozenset(self._terms.end_ids))
-            return self._client.complete(
+            completions = self._client.complete(
                 [self._program.body(each, sampling, self._terms) for each in requests],
                 lambda i, reply: expected.completion(requests[i], self._program.answer(reply), self._version),
                 self._check_process,
             )
+            return self._with_raw(requests, completions) if sampling.is_warped and sampling.needs_raw else completions
+
+    def _with_raw(self, requests: Sequence[Request], completions: list[Completion]) -> list[Completion]:
+        """The completions with raw log-probabilities, where they are still without."""
+        made = zip(requests, completions, strict=True)
+        bodies = [body for body in (self._program.raw_body(*each, self._terms) for each in made) if body is not None]
+
+        def read(i: int, reply: Any) -> Completion:
+            known = self._program.raw_logprobs(reply, completions[i])
+            return replace(completions[i], logprobs=checked_logprobs(known, len(completions[i].ids)))
+
+        return self._client.complete(bodies, read, self._check_process) if bodies else completions
 
     def update_weights(self, folder: Path, version: int) -> None:
         """Sample from now on with the model in a Hugging Face folder, which the server must see under the same path.
@@ -216,9 +230,17 @@ class ServerEngine(Engine):
         return self._process.error(f"the rollout server was not ready in {limit}")
 
     def _probe(self) -> None:
-        """Raises RolloutError where the server gives no token ids or log-probabilities."""
+        """Raises RolloutError where the server gives no token ids or not the log-probabilities that are needed."""
+        # The only token that can be sampled has probability 1 by the policy that samples it.
+        settings = self._settings
+        wanted = Sampling(settings.temperature, settings.top_p, settings.top_k)
+        sampling = Sampling(top_k=1 if self._program.sees_cuts else None, needs_raw=wanted.is_warped)
         try:
-            self.generate([Request(np.zeros(1, np.int32), max_new_tokens=1, seed=0)], Sampling())
+            (probe,) = self.generate([Request(np.zeros(1, np.int32), max_new_tokens=1, seed=0)], sampling)
+            if self._program.sees_cuts and probe.behaviour_logprobs[0] < -ROUNDING:
+                raise RolloutError(
+                    "its log-probabilities are not those of the policy that samples, after temperature, top-k and top-p"
+                )
         except RolloutError as error:
             hint = f"; {self._program.hint}" if self._is_foreign or self._settings.command else ""
             raise RolloutError(f"the rollout server cannot be used: {error}{hint}") from error

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
 
@@ -57,6 +57,8 @@ class Program(Protocol):
     path: str
     """Of the requests for a completion."""
     max_concurrency: int | None
+    sees_cuts: bool
+    """Whether its log-probabilities are those after top-k and top-p, and not only after the temperature."""
     loads_files: bool = False
     """Whether it has a `load_files` of its own."""
     hint: str
@@ -76,6 +78,17 @@ class Program(Protocol):
 
     def answer(self, reply: Json) -> Answer:
         """Of the reply to it. Raises KeyError, TypeError or IndexError where the reply is of another form."""
+        ...
+
+    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
+        """Of a second request, for the raw log-probabilities of what was sampled; None where the first answer has them.
+
+        The model reads the sequence once, without sampling it again.
+        """
+        ...
+
+    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
+        """Of the tokens, in the reply to it. Raises KeyError, TypeError or IndexError where it is of another form."""
         ...
 
     def served(self, http: Http) -> dict[str, str] | None:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
-from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.server.answer import Answer, UnusableError
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
 
@@ -16,17 +16,19 @@ NAME = "student"
 class SGLang(Program):
     """SGLang by its native `/generate`, which takes and gives token ids; weights from a folder.
 
-    Log-probabilities are those before the temperature only where the environment says so, and seeds count only with
-    deterministic inference; both are switched on at its start.
+    Log-probabilities are those after the temperature, unless the environment says otherwise, and before top-k and top-p
+    in any case. Those of a prompt are raw, so the others are asked for with the sampled tokens as a prompt. Seeds count
+    only with deterministic inference, which is switched on at its start.
     """
 
     command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
-    environment: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "1"}
+    environment: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     path = "/generate"
     max_concurrency = None
+    sees_cuts = False
     hint = (
-        "an SGLang server must run with SGLANG_RETURN_ORIGINAL_LOGPROB=1 in its environment and with "
-        "--enable-deterministic-inference"
+        "an SGLang server must run with --enable-deterministic-inference, and without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
+        "in its environment"
     )
 
     def name(self, model: str) -> str:
@@ -68,6 +70,27 @@ class SGLang(Program):
             finish_reason=finish.get("type"),
             model=None,
         )
+
+    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
+        # The last token as one to be sampled: a prompt of the model's full length would be refused.
+        *before, last = completion.ids.tolist()
+        return {
+            "input_ids": [*request.prompt_ids.tolist(), *before],
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "token_ids_logprob": [last],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0, "ignore_eos": True},
+        }
+
+    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
+        about = reply["meta_info"]
+        *before, last = completion.ids.tolist()
+        # Lists of (log-probability, id, text or None).
+        known = about["input_token_logprobs"]
+        found = [*known[len(known) - len(before) :], *about["output_token_ids_logprobs"][0]]
+        if [each[1] for each in found] != [*before, last]:
+            raise UnusableError("it has log-probabilities of other tokens than were asked about")
+        return [each[0] for each in found]
 
     def served(self, http: Http) -> dict[str, str] | None:
         return openai_models(http)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms
@@ -26,6 +26,7 @@ class Transformers(Program):
     path = "/v1/completions"
     # They wait for each other in there, and the time of a request counts from its start.
     max_concurrency = 4
+    sees_cuts = True
     hint = f"`transformers serve` by itself gives neither token ids nor log-probabilities; start it as python -m {APP}"
 
     def name(self, model: str) -> str:
@@ -55,7 +56,14 @@ class Transformers(Program):
             logprobs=logprobs.get("token_logprobs"),
             finish_reason=choice.get("finish_reason"),
             model=reply.get("model"),
+            raw_logprobs=logprobs.get("raw_logprobs"),
         )
+
+    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
+        return None
+
+    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
+        return self.answer(reply).raw_logprobs
 
     def served(self, http: Http) -> dict[str, str] | None:
         return None

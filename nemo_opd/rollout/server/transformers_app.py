@@ -1,7 +1,8 @@
 """`transformers serve`, whose completions also take and give token ids: run as a module, with its options.
 
 A request whose prompt is a list of token ids is answered in the form vLLM has: `token_ids`, and in `logprobs` the
-log-probability of each at temperature 1, before top-p and top-k. Besides OpenAI's keys it takes `top_k`,
+log-probability of each after temperature, top-k and top-p, and as `raw_logprobs` at temperature 1 before them. Besides
+OpenAI's keys it takes `top_k`,
 `stop_token_ids` and `vocab_size`, the rows of the head that are tokens. A prompt that is a text goes its usual way.
 """
 
@@ -54,7 +55,10 @@ def reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
         "index": 0,
         "text": "",
         "token_ids": sampled.ids.tolist(),
-        "logprobs": {"token_logprobs": sampled.logprobs.tolist()},
+        "logprobs": {
+            "token_logprobs": sampled.behaviour_logprobs.tolist(),
+            "raw_logprobs": sampled.logprobs.tolist(),
+        },
         "finish_reason": sampled.finish_reason,
     }
     return {"id": request_id, "object": "text_completion", "model": model, "choices": [choice]}

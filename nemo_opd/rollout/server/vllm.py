@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.folder import weight_files
 from nemo_opd.rollout.server.http import Http
@@ -19,6 +19,9 @@ TRANSFER = json.dumps({"backend": "nemo_opd"})
 
 class VLLM(Program):
     """vLLM: token ids on request, log-probabilities as configured at its start, weights by its weight transfer.
+
+    It gives one kind of log-probability, which is that of the policy that samples. Those of a prompt are always raw, so
+    the others are asked for with the sampled tokens as a prompt.
 
     The transfer's engine is ours (`vllm_extension`): of those that vLLM brings, each needs CUDA or vLLM in the trainer.
 
@@ -34,10 +37,11 @@ class VLLM(Program):
     }
     path = "/v1/completions"
     max_concurrency = None
+    sees_cuts = True
     loads_files = True
     hint = (
         f"a vLLM server must run with VLLM_SERVER_DEV_MODE=1 PYTHONPATH={EXTENSION_FOLDER} in its environment and with "
-        f"--logprobs-mode raw_logprobs --generation-config vllm --worker-extension-cls {EXTENSION} "
+        f"--logprobs-mode processed_logprobs --generation-config vllm --worker-extension-cls {EXTENSION} "
         f"--weight-transfer-config '{TRANSFER}'"
     )
 
@@ -46,7 +50,7 @@ class VLLM(Program):
 
     def arguments(self, launch: Launch) -> list[str]:
         # The model's own generation settings would change how it samples where a request leaves something open.
-        options = ["--logprobs-mode", "raw_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
+        options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
         options += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", TRANSFER]
         if launch.max_length is not None:
             options += ["--max-model-len", str(launch.max_length)]
@@ -82,6 +86,35 @@ class VLLM(Program):
             finish_reason=choice.get("finish_reason"),
             model=reply.get("model"),
         )
+
+    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
+        # The last token as one to be sampled: a prompt of the model's full length would be refused.
+        *before, last = completion.ids.tolist()
+        return {
+            "model": terms.model,
+            "prompt": [*request.prompt_ids.tolist(), *before],
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "prompt_logprobs": 0,
+            "logprobs": 1,
+            "logprob_token_ids": [last],
+            "return_tokens_as_token_ids": True,
+            "ignore_eos": True,
+        }
+
+    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
+        choice = reply["choices"][0]
+        *before, last = completion.ids.tolist()
+        # By position, what is known of it by token; nothing of the first.
+        known = choice["prompt_logprobs"][len(choice["prompt_logprobs"]) - len(before) :]
+        of_prompt = [of_position[str(each)]["logprob"] for each, of_position in zip(before, known, strict=True)]
+        return [*of_prompt, choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]]
 
     def served(self, http: Http) -> dict[str, str] | None:
         return openai_models(http)
