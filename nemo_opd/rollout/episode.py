@@ -140,7 +140,6 @@ def require_completion(completion: Completion, episode: Episode, max_new_tokens:
     number, given = len(completion.ids), [len(completion.logprobs), len(completion.behaviour_logprobs)]
     if not 1 <= number <= max_new_tokens or given != [number, number]:
         raise RolloutError(
-            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {number} tokens, "
-            f"{given[0]} raw log-probabilities and {given[1]} of the policy that sampled them; asked for were 1 to "
-            f"{max_new_tokens} tokens with one of each"
+            f"the engine answered prompt {episode.prompt.index}, sample {episode.sample}, with {number} tokens and "
+            f"{given[0]} raw and {given[1]} behaviour log-probabilities; asked for were 1 to {max_new_tokens}"
         )

@@ -94,6 +94,25 @@ def assert_logprobs(subject: Subject, folder: Path, asked: list[Request], made: 
         np.testing.assert_allclose(completion.logprobs, wanted, rtol=0, atol=subject.tolerance)
 
 
+def assert_behaviour(subject: Subject, asked: list[Request], made: list[Completion], sampling: Sampling) -> None:
+    """Of the policy that samples: temperature, the k likeliest, then the fewest of those with top_p of the mass."""
+    for request, completion in zip(asked, made, strict=True):
+        rows = forward_of(subject.folders.first, request, completion.ids, subject.folders.vocab_size)
+        wanted = [behaviour_of(row, int(token), sampling) for row, token in zip(rows, completion.ids, strict=True)]
+        assert completion.behaviour_logprobs.dtype == np.float32
+        np.testing.assert_allclose(
+            completion.behaviour_logprobs, wanted, rtol=0, atol=subject.tolerance / sampling.temperature
+        )
+
+
+def behaviour_of(logprobs: NDArray[np.float64], token: int, sampling: Sampling) -> float:
+    order = np.argsort(-logprobs, kind="stable")[: sampling.top_k]
+    powers = np.exp(logprobs[order] / sampling.temperature)
+    mass = powers.cumsum() / powers.sum()
+    kept = 1 + int((mass < sampling.top_p).sum())
+    return float(np.log(powers[order == token].sum() / powers[:kept].sum()))
+
+
 def same(left: list[Completion], right: list[Completion]) -> bool:
     return [each.ids.tolist() for each in left] == [each.ids.tolist() for each in right]
 
@@ -115,6 +134,30 @@ class EngineContract:
 
         assert len(made) == len(asked)
         assert_logprobs(subject, subject.folders.first, asked, made)
+        if not sampling.is_warped:
+            assert all((each.behaviour_logprobs == each.logprobs).all() for each in made)
+
+    @pytest.mark.parametrize(
+        "sampling",
+        [Sampling(), Sampling(0.6), Sampling(1.4), Sampling(top_p=0.8), Sampling(top_k=5), Sampling(0.7, 0.8, 20)],
+        ids=str,
+    )
+    def test_the_behaviour_is_what_sampled(self, subject: Subject, sampling: Sampling) -> None:
+        """Bugs: a log-probability before top-k or top-p, after them without renormalising, or cuts in another order."""
+        asked = requests(6)
+
+        assert_behaviour(subject, asked, subject.engine.generate(asked, sampling), sampling)
+
+    def test_sequences_as_long_as_the_model_reads_have_both(self, subject: Subject) -> None:
+        """Bugs: a server that is asked to read more than it can, where raw log-probabilities take another request."""
+        sampling = Sampling(0.9)
+        asked = [Request(np.full(MAX_POSITIONS - 4, 130, np.int32), 4, seed) for seed in range(4)]
+
+        made = subject.engine.generate(asked, sampling)
+
+        assert any(len(each.ids) == 4 for each in made)
+        assert_logprobs(subject, subject.folders.first, asked, made)
+        assert_behaviour(subject, asked, made, sampling)
 
     def test_a_sequence_ends_with_its_first_end_or_at_its_own_length(self, subject: Subject) -> None:
         asked = [

@@ -25,10 +25,22 @@ LOGPROB = -0.5
 
 
 def fine(body: Json, **changes: Any) -> tuple[int, Json]:
-    """As many tokens as were asked for, each the prompt's first and one."""
+    """As many tokens as were asked for, each the prompt's first and one; raw log-probabilities of a prompt's."""
+    if "prompt_logprobs" in body:
+        return raw(body)
     ids = [body["prompt"][0] % 50 + 1] * body["max_tokens"]
-    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [LOGPROB] * len(ids)}, "finish_reason": "length"}
+    logprob = 0.0 if body["top_k"] == 1 else LOGPROB
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": [logprob] * len(ids)}, "finish_reason": "length"}
     return 200, {"model": changes.pop("model", "student"), "choices": [choice | changes]}
+
+
+def raw(body: Json) -> tuple[int, Json]:
+    """−1, −2, … by position in the prompt, and of the token after it, as vLLM 0.32 has it."""
+    known = [{str(each): {"logprob": -1.0 - i, "rank": 1}} for i, each in enumerate(body["prompt"])]
+    (last,) = body["logprob_token_ids"]
+    top = {"token_id:9": -0.1, f"token_id:{last}": -1.0 - len(known)}
+    choice = {"prompt_logprobs": [None, *known[1:]], "logprobs": {"top_logprobs": [top]}}
+    return 200, {"model": "student", "choices": [choice]}
 
 
 class Handler(BaseHTTPRequestHandler):

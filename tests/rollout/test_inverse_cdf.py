@@ -67,6 +67,26 @@ def test_log_probabilities_are_of_the_raw_distribution() -> None:
     torch.testing.assert_close(processor.logprobs[0].double(), torch.stack(raw), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("sampling", [Sampling(0.5), Sampling(0.7, 0.6), Sampling(1.3, 1.0, 5), Sampling(0.0)], ids=str)
+def test_log_probabilities_of_the_behaviour_are_how_often_tokens_are_taken(sampling: Sampling) -> None:
+    """Bugs: those of the raw distribution, or before it is cut."""
+    numbers = (torch.arange(SCANNED, dtype=torch.float64) + 0.5) / SCANNED
+    processor = InverseCDF(sampling, numbers[:, None], VOCABULARY)
+    tokens = processor(IDS, logits().expand(SCANNED, -1)).argmax(-1)
+
+    share = tokens.bincount(minlength=COLUMNS)[tokens].double() / SCANNED
+    difference = processor.behaviour_logprobs[:, 0].double().exp() - share
+
+    assert difference.abs().max() <= 1.01 / SCANNED
+
+
+def test_without_warping_both_are_the_same_numbers() -> None:
+    processor = InverseCDF(Sampling(), torch.from_numpy(uniforms(range(50), 1)), VOCABULARY)
+    processor(IDS, logits().expand(50, -1))
+
+    assert torch.equal(processor.behaviour_logprobs, processor.logprobs)
+
+
 def test_no_number_takes_a_token_of_probability_zero() -> None:
     """At both ends of the range, and where the sum of probabilities is not 1 by rounding."""
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7 - 1e-4, 0.0]])

@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.server.answer import UnusableError
 from nemo_opd.rollout.server.program import Terms
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.weight_sync import HeldWeights
@@ -294,6 +295,32 @@ def test_rows_of_the_head_that_are_no_tokens_are_kept_out(tiny: Tiny, tmp_path: 
     assert body["logit_bias"] == {str(each): -100.0 for each in range(VOCAB, 376)}
 
 
+def test_where_sampling_is_warped_raw_log_probabilities_are_asked_for(tmp_path: Path) -> None:
+    """With the sampled tokens as a prompt, as long as what was sampled; not in evaluation, which needs none."""
+    with fake_server() as (url, calls), engine_of(url, tmp_path, temperature=0.6) as engine:
+        made = engine.generate(asked(2), Sampling(0.6))
+        del calls[:]
+        engine.generate(asked(2), Sampling(0.6, needs_raw=False))
+
+    assert len(calls) == 2
+    for each in made:
+        assert each.behaviour_logprobs.tolist() == [LOGPROB] * 4
+        assert each.logprobs.tolist() == [-4.0, -5.0, -6.0, -7.0]
+
+
+def test_a_server_with_raw_log_probabilities_is_refused(tmp_path: Path) -> None:
+    """Bugs: a server of one's own with the options of an older release, whose numbers would be taken for others."""
+
+    def says(body: Json) -> tuple[int, Json]:
+        return fine(body, **logprobs(LOGPROB))
+
+    with (
+        fake_server(says) as (url, _),
+        pytest.raises(RolloutError, match=r"not those of the policy that samples.*--logprobs-mode processed_logprobs"),
+    ):
+        engine_of(url, tmp_path)
+
+
 def sglang_says(body: Json) -> tuple[int, Json]:
     """As SGLang's documentation has it."""
     count = body["sampling_params"]["max_new_tokens"]
@@ -315,3 +342,23 @@ def test_sglangs_own_form() -> None:
     assert body["sampling_params"]["stop_token_ids"] == [END]
     assert 0 <= body["sampling_params"]["sampling_seed"] < 2**31
     assert (answer.ids, answer.logprobs, answer.finish_reason) == ([7] * 3, [LOGPROB] * 3, "length")
+
+
+def test_sglangs_raw_log_probabilities() -> None:
+    """As its documentation has it: of the prompt's tokens, of which the first has none, and of one that is named."""
+    request = Request(np.array([4, 5], np.int32), 3, seed=0)
+    sampled = np.full(3, -0.1, np.float32)
+    completion = Completion(np.array([7, 8, 9], np.int32), sampled, sampled, "length", 0)
+    program = SGLang()
+
+    body = program.raw_body(request, completion, Terms("student", [END], VOCAB, VOCAB))
+    assert body is not None
+    about = {
+        "input_token_logprobs": [[None, 4, None], [-1.0, 5, None], [-2.0, 7, None], [-3.0, 8, None]],
+        "output_token_ids_logprobs": [[[-4.0, 9, None]]],
+    }
+
+    assert (body["input_ids"], body["token_ids_logprob"]) == ([4, 5, 7, 8], [9])
+    assert program.raw_logprobs({"meta_info": about}, completion) == [-2.0, -3.0, -4.0]
+    with pytest.raises(UnusableError, match="other tokens"):
+        program.raw_logprobs({"meta_info": about | {"output_token_ids_logprobs": [[[-4.0, 8, None]]]}}, completion)
