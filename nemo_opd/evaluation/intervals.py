@@ -29,9 +29,11 @@ def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
 
     Wilson's keeps its promise for few questions and near 0 and 1, and has a width where all are right, which resampling
     has not. Values between, such as pass@k of n > k answers, vary less than a coin of the same mean, which the
-    bootstrap sees and Wilson's does not.
+    bootstrap sees and Wilson's does not. Where all are equal, as one question's is to itself, there is nothing to
+    resample: from 0 to 1 Wilson's is given, at least as wide as it has to be; other rewards have no width then.
     """
-    if set(values) <= {0.0, 1.0}:
+    is_equal = len(set(values)) == 1 and 0 <= values[0] <= 1
+    if set(values) <= {0.0, 1.0} or is_equal:
         return wilson(sum(values), len(values), confidence)
     return bootstrap(values, confidence)
 

@@ -10,6 +10,7 @@ from nemo_opd.config.on_policy import confidence_alphas
 from tests.config.settings import CROSS, HF, SAME, message_of, on_policy
 
 NUMERIC = {"type": "numeric"}
+SGLANG = {"type": "server", "program": "sglang"}
 
 
 def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
@@ -79,6 +80,32 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
             {"teachers": [CROSS], "loss": {"type": "grpo", "kd_weight": 0.1}, "reward": NUMERIC},
             "loss.type=grpo compares equal vocabularies",
         ),
+        (
+            {"loss": {"type": "sampled_kl"}, "rollout": SGLANG | {"top_p": 0.9}},
+            "rollout.top_p=0.9: the loss weighs tokens by the probability with which they were sampled",
+        ),
+        (
+            {"loss": {"type": "grpo"}, "reward": NUMERIC, "rollout": SGLANG | {"top_k": 20}},
+            "rollout.top_k=20: the loss weighs tokens by the probability with which they were sampled",
+        ),
+        (
+            {"loss": {"type": "grpo", "importance_level": "sequence"}, "reward": NUMERIC},
+            "loss.importance_level=sequence: a product over hundreds of tokens has no bound; give importance_cap",
+        ),
+        (
+            {
+                "loss": {
+                    "type": "sampled_kl",
+                    "estimator": "k2",
+                    "update": "direct",
+                    "importance_level": "sequence",
+                    "importance_cap": 2.0,
+                }
+            },
+            "loss.update=direct: direct differentiates the estimate of each token, and importance_level=sequence",
+        ),
+        ({"loss": {"type": "sampled_kl", "importance_veto": 1.0}}, "loss.importance_veto=1.0: must be less than 1"),
+        ({"loss": {"type": "same_vocab", "importance_cap": 2.0}}, "loss.importance_cap"),
     ],
 )
 def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -108,6 +135,14 @@ def test_sampled_kl_is_for_teachers_of_either_kind() -> None:
         term = config.term(i)
         assert isinstance(term, SampledKLTerm)
         assert term.estimator == "k3"
+
+
+@pytest.mark.parametrize("loss", [{"type": "same_vocab"}, {"type": "sampled_kl"}])
+def test_what_engines_can_say_is_allowed(loss: dict[str, Any]) -> None:
+    """A temperature with any engine; cuts with SGLang where no ratio is formed."""
+    cuts = {"top_p": 0.9} if loss["type"] == "same_vocab" else {}
+
+    from_dict(on_policy(loss=loss, rollout=SGLANG | {"temperature": 0.6} | cuts))
 
 
 def test_a_teacher_beside_grpo_is_an_exact_kl() -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nemo_opd.evaluation import pass_at_k as module
-from nemo_opd.evaluation.intervals import bootstrap, mean_with_interval, wilson
+from nemo_opd.evaluation.intervals import Estimate, bootstrap, mean_with_interval, wilson
 from nemo_opd.evaluation.pass_at_k import maj_at_k, pass_at_k, subsets
 
 
@@ -111,5 +111,9 @@ def test_the_bootstrap_agrees_with_the_normal_interval_of_many_questions() -> No
 
 def test_right_or_wrong_has_wilsons_interval_and_all_else_the_bootstrap() -> None:
     assert mean_with_interval([1.0, 1.0, 1.0], 0.95) == wilson(3, 3, 0.95)
+    # Resampling one question finds that question: an interval without a width.
+    assert mean_with_interval([0.25], 0.95) == wilson(0.25, 1, 0.95)
+    assert mean_with_interval([0.25, 0.25], 0.95) == wilson(0.5, 2, 0.95)
+    assert mean_with_interval([3.0], 0.95) == Estimate(3.0, 3.0, 3.0)
     assert mean_with_interval([0.5, 1.0, 0.0], 0.95) == bootstrap([0.5, 1.0, 0.0], 0.95)
     assert mean_with_interval([-1.0, 1.0, 1.0], 0.95) == bootstrap([-1.0, 1.0, 1.0], 0.95)

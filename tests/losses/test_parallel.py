@@ -1,6 +1,7 @@
 """Two ranks with half the vocabulary, or half the units, each give the loss and the gradient of one rank alone."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,25 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits, sampled_chunk_kl, sampled_kl
 from nemo_opd.losses.logit_rows import TensorLogits
 from nemo_opd.losses.parallel_logits import ContextParallelLogits
+from nemo_opd.types import LossOutput
 
 from .cases import LOSSES, Batch, Case, random_logits
 
 RANKS = 2
+ENGINE = random_logits(2, 2, 9, 11, 0.7) - 3
+
+
+def weighed(loss: Callable[..., LossOutput], positions: int) -> Case:
+    """With weights of sequences, which take a reading of their own before the loss."""
+    options = {"importance_level": "sequence", "importance_cap": 1.5, "importance_veto": 1e-9}
+    engine = dict(zip(("logprobs", "behaviour_logprobs"), ENGINE[..., :positions], strict=True))
+    return Case(f"{loss.__name__}-weighed", loss, {**options, **engine}, needs_projection=False)
+
+
+CASES = [*LOSSES, weighed(sampled_kl, 7), weighed(sampled_chunk_kl, 9)]
 KINDS = ("logits", "logits of both sides", "padded logits", "heads", "context")
 
 
@@ -104,7 +117,7 @@ def rank_main(rank: int, folder: str) -> None:
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     errors = {}
-    for case in LOSSES:
+    for case in CASES:
         found, wanted = metric_with(case, case.batch(), rank)
         errors[f"{case}/metric"] = abs(found - wanted) / abs(wanted)
         for kind in KINDS:
@@ -127,7 +140,7 @@ def errors(tmp_path_factory) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", LOSSES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_value_and_gradient(errors, case, kind):
     """Relative to the largest entry, in float64."""
     for of_rank in errors:
@@ -135,7 +148,7 @@ def test_value_and_gradient(errors, case, kind):
         assert of_rank[f"{case}/{kind}/no units"] == 0
 
 
-@pytest.mark.parametrize("case", LOSSES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_metric(errors, case):
     """Some are read off the units by the rank that computes them, and are to be brought together."""
     for of_rank in errors:

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from nemo_opd.data.collate import collate
+from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.hf import HFEngine
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -24,6 +27,13 @@ LOSSES = {
     "tcad": [*BOTH, "teachers.1.loss.type=tcad", "teachers.1.loss.support_size=8", "teachers.1.loss.power_alpha=0.3"],
     "reward": [*BOTH, "reward.weighting_beta=0.7"],
     "sampled_kl": ["teachers=demo_multi", "loss=policy_gradient", "loss.ce_weight=0.5"],
+    "sampled_kl, warped": [
+        "teachers=demo_multi",
+        "loss=policy_gradient",
+        "loss.ce_weight=0.5",
+        "rollout.temperature=0.6",
+        "rollout.top_p=0.9",
+    ],
     "sampled_kl, sequences": [
         "teachers=demo_multi",
         "loss=policy_gradient",
@@ -87,10 +97,24 @@ def batch_of(plan: Plan, seed: int) -> Batch:
     *own, other = data.train.all()
     random = np.random.default_rng(seed)
     end = min(data.end_ids)
-    rollouts = [rollout_of(prompt, sample, data, random, end) for prompt in own for sample in range(N)]
+    if config.rollout is not None and config.rollout.top_p < 1:
+        rollouts = sampled_rollouts(plan, own, seed)
+    else:
+        rollouts = [rollout_of(prompt, sample, data, random, end) for prompt in own for sample in range(N)]
     rewards = random.integers(0, 2, len(rollouts)).astype(float).tolist()
     samples = [data.make_sample(each) for each in (*rollouts, data.from_dataset(other))]
     return with_rollouts(collate(samples), rollouts, [other], rewards, config)
+
+
+def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollout]:
+    """By the student at the start, as the run's settings say."""
+    settings, data = plan.config.rollout, plan.data
+    assert settings is not None
+    assert isinstance(data, Prompts)
+    engine = HFEngine(plan.config.student.model, dtype=torch.float32, device="cpu", batch_size=8)
+    sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
+    collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)
+    return collector.collect(prompts, N, 0)
 
 
 def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Generator, end: int) -> Rollout:
@@ -155,6 +179,28 @@ def test_nothing_depends_on_how_a_batch_is_cut_or_ordered(trained: dict[str, lis
             assert learned == pytest.approx({name: same[name] for name in learned}, rel=RTOL, abs=1e-6)
         for name, weight in first.weights.items():
             torch.testing.assert_close(other.weights[name], weight, rtol=0, atol=WEIGHT_ATOL)
+
+
+@pytest.mark.parametrize("loss", ["sampled_kl, sequences", "grpo"])
+def test_some_weights_are_cut_and_some_sequences_dropped(trained: dict[str, list[Trained]], loss: str) -> None:
+    """So that what does not depend on the cut of a batch is more than nothing."""
+    found = trained[loss][0].curve[0]
+    of = [name for name in found if name.startswith(("policy/truncated_fraction", "policy/vetoed_fraction"))]
+
+    assert len(of) == (2 if loss == "grpo" else 4)
+    assert all(0 < found[name] < 1 for name in of)
+
+
+def test_warped_samples_weigh_more_than_one_and_are_not_clipped_at_first(trained: dict[str, list[Trained]]) -> None:
+    """The first step is taken by the student that sampled: the ratio is 1, the weight is not."""
+    found = trained["sampled_kl, warped"][0].curve[0]
+    names = [name for name in found if name.startswith("policy/ratio")]
+
+    assert len(names) == 2
+    for name in names:
+        assert found[name] == pytest.approx(1, abs=1e-4)
+        assert found[name.replace("ratio", "clip_fraction")] == 0
+        assert found[name.replace("ratio", "weight_max")] > 1.2
 
 
 def test_losses_differ(trained: dict[str, list[Trained]]) -> None:
