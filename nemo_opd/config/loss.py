@@ -176,8 +176,8 @@ class ImportanceSettings(Settings):
     def weights_of_sequences_need_a_cap(cls, level: str, info: ValidationInfo) -> str:
         if level == "sequence" and "importance_cap" in info.data and info.data["importance_cap"] is None:
             raise ValueError(
-                "a product over hundreds of tokens has no bound; give importance_cap, such as 2, or leave "
-                "importance_level out"
+                "sequence without importance_cap: a product over hundreds of tokens has no bound; give "
+                "importance_cap, such as 2, or leave importance_level out"
             )
         return level
 
@@ -217,8 +217,8 @@ class SampledKLTerm(ImportanceSettings):
     def weights_of_sequences_are_of_policy_gradients(cls, update: str, info: ValidationInfo) -> str:
         if update == "direct" and info.data.get("importance_level") == "sequence":
             raise ValueError(
-                "direct differentiates the estimate of each token, and importance_level=sequence weighs policy "
-                "gradients; choose update=policy_gradient, or leave importance_level out"
+                "direct with importance_level=sequence: the estimate of each token is differentiated, and weights of "
+                "sequences are for policy gradients; choose update=policy_gradient, or leave importance_level out"
             )
         return update
 

@@ -90,7 +90,7 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
         ),
         (
             {"loss": {"type": "grpo", "importance_level": "sequence"}, "reward": NUMERIC},
-            "loss.importance_level=sequence: a product over hundreds of tokens has no bound; give importance_cap",
+            "loss.importance_level: sequence without importance_cap: a product over hundreds of tokens has no bound",
         ),
         (
             {
@@ -102,7 +102,7 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
                     "importance_cap": 2.0,
                 }
             },
-            "loss.update=direct: direct differentiates the estimate of each token, and importance_level=sequence",
+            "loss.update: direct with importance_level=sequence: the estimate of each token is differentiated",
         ),
         ({"loss": {"type": "sampled_kl", "importance_veto": 1.0}}, "loss.importance_veto=1.0: must be less than 1"),
         ({"loss": {"type": "same_vocab", "importance_cap": 2.0}}, "loss.importance_cap"),
