@@ -93,7 +93,8 @@ class Importance:
         if sequences is not None:
             is_kept = ~sequences.is_vetoed.index_select(0, units)
             factor, used = factor * is_kept, used * is_kept
-        return Weighted(factor, bounded(log_weight).exp(), used, log_weight > limit)
+        warp = bounded(proximal - behaviour).exp()
+        return Weighted(factor, warp, bounded(log_weight).exp(), used, log_weight > limit)
 
     def metrics(self, readings: Tensor, sequences: SequenceImportance | None) -> dict[str, Metric]:
         """Of all units, from their readings [NUM_READINGS, U] in float64."""
@@ -132,6 +133,8 @@ class Weighted:
 
     factor: Tensor
     """Before the clipped ratio."""
+    warp: Tensor
+    """What it is without a cut: how much likelier units are to the model that sampled them than to its policy."""
     weight: Tensor
     """π_train / π_behaviour of the unit or its sequence."""
     used: Tensor

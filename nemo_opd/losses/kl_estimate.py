@@ -96,7 +96,8 @@ class KLEstimate:
             estimate = _estimated(self.estimator, s, t)
             weighted = self._weighted(chunks, s.detach(), part)
             found = self.clip(s - chunks.proximal(s, part), -estimate)
-            kd = weighted.factor * _estimated("k3", s.detach(), t)
+            # Whatever is cut or dropped: what trains nothing must not look like no distance.
+            kd = weighted.warp * _estimated("k3", s.detach(), t)
             of_ratio = torch.stack([kd, found.ratio, found.is_clipped.to(s.dtype)], 1)
             readings.put(part, torch.cat([of_ratio, weighted.readings()], 1))
             return weighted.factor * (estimate if self.update == "direct" else found.loss)

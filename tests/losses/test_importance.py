@@ -294,6 +294,19 @@ def test_a_chunk_is_weighed_as_one():
         assert out.loss.item() == pytest.approx(total, rel=1e-11)
 
 
+def test_what_is_cut_or_dropped_does_not_look_like_agreement():
+    """Bugs: a metric `kd` of 0 where every sequence was dropped."""
+    given = batch()
+    logits, teacher = given.pop("logits"), random_logits(3, 5, 7, 9, 1.0)
+    plain, dropped = (
+        sampled_kl(logits, teacher, **given, importance_cap=0.1, importance_veto=veto).metrics for veto in (None, 0.999)
+    )
+    assert dropped["policy/vetoed_fraction"].value() > 0
+    assert (
+        dropped["kd"].value() == plain["kd"].value() == sampled_kl(logits, teacher, **given).metrics["kd"].value() > 0
+    )
+
+
 def test_the_effective_share_is_of_all_that_is_merged():
     weights = [[1.0, 3.0], [2.0], []]
     merged = EffectiveShare(0.0, 0.0, 0)

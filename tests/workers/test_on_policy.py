@@ -40,7 +40,7 @@ LOSSES = {
         "loss.ce_weight=0.5",
         "loss.importance_level=sequence",
         "loss.importance_cap=1.5",
-        "loss.importance_veto=0.2",
+        "loss.importance_veto=0.1",
     ],
     "grpo": [
         "teachers=demo_multi",
@@ -49,7 +49,7 @@ LOSSES = {
         "teachers.0.loss.type=strict",
         "loss.clip_low=0.02",
         "loss.importance_cap=1.05",
-        "loss.importance_veto=0.3",
+        "loss.importance_veto=0.05",
     ],
 }
 GRIDS = ((1, 4), (1, 1), (2, 2))
