@@ -10,6 +10,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError
+from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer, read_template, resolve
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids, max_positions
@@ -39,7 +40,9 @@ def open_engine(
         device = device_of(config)
         loaded = load_model(config.model, dtype_of(config, device), key="model").eval().to(device)
         batch_size = config.rollout.batch_size
-        yield OwnModel(Sampler(loaded, end_ids=ends, vocab_size=len(tokenizer), batch_size=batch_size, device=device))
+        sampler = Sampler(loaded, end_ids=ends, vocab_size=len(tokenizer), batch_size=batch_size, device=device)
+        with generating(loaded, None):
+            yield OwnModel(sampler)
         return
     server = ServerEngine(
         config.rollout,

@@ -64,7 +64,7 @@ class _ChunkedSum(torch.autograd.Function):
                 of_block.add(places, gradients.pull_back(logits, gradient))
             gradients.add(block.rows, of_block.total(), onto=block.overlaps)
         saved = gradients.sums()
-        ctx.has_gradient = [gradient is not None for gradient in saved]
+        ctx.dtypes = [None if gradient is None else leaf.dtype for leaf, gradient in zip(leaves, saved, strict=True)]
         ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))
         total, of_terms = _totals(source, sums, coefficients)
         ctx.mark_non_differentiable(of_terms)
@@ -74,7 +74,7 @@ class _ChunkedSum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         saved = iter(ctx.saved_tensors)
-        gradients = (scaled(next(saved), grad_output) if has else None for has in ctx.has_gradient)
+        gradients = (None if dtype is None else scaled(next(saved), grad_output).to(dtype) for dtype in ctx.dtypes)
         return None, None, None, *gradients
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.logit_rows import Gradients, TrainableRows, new_leaf, put_rows
+from nemo_opd.losses.head_product import linear, product, product_dtype
+from nemo_opd.losses.logit_rows import Gradients, TrainableRows, kept_dtype, new_leaf, put_rows
+
+LARGEST_FP16_EXPONENT = 14
+"""To which a gradient's largest number is brought before it is rounded to fp16, which has few small numbers."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,27 +47,29 @@ class Head:
 class HeadLogits(TrainableRows):
     """Logits that a head makes from hidden states [B, S, D], a chunk at a time, so that they are never all there.
 
-    Hidden states, weight and bias each get a gradient where they take one; the weight's is summed over chunks in fp32.
+    Logits are in fp32 at least, whatever the dtypes of hidden states and head. Hidden states, weight and bias each get
+    a gradient where they take one; the weight's is summed over chunks in fp32.
     """
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
-        """Raises ConfigError where width or dtype of hidden states and head differ."""
-        if hidden.shape[-1] != head.weight.shape[1] or hidden.dtype != head.weight.dtype:
+        """Raises ConfigError where the widths of hidden states and head differ."""
+        if hidden.shape[-1] != head.weight.shape[1]:
             raise ConfigError(
-                f"hidden states are {list(hidden.shape)} {hidden.dtype}, the head's weight {list(head.weight.shape)} "
-                f"{head.weight.dtype}; width and dtype must be equal"
+                f"hidden states are {list(hidden.shape)}, the head's weight {list(head.weight.shape)}; the last sizes "
+                "must be equal"
             )
         self.hidden, self.head = hidden, head
         self.leaves = (hidden, head.weight) if head.bias is None else (hidden, head.weight, head.bias)
         self.shape = (hidden.shape[0], hidden.shape[1], len(head.weight))
-        self.device, self.dtype, self.is_product = hidden.device, hidden.dtype, True
+        self.device, self.is_product = hidden.device, True
+        self.dtype = product_dtype(hidden.dtype, head.weight.dtype)
 
     @torch.no_grad()
     def read(self, rows: Tensor, width: int) -> Tensor:
         head = self.head
         bias = None if head.bias is None else head.bias[:width]
         hidden = self.hidden.flatten(0, 1).index_select(0, rows)
-        return head.after_linear(F.linear(hidden, head.weight[:width], bias))
+        return head.after_linear(linear(hidden, head.weight[:width], bias))
 
     def gradients(self) -> Gradients:
         return _HeadGradients(self.hidden, self.head)
@@ -75,10 +80,20 @@ class HeadLogits(TrainableRows):
 
 
 class _HeadGradients(Gradients):
+    """A gradient with respect to logits is rounded to the dtype of hidden states and head, where they have one.
+
+    Each of its numbers then has a relative error of its own, which products with head and hidden states average out:
+    unlike logits, it is not a small difference of large numbers.
+    """
+
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self._head, self._hidden = head, hidden.detach().flatten(0, 1)
         self._shape = hidden.shape
-        self._of_hidden = torch.zeros_like(self._hidden) if hidden.requires_grad else None
+        is_one = hidden.dtype == head.weight.dtype
+        self._operand = hidden.dtype if is_one else product_dtype(hidden.dtype, head.weight.dtype)
+        self.dtype = kept_dtype(self._operand)
+        of_hidden = self._hidden.to(kept_dtype(hidden.dtype))
+        self._of_hidden = torch.zeros_like(of_hidden) if hidden.requires_grad else None
         self._of_weight = _fp32_zeros(head.weight)
         self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
 
@@ -87,11 +102,15 @@ class _HeadGradients(Gradients):
         weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
             self._of_bias[:width] += gradient.sum(0)
-        gradient = gradient.to(weight.dtype)
+        factor = None
+        if self._operand == torch.float16:
+            gradient, factor = _within_fp16(gradient)
+        gradient = gradient.to(self._operand)
         if self._of_hidden is not None:
-            put_rows(self._of_hidden, rows, gradient @ weight, onto)
+            of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
+            put_rows(self._of_hidden, rows, of_rows, onto)
         if self._of_weight is not None:
-            _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows))
+            _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows), factor)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         if self._head.soft_cap is not None:
@@ -100,18 +119,33 @@ class _HeadGradients(Gradients):
 
     def sums(self) -> tuple[Tensor | None, ...]:
         hidden = None if self._of_hidden is None else self._of_hidden.view(self._shape)
-        weight = None if self._of_weight is None else self._of_weight.to(self._head.weight.dtype)
+        weight = None if self._of_weight is None else self._of_weight.to(kept_dtype(self._head.weight.dtype))
         if self._head.bias is None:
             return hidden, weight
-        return hidden, weight, None if self._of_bias is None else self._of_bias.to(self._head.bias.dtype)
+        return hidden, weight, None if self._of_bias is None else self._of_bias.to(kept_dtype(self._head.bias.dtype))
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+def _within_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """A gradient with numbers that fp16 has, and the power of two that it is to be multiplied with: a scalar."""
+    exponent = gradient.abs().amax().frexp().exponent if gradient.numel() else gradient.new_zeros((), dtype=torch.int32)
+    factor = torch.ldexp(gradient.new_ones(()), exponent - LARGEST_FP16_EXPONENT)
+    return gradient / factor, factor
+
+
+def _product(left: Tensor, right: Tensor, factor: Tensor | None) -> Tensor:
+    """left @ right · factor. In bf16 of bf16, as it is rounded to bf16 anyway, and no larger than it has to be."""
+    if factor is None and left.dtype == right.dtype:
+        return left @ right
+    made = product(left, right)
+    return made if factor is None else made.mul_(factor)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None) -> None:
     """Where the types agree, without a matrix for the product."""
-    if total.dtype == left.dtype:
+    if factor is None and total.dtype == left.dtype == right.dtype:
         total.addmm_(left, right)
     else:
-        total += left @ right
+        total += _product(left, right, factor)
 
 
 def _fp32_zeros(leaf: Tensor) -> Tensor | None:

@@ -53,6 +53,9 @@ class TrainableRows(LogitRows):
 class Gradients(ABC):
     """The gradients of a source's leaves, while they are summed up."""
 
+    dtype: torch.dtype
+    """To which `add` may round what it is given."""
+
     @abstractmethod
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         """Of distinct rows [R], with respect to what `pull_back` leads to: [R, width].
@@ -66,7 +69,7 @@ class Gradients(ABC):
 
     @abstractmethod
     def sums(self) -> tuple[Tensor | None, ...]:
-        """One a leaf, in its dtype; None where it takes no gradient."""
+        """One a leaf, in its `kept_dtype`; None where it takes no gradient."""
 
 
 def logit_rows(logits: Tensor | LogitRows) -> LogitRows:
@@ -120,7 +123,8 @@ class _TensorGradients(Gradients):
     """Rows are zeroed only where nothing is put: on a CPU a pass over all of them is as long as some losses."""
 
     def __init__(self, logits: Tensor) -> None:
-        self._sum = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        self.dtype = kept_dtype(logits.dtype)
+        self._sum = torch.empty(logits.shape, dtype=self.dtype, device=logits.device)
         self._rows = self._sum.flatten(0, 1)
         self._is_put = torch.zeros(len(self._rows), dtype=torch.bool, device=logits.device)
 
@@ -143,6 +147,14 @@ class _TensorGradients(Gradients):
     def sums(self) -> tuple[Tensor, ...]:
         self._zero_others()
         return (self._sum,)
+
+
+def kept_dtype(leaf: torch.dtype) -> torch.dtype:
+    """In which a leaf's gradient is kept until backward: its own, but fp32 for fp16.
+
+    A loss scale, without which fp16 has no numbers small enough, is known only then.
+    """
+    return torch.float32 if leaf == torch.float16 else leaf
 
 
 def put_rows(sums: Tensor, rows: Tensor, gradient: Tensor, onto: bool) -> None:

@@ -41,11 +41,12 @@ class VocabParallelLogits(TrainableRows):
 class _VocabParallelGradients(Gradients):
     def __init__(self, source: VocabParallelLogits) -> None:
         self._source, self._local = source, source.local.gradients()
+        self.dtype = self._local.dtype
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
         every, counts = shards.gather_rows(rows)
-        gradient = gradient.to(self._source.dtype)
+        gradient = gradient.to(self.dtype)
         self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:

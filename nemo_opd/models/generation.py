@@ -7,14 +7,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
-from nemo_opd.models.head import replaced_forward
+from nemo_opd.losses.head_product import linear
+from nemo_opd.models.head import local, replaced_forward
 from nemo_opd.models.tensor_styles import whole_positions
 
 WHOLE_SEQUENCES = "sdpa"
@@ -22,12 +23,14 @@ WHOLE_SEQUENCES = "sdpa"
 
 
 @contextmanager
-def generating(model: PreTrainedModel, mesh: DeviceMesh | None) -> Iterator[None]:
+def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits: bool = False) -> Iterator[None]:
     """Inside, each rank can call the model's `generate`; afterwards it is as it was, in its modes and its shards.
 
     The model is as `load_sharded` made it over `mesh`, adapters, checkpointed activations and compiled layers
     included, or a plain one, with None. Inside it is in eval mode, records no gradients, has layers that are
-    not compiled, and computes in FSDP2's `param_dtype`. Parameters must not change.
+    not compiled, and computes in FSDP2's `param_dtype`. Parameters must not change. Its logits have the digits of those
+    that losses make from hidden states, since ratios of probabilities are taken between the two; rounds_logits: those
+    of the model's own, as losses read them with handoff=logits.
 
     Communicates an all-gather of all parameters on entering, each rank holding them whole meanwhile, in
     `param_dtype`; tensor-parallel ones stay cut over their group. Inside, data-parallel ranks, and those of a
@@ -43,6 +46,8 @@ def generating(model: PreTrainedModel, mesh: DeviceMesh | None) -> Iterator[None
         if mesh is not None and context_axis(mesh) is not None:
             inside.enter_context(attention_of(model, WHOLE_SEQUENCES))
         inside.enter_context(gathered_parameters(model))
+        if not rounds_logits:
+            inside.enter_context(fp32_logits(model))
         if mesh is not None and (tensor := tensor_axis(mesh)) is not None:
             inside.enter_context(whole_positions())
             inside.enter_context(whole_logits(model, tensor))
@@ -100,6 +105,22 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
             # As `fully_shard` has it by default: the outermost is needed first in backward.
             unit.set_reshard_after_forward(unit is not outermost, recurse=False)
             unit.reshard()
+
+
+@contextmanager
+def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, the head's output is not rounded to bf16 or fp16; of one that is no plain linear layer it is as it was."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        yield
+        return
+
+    def forward(hidden: Tensor) -> Tensor:
+        bias = None if head.bias is None else local(head.bias)
+        return linear(hidden.flatten(0, -2), local(head.weight), bias).unflatten(0, hidden.shape[:-1])
+
+    with replaced_forward(head, forward):
+        yield
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from nemo_opd.alignment.generation_config import generation_ids
 from nemo_opd.alignment.template_roles import template_roles
 from nemo_opd.errors import ModelError, RolloutError
+from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
 from nemo_opd.rollout.inverse_cdf import InverseCDF, uniforms
@@ -204,7 +205,8 @@ class HFEngine(Engine):
         """One completion a request, in order. Raises RolloutError as `Sampler.generate` does, and after `close`."""
         if self._sampler is None:
             raise RolloutError(f"the engine of {self._name} is closed and has no model any more; make another")
-        return self._sampler.generate(requests, sampling, self._version)
+        with generating(self._model, None):
+            return self._sampler.generate(requests, sampling, self._version)
 
     @torch.no_grad()
     def update_weights(self, folder: Path, version: int) -> None:

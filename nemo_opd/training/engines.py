@@ -57,6 +57,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> Iterator[StudentEng
             workdir=plan.output_dir,
             version=version,
             max_length=plan.config.train.max_length,
+            rounds_logits=plan.config.handoff.type == "logits",
         )
         with closing(engine):
             yield Server(engine, models, folder, dtype)

@@ -260,7 +260,7 @@ class StudentWorker:
             batch_size=rollout.batch_size,
             device=self.device,
         )
-        ready = generating(self.model, self.mesh)
+        ready = generating(self.model, self.mesh, rounds_logits=self.config.handoff.type == "logits")
         with needs_memory(ROLLOUT), self._with_model(), ready:
             return sampler.generate(requests, sampling, version)
 

@@ -271,7 +271,7 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     assert total(headless, "student: gradients of hidden states", Phase.LOSS) == tokens * width * 2
     # Of three heads, whose rows share the budget; the student's have a gradient.
     rows = total(headless, "student: rows of logits and their gradient", Phase.LOSS)
-    assert rows == 256 * 2**20 // 3 * (3 + 4 // 2)
+    assert rows == 256 * 2**20 // 3 * (3 + 1)
     assert headless.memories[0].peak < whole.memories[0].peak
 
 

@@ -55,9 +55,11 @@ class ServerEngine(Engine):
         workdir: Path,
         version: int = 0,
         max_length: int | None = None,
+        rounds_logits: bool = False,
     ) -> None:
         """model: what to sample with at first, a folder or a hub name. vocab_size: tokens there are. end_ids: each ends
         a sequence. dtype: of the server's weights, by its name. max_length: tokens of prompt and response together.
+        rounds_logits: to the dtype, as the losses' logits are with handoff=logits.
 
         Returns when the server has answered a request. Raises RolloutError where it does not, in
         `rollout.start_timeout_s` at most; nothing is left behind then.
@@ -72,7 +74,10 @@ class ServerEngine(Engine):
             model = str(model.resolve()) if isinstance(model, Path) else model
             self._first = ModelFolder.read(Path(model)) if Path(model).is_dir() else None
             self._max_length = max_length or (self._first.max_positions if self._first else None)
-            self._url = settings.url or self._start(Launch(model, dtype, max_length, free_port()), workdir)
+            self._url = settings.url or self._start(
+                Launch(model, dtype, max_length, free_port(), fp32_logits=dtype != "float32" and not rounds_logits),
+                workdir,
+            )
             self._client = self._make_client()
             name = self._first_name(model)
             head = self._first.head_size if self._first else 0

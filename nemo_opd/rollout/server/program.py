@@ -27,6 +27,8 @@ class Launch:
     max_length: int | None
     """Tokens of prompt and response together; by default the model's own limit."""
     port: int
+    fp32_logits: bool
+    """The head's output is not rounded to `dtype`."""
 
 
 @dataclass(frozen=True, slots=True)

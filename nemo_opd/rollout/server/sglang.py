@@ -38,6 +38,8 @@ class SGLang(Program):
         model = ["--model-path", launch.model, "--served-model-name", NAME, "--dtype", launch.dtype]
         if launch.max_length is not None:
             model += ["--context-length", str(launch.max_length)]
+        if launch.fp32_logits:
+            model.append("--enable-fp32-lm-head")
         return [*model, "--host", HOST, "--port", str(launch.port), "--enable-deterministic-inference"]
 
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:

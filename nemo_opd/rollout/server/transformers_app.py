@@ -16,6 +16,7 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving import completion
 
 from nemo_opd.errors import RolloutError
+from nemo_opd.models.generation import generating
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 
@@ -47,7 +48,8 @@ def sample(model: Any, body: dict[str, Any]) -> Completion:
     )
     request = Request(np.array(body["prompt"], np.int32), max_new_tokens=body["max_tokens"], seed=body["seed"])
     sampling = Sampling(body["temperature"], body["top_p"], body["top_k"])
-    return sampler.generate([request], sampling, version=0)[0]
+    with generating(model, None):
+        return sampler.generate([request], sampling, version=0)[0]
 
 
 def reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:

@@ -15,6 +15,8 @@ NAME = "student"
 EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 EXTENSION = "nemo_opd_weights.Extension"
 TRANSFER = json.dumps({"backend": "nemo_opd"})
+FP32_HEAD = json.dumps({"head_dtype": "float32"})
+"""Versions that know it for pooling only go on rounding."""
 
 
 class VLLM(Program):
@@ -54,6 +56,8 @@ class VLLM(Program):
         options += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", TRANSFER]
         if launch.max_length is not None:
             options += ["--max-model-len", str(launch.max_length)]
+        if launch.fp32_logits:
+            options += ["--hf-overrides", FP32_HEAD]
         return [launch.model, "--host", HOST, "--port", str(launch.port), "--served-model-name", NAME, *options]
 
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:

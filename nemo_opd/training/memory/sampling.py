@@ -169,7 +169,7 @@ def logits_bytes(job: SamplingJob) -> int:
     """Of one position of each sequence, all columns on every rank of a tensor-parallel group; beside them is what was
     made of those before.
     """
-    each = job.compute_bytes + 2 * FP32 + DRAWN + (WARPED if job.drawing.is_warped else 0)
+    each = 3 * FP32 + DRAWN + (WARPED if job.drawing.is_warped else 0)
     return job.drawing.rows * job.setup.size.vocab_size * each
 
 

@@ -178,12 +178,12 @@ def hidden_parts(job: StudentJob) -> list[Part]:
 
 
 def block_bytes(job: StudentJob) -> int:
-    """Rows that are made by one product with each head, which share a budget, and the student's gradient in fp32."""
+    """Rows that are made by one product with each head, which share a budget, and the student's gradient; in fp32."""
     num_teachers = len(job.config.active_teachers)
     most, positions = budget(job) // (1 + num_teachers), job.work.rows * job.work.length
-    made = min(most, positions * job.setup.vocab_size * job.compute_bytes)
-    of_teachers = num_teachers * min(most, positions * job.widest_vocabulary * job.compute_bytes)
-    return made + made * FP32 // job.compute_bytes + of_teachers
+    made = min(most, positions * job.setup.vocab_size * FP32)
+    of_teachers = num_teachers * min(most, positions * job.widest_vocabulary * FP32)
+    return 2 * made + of_teachers
 
 
 def chunk_bytes(job: StudentJob) -> int:

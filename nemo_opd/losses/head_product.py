@@ -1,0 +1,65 @@
+"""Products of bf16 or fp16 matrices whose sums are not rounded to bf16 or fp16 (METHODS §8).
+
+Between a student and a teacher that nearly agree, the logits differ by less than bf16 can tell: at 16 to 32 its numbers
+lie 0.125 apart, which alone makes a KL of up to 0.125²/12 nats a token. The sums are formed in fp32 in any case; what
+costs the digits is how they are written.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+UPCAST_BYTES = 4 * 2**20
+"""Of the columns that are in fp32 at a time, where a device has no such product: what stays in a core's cache."""
+
+
+def product_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:
+    """Of `product`: that of the operands if both have it, and fp32 at least."""
+    return torch.promote_types(torch.promote_types(left, right), torch.float32)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, [R, D] and [D, X] → [R, X] in the `product_dtype`, without a graph.
+
+    Exact but for the rounding of fp32 sums: a product of two bf16 or two fp16 numbers is an fp32 number. Operands of
+    different dtypes are taken as they are.
+    """
+    dtype = product_dtype(left.dtype, right.dtype)
+    if left.dtype == right.dtype == dtype:
+        return left @ right
+    if left.dtype == right.dtype and _is_native(left.device.type, left.dtype):
+        return torch.mm(left, right, out_dtype=dtype)
+    return _upcast_product(left.to(dtype), right)
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Rows [R, D], weight [X, D] and bias [X] → W h + bias [R, X] in the `product_dtype`."""
+    if hidden.dtype == weight.dtype == product_dtype(hidden.dtype, weight.dtype):
+        return F.linear(hidden, weight, bias)
+    made = product(hidden, weight.t())
+    return made if bias is None else made.add_(bias)
+
+
+@cache
+def _is_native(device: str, dtype: torch.dtype) -> bool:
+    """Asked of the device itself: not every build of PyTorch for GPUs has it."""
+    one = torch.ones(1, 1, dtype=dtype, device=device)
+    try:
+        torch.mm(one, one, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _upcast_product(left: Tensor, right: Tensor) -> Tensor:
+    """The same from a few columns at a time in the dtype of `left`."""
+    made = left.new_empty(len(left), right.shape[1])
+    step = max(1, UPCAST_BYTES // (left.dtype.itemsize * max(1, len(right))))
+    for start in range(0, right.shape[1], step):
+        columns = slice(start, start + step)
+        torch.mm(left, right[:, columns].to(left.dtype), out=made[:, columns])
+    return made

@@ -1,0 +1,134 @@
+"""Logits from bf16 or fp16 hidden states keep what a student and a teacher that nearly agree differ in."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.losses import Head, HeadLogits, cross_entropy, same_vocab
+from nemo_opd.losses.head_product import product
+
+HALVES = [torch.bfloat16, torch.float16]
+VOCABULARY, WIDTH, POSITIONS = 4000, 64, 24
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def near_pair(peak: float, distance: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states of student and teacher, and the head of both; peak: the largest logit."""
+    weight = drawn(VOCABULARY, WIDTH, seed=0) / WIDTH**0.5
+    base = drawn(1, POSITIONS, WIDTH, seed=1)
+    base *= peak / (base @ weight.t()).abs().amax()
+    near = base + distance * base.std() * drawn(1, POSITIONS, WIDTH, seed=2)
+    return near.to(dtype), base.to(dtype), weight.to(dtype)
+
+
+def of_logits(student: Tensor, teacher: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The mean forward KL of all positions but the last, in float64 and plain PyTorch."""
+    shift = 0 if bias is None else bias.double()
+    log_p, log_q = (
+        (hidden.double() @ head.double().t() + shift)[0, :-1].log_softmax(-1)
+        for hidden, head in ((student, weight), (teacher, weight.detach()))
+    )
+    return (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("peak", [10.0, 20.0, 30.0])
+@pytest.mark.parametrize("distance", [0.01, 0.1])
+def test_a_small_divergence_is_what_it_is(peak: float, distance: float, dtype: torch.dtype) -> None:
+    """Bug: logits rounded to bf16, of which a KL of 6e-4 was read as 1.2e-3, with a gradient of cosine 0.76.
+
+    The difference of two logits, about sqrt(2 KL) > 5e-3, has the fp32 error of logits up to 30: 3 units of 1e-6 at
+    most, less than 1e-3 of it. The gradient is rounded twice, when it is brought to the head's dtype and when it is
+    written; twice that is left to what cancels in between.
+    """
+    student, teacher, weight = near_pair(peak, distance, dtype)
+    leaf, exact_leaf = student.clone().requires_grad_(), student.double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
+    head_leaf = weight.clone().requires_grad_()
+    exact = of_logits(exact_leaf, teacher, exact_weight)
+    exact.backward()
+    mask = torch.ones(1, POSITIONS)
+    found = same_vocab(HeadLogits(leaf, Head(head_leaf)), HeadLogits(teacher, Head(weight)), mask=mask).loss
+    found.backward()
+    assert found.item() == pytest.approx(exact.item(), rel=2e-3)
+    unit = torch.finfo(dtype).eps / 2
+    for gradient, wanted in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_weight.grad)):
+        # What is no normal number of fp16 has an absolute error.
+        tiny = torch.finfo(dtype).smallest_normal * unit * gradient.numel() ** 0.5
+        assert (gradient.double() - wanted).norm() < 4 * unit * wanted.norm() + tiny
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_equal_sides_give_exactly_nothing(dtype: torch.dtype) -> None:
+    student, _, weight = near_pair(30.0, 0.0, dtype)
+    leaf = student.clone().requires_grad_()
+    loss = same_vocab(
+        HeadLogits(leaf, Head(weight)), HeadLogits(student, Head(weight)), mask=torch.ones(1, POSITIONS)
+    ).loss
+    loss.backward()
+    assert loss.item() == 0
+    assert not leaf.grad.any()
+
+
+def test_a_loss_scale_reaches_what_fp16_has_no_numbers_for() -> None:
+    """Bug: gradients formed in forward, before the scale is known, and gone in fp16 by then."""
+    student, teacher, weight = near_pair(10.0, 0.01, torch.float16)
+    exact_leaf, leaf = student.double().requires_grad_(), student.clone().requires_grad_()
+    of_logits(exact_leaf, teacher, weight).backward()
+    mask, many = torch.ones(1, POSITIONS), 1e6
+    student_logits, teacher_logits = HeadLogits(leaf, Head(weight)), HeadLogits(teacher, Head(weight))
+    loss = same_vocab(student_logits, teacher_logits, mask=mask, normalizer=(POSITIONS - 1) * many).loss
+    (loss * many).backward()
+    assert (leaf.grad.double() - exact_leaf.grad).norm() < 2**-9 * exact_leaf.grad.norm()
+
+
+@pytest.mark.parametrize(("of_hidden", "of_head"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_a_head_in_another_precision(of_hidden: torch.dtype, of_head: torch.dtype) -> None:
+    """As models have it that keep their head in fp32: nothing of either is rounded."""
+    student, teacher, weight = near_pair(20.0, 0.03, torch.float32)
+    bias = drawn(VOCABULARY, seed=5)
+    student, teacher = student.to(of_hidden), teacher.to(of_hidden)
+    weight, bias = weight.to(of_head), bias.to(of_head)
+    leaf, head_leaf = student.clone().requires_grad_(), weight.clone().requires_grad_()
+    exact_leaf, exact_head = student.double().requires_grad_(), weight.double().requires_grad_()
+    exact = of_logits(exact_leaf, teacher, exact_head, bias)
+    exact.backward()
+    sources = HeadLogits(leaf, Head(head_leaf, bias)), HeadLogits(teacher, Head(weight, bias))
+    loss = same_vocab(*sources, mask=torch.ones(1, POSITIONS), chunk_size=7).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(exact.item(), rel=2e-3)
+    for gradient, wanted in ((leaf.grad, exact_leaf.grad), (head_leaf.grad, exact_head.grad)):
+        unit = torch.finfo(gradient.dtype).eps / 2
+        assert (gradient.double() - wanted).norm() < (unit + 2e-3) * wanted.norm()
+
+
+def test_blocks_of_logits_count_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: twice the budget of rows, since what is read is no longer as wide as the operands."""
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 8 * 4 * VOCABULARY)
+    student, _, weight = near_pair(10.0, 0.0, torch.bfloat16)
+    counts: list[int] = []
+
+    class Counted(HeadLogits):
+        def read(self, rows: Tensor, width: int) -> Tensor:
+            counts.append(len(rows))
+            return super().read(rows, width)
+
+    ids = torch.zeros(1, POSITIONS, dtype=torch.long)
+    cross_entropy(Counted(student.requires_grad_(), Head(weight)), ids, mask=torch.ones(1, POSITIONS), chunk_size=1)
+    assert max(counts) == 8
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 3), (3, 8, 0), (1, 1, 1), (5, 300, 7000)])
+def test_products_are_those_of_upcast_matrices(shape: tuple[int, int, int]) -> None:
+    """Of no row, of no column, and of more columns than are in fp32 at a time."""
+    rows, width, columns = shape
+    left, right = drawn(rows, width, seed=3).bfloat16(), drawn(columns, width, seed=4).bfloat16().t()
+    expected = left.double() @ right.double()
+    # Sums of `width` fp32 terms in any order.
+    bound = width * torch.finfo(torch.float32).eps * (left.double().abs() @ right.double().abs())
+    made = product(left, right)
+    assert made.dtype == torch.float32
+    assert ((made.double() - expected).abs() <= bound).all()
