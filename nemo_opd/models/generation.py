@@ -109,7 +109,7 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the head's output is not rounded to bf16 or fp16; of one that is no plain linear layer it is as it was."""
+    """Inside, the head's output is not rounded to bf16 or fp16; of one that is no linear layer it is as it was."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         yield

@@ -2,6 +2,8 @@
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.handoff.transport import transport_for
+from nemo_opd.models.head_precision import check_head_precision
+from nemo_opd.models.load import load_config
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import (
@@ -15,6 +17,7 @@ from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import load_prompts
 from nemo_opd.training.sides import load_side, plan_teacher
+from nemo_opd.workers.student import compute_dtype
 
 
 def preflight(config: RunConfig) -> Plan:
@@ -28,6 +31,11 @@ def preflight(config: RunConfig) -> Plan:
     progress = progress_to_resume(config, output_dir)
     student = load_side(config.student, "student", device)
     teachers = [load_side(settings, f"teachers.{i}", device) for i, settings in enumerate(config.active_teachers)]
+    for i, settings in enumerate((config.student, *config.active_teachers)):
+        key = f"teachers.{i - 1}" if i else "student"
+        dtype = compute_dtype(settings.dtype, device)
+        model = load_config(settings.model, key=f"{key}.model")
+        check_head_precision(model, dtype, key=key, reference=settings.model)
     deliveries = plan_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(
         plan_teacher(i, settings, student, teacher)

@@ -16,6 +16,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import tensor_axis
 from nemo_opd.models.context_parallel import RING, use_ring_attention
 from nemo_opd.models.generation import generating
+from nemo_opd.models.head import Headless
 from nemo_opd.models.load import load_model
 from nemo_opd.models.parallelize import checkpoint_activations
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -181,3 +182,28 @@ def test_a_model_for_shared_positions_samples_whole_sequences(monkeypatch: pytes
         assert_same(sample(model, asked(0)), wanted)
 
     assert model.config._attn_implementation == RING
+
+
+@pytest.mark.parametrize("family", ["llama, tied", "gemma2, soft-cap", "phi, biases"])
+def test_sampled_probabilities_have_the_digits_of_the_losses(family: str) -> None:
+    """Bug: an engine's log-probabilities of bf16 logits beside a trainer's of fp32, whose ratios are off by a rounding.
+
+    Unless the losses read the model's own logits, which are rounded alike.
+    """
+    model: Any = model_of(family).bfloat16()
+    ids = torch.arange(1, 13).view(2, 6)
+    own = model(ids).logits
+    made = Headless(model, key="model")(ids)
+    expected = made.read(torch.arange(12), made.shape[2]).view(made.shape)
+    head = model.get_output_embeddings()
+
+    with generating(model, None):
+        found = model(ids).logits
+    with generating(model, None, rounds_logits=True):
+        rounded = model(ids).logits
+
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert (own - expected).abs().max() > 1e-3
+    assert torch.equal(rounded, own)
+    assert head(torch.zeros(1, head.in_features, dtype=torch.bfloat16)).dtype == torch.bfloat16

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
@@ -337,3 +337,14 @@ def test_a_model_that_cannot_be_cut_is_refused_before_a_process_starts(
     with pytest.raises((ConfigError, ModelError)) as caught:
         preflight(compose("cluster.cpu_ranks=2", override))
     assert str(caught.value).startswith(f"{override}: {says}")
+
+
+def test_a_head_in_fp32_is_refused_before_a_process_starts(
+    configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a teacher in bf16; the student, in fp32 on a CPU, has nothing that would be rounded."""
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", ["lm_head"])
+
+    with pytest.raises(ModelError, match=r"teachers.1.model=.*write teachers.1.dtype=float32"):
+        preflight(configure("teachers.0.dtype=float32", "teachers.1.dtype=bfloat16"))
+    preflight(configure("teachers.0.dtype=float32", "teachers.1.dtype=float32"))

@@ -1,0 +1,81 @@
+"""A head in another precision than the rest of its model is named before anything runs."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from nemo_opd.errors import ModelError
+from nemo_opd.models.head_precision import check_head_precision, dtype_before
+from tests.models.families import FAMILIES, SIZES
+
+
+class KeepingHead(LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = ("lm_head",)
+
+
+class KeepingHeadFromFP16(LlamaForCausalLM):
+    _keep_in_fp32_modules = ("lm_head",)
+
+
+class KeepingNorms(LlamaForCausalLM):
+    _keep_in_fp32_modules_strict = ("norm",)
+
+
+class UpcastingHidden(LlamaForCausalLM):
+    """Its head computes in fp32, whatever the layers do."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.lm_head.register_forward_pre_hook(lambda _, hidden: hidden[0].float())
+
+
+def check(kind: type[LlamaForCausalLM], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_config", lambda config, dtype: kind(config).to(dtype))
+    check_head_precision(LlamaConfig(**SIZES), dtype, key="teachers.1", reference="some/model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "what"),
+    [
+        (KeepingHead, torch.bfloat16, "its head is kept in float32"),
+        (KeepingHead, torch.float16, "its head is kept in float32"),
+        (KeepingHeadFromFP16, torch.float16, "its head is kept in float32"),
+        (UpcastingHidden, torch.bfloat16, "its head reads hidden states in float32"),
+    ],
+)
+def test_a_head_in_fp32_is_refused(
+    kind: type[LlamaForCausalLM], dtype: torch.dtype, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a head rounded by FSDP2's cast unseen, or an error without a key at the first step."""
+    with pytest.raises(ModelError, match=rf"teachers.1.model=some/model: {what} .*teachers.1.dtype=float32"):
+        check(kind, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (KeepingHead, torch.float32),
+        (UpcastingHidden, torch.float32),
+        (KeepingHeadFromFP16, torch.bfloat16),
+        (KeepingNorms, torch.bfloat16),
+    ],
+)
+def test_what_does_not_touch_the_head_passes(
+    kind: type[LlamaForCausalLM], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(kind, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_families_pass(family: str) -> None:
+    check_head_precision(FAMILIES[family], torch.bfloat16, key="student", reference=family)
+
+
+def test_heads_are_looked_at_in_every_family() -> None:
+    """Bug: a check that passes everything, since a model's own code did not run without data."""
+    for config in FAMILIES.values():
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        assert dtype_before(model, model.get_output_embeddings()) == torch.bfloat16
