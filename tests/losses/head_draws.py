@@ -1,0 +1,150 @@
+"""Random heads, hidden states and losses of them, and the same in float64 and plain PyTorch."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.losses import Head, HeadLogits, compute_together, cross_entropy, same_vocab
+from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A student's and a teacher's head with hidden states, of one vocabulary, and a loss between the two."""
+
+    hidden: tuple[Tensor, Tensor]
+    """[B, S, D] and [B, S, E]"""
+    heads: tuple[Head, Head]
+    vocabulary: int
+    """Columns that are tokens; heads are wider."""
+    ids: Tensor
+    mask: Tensor
+    temperature: float
+    kd_weight: float
+    chunk_size: int | None
+
+    @staticmethod
+    def of(seed: int) -> Draw:
+        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        dtype, vocabulary = draw.choice(DTYPES), draw.randint(12, 90)
+        shape = (draw.randint(1, 3), draw.randint(2, 9))
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+        def side() -> tuple[Tensor, Head]:
+            width, columns = draw.randint(1, 40), vocabulary + draw.choice((0, 0, 3, 8))
+            weight = (normal(columns, width) * draw.uniform(0.3, 3) / width**0.5).to(dtype)
+            bias = normal(columns).to(dtype) if draw.random() < 0.5 else None
+            cap = draw.choice((None, None, 2.0, 30.0))
+            return normal(*shape, width).to(dtype), Head(weight, bias, draw.choice((1.0, 1.0, 0.3, 2.0)), cap)
+
+        (student, own), (teacher, theirs) = side(), side()
+        ids = torch.randint(vocabulary, shape, generator=generator)
+        mask = torch.rand(shape, generator=generator) < 0.8
+        mask[0, 1] = True
+        chunk_size = draw.choice((None, 1, 3))
+        sides = (student, teacher), (own, theirs)
+        return Draw(*sides, vocabulary, ids, mask, draw.choice((1.0, 2.0)), draw.choice((0.3, 1.0)), chunk_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.hidden[0].dtype
+
+    def trained(self) -> tuple[Tensor, Head]:
+        """The student's side as new leaves."""
+        head, own = self.heads[0], self.hidden[0].clone().requires_grad_()
+        bias = None if head.bias is None else head.bias.clone().requires_grad_()
+        return own, Head(head.weight.clone().requires_grad_(), bias, head.scale, head.soft_cap)
+
+    def loss(self, student: TrainableRows, teacher: LogitRows) -> Tensor:
+        """Cross-entropy and forward KL, together."""
+        sizes = {"student_vocab_size": self.vocabulary, "teacher_vocab_size": self.vocabulary}
+        ce = cross_entropy.plan(
+            student, self.ids, mask=self.mask, vocab_size=self.vocabulary, chunk_size=self.chunk_size
+        )
+        kd = same_vocab.plan(
+            student, teacher, mask=self.mask, temperature=self.temperature, chunk_size=self.chunk_size, **sizes
+        )
+        return compute_together([ce, kd.times(self.kd_weight)]).loss
+
+    @property
+    def teacher(self) -> HeadLogits:
+        return HeadLogits(self.hidden[1], self.heads[1])
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What a draw comes to."""
+
+    loss: Tensor
+    of_linear: Tensor
+    """[B·S, V]: the gradient with respect to W h + bias."""
+    gradients: tuple[Tensor, ...]
+    """Of hidden states, weight and maybe bias."""
+    largest_sum: float
+    """Of the sizes of what is added up to a logit."""
+
+    @staticmethod
+    def of(draw: Draw) -> Exact:
+        leaves = [draw.hidden[0], draw.heads[0].weight, draw.heads[0].bias]
+        exact = [None if leaf is None else leaf.double().clone().requires_grad_() for leaf in leaves]
+        linear = _linear(*exact)
+        teacher = _linear(*(None if x is None else x.double() for x in (draw.hidden[1], *_parameters(draw.heads[1]))))
+        z_s = _finished(linear, draw.heads[0])[:, :-1, : draw.vocabulary]
+        z_t = _finished(teacher, draw.heads[1])[:, :-1, : draw.vocabulary]
+        scored = draw.mask[:, 1:]
+        log_p = z_s.log_softmax(-1)
+        ce = -log_p.gather(-1, draw.ids[:, 1:, None]).squeeze(-1)[scored].mean()
+        tau = draw.temperature
+        log_q, log_p = (z_t / tau).log_softmax(-1), (z_s / tau).log_softmax(-1)
+        kd = (log_q.exp() * (log_q - log_p)).sum(-1)[scored].mean() * tau**2
+        loss = ce + draw.kd_weight * kd
+        of_linear, *gradients = torch.autograd.grad(loss, [linear, *(leaf for leaf in exact if leaf is not None)])
+        sizes = [
+            _linear(*(None if x is None else x.double().abs() for x in (hidden, *_parameters(head))))
+            for hidden, head in zip(draw.hidden, draw.heads, strict=True)
+        ]
+        largest = max(float(size.max()) * head.scale for size, head in zip(sizes, draw.heads, strict=True))
+        return Exact(loss.detach(), of_linear.flatten(0, 1), tuple(gradients), largest)
+
+
+def _parameters(head: Head) -> tuple[Tensor, Tensor | None]:
+    return head.weight, head.bias
+
+
+def _linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    made = hidden @ weight.t()
+    return made if bias is None else made + bias
+
+
+def _finished(linear: Tensor, head: Head) -> Tensor:
+    logits = linear * head.scale
+    return logits if head.soft_cap is None else head.soft_cap * torch.tanh(logits / head.soft_cap)
+
+
+def value_bound(draw: Draw, exact: Exact) -> float:
+    """Each logit is a sum of `width` + 1 numbers, and each row of the loss one of `vocabulary`, in fp32 at least.
+
+    The loss changes by 2 of what a logit changes at most, for either of two terms and of two sides, times τ.
+    """
+    eps = torch.finfo(torch.promote_types(draw.dtype, torch.float32)).eps
+    width = max(hidden.shape[-1] for hidden in draw.hidden)
+    return 8 * draw.temperature * eps * (width + draw.vocabulary) * max(1.0, exact.largest_sum)
+
+
+def gradient_bound(draw: Draw, exact: Exact, wanted: Tensor, size: float) -> float:
+    """In the 2-norm. size: the norm of what is added up to each number of the gradient, by its sizes.
+
+    Of that two roundings to the dtype: of the gradient that enters a product, and of what comes out of it on either
+    rank; and twice as much for sums of several blocks. What fp16 has no normal numbers for has an absolute error.
+    """
+    unit = torch.finfo(draw.dtype).eps / 2
+    tiny = torch.finfo(draw.dtype).smallest_normal * unit * wanted.numel() ** 0.5
+    return 4 * unit * size + tiny + 4 * value_bound(draw, exact) * max(1.0, float(wanted.norm()))
