@@ -24,16 +24,18 @@ Units = tuple[slice, slice | Tensor]
 """Units of a term, and the places of their rows [r]."""
 
 
+Step = tuple[Units, ...]
+"""What is computed at a time: the units of each term."""
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """Rows that are read together."""
 
     rows: Tensor
-    """int64 [R] of [B·S], none of them twice."""
-    steps: tuple[tuple[Units, ...], ...]
+    """int64 [R] of [B·S], none of them twice, nor in another block."""
+    steps: tuple[Step, ...]
     """Taken one after another: the units of each term that fit the budget together."""
-    overlaps: bool
-    """Some of the rows may be in a block before it as well."""
 
     def units(self, term: int) -> slice:
         """All of a term's; they are consecutive."""
@@ -43,21 +45,32 @@ class Block:
 def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     """Blocks that together hold each unit of every term once; those that this process of a share computes.
 
-    A step has one unit at least and by default no more of a term than fits the budget, nor than leaves a block for each
-    process of a share. A block has one step, or as many as make a product with a head worth while. Several terms wait
-    for the device once each. Raises ConfigError for a chunk_size below 1.
+    A step has one unit at least and by default no more of a term than fits the budget. A block has one step, or as many
+    as make a product with a head worth while; it ends where no unit of any term goes on, so that each row is in one
+    block only, whichever process computes it. Processes of a share have equally many rows, up to a unit, equally many
+    blocks, and in each as many steps as the others in theirs: what they read together in a step they read equally
+    often. Several terms wait for the device once each. Raises ConfigError for a chunk_size below 1.
     """
-    rows, steps = _steps_of(source, terms[0]) if len(terms) == 1 else _joint_steps(source, terms)
-    found = _joined(rows, steps, _rows_at_once(source, terms, len(rows)))
-    nothing = tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
-    yield from own_share(source, found, Block(rows[:0], (nothing,), overlaps=False))
+    rows = terms[0].rows if len(terms) == 1 else torch.cat([term.rows for term in terms]).unique()
+    places = [_Places.of(rows, term, is_alone=len(terms) == 1) for term in terms]
+    index, processes = source.share
+    found = list(_blocks_of_all(source, rows, places, _rows_at_once(source, terms)))
+    for first in range(0, len(found), processes):
+        at_once = found[first : first + processes]
+        own = at_once[index] if index < len(at_once) else Block(rows[:0], (_nothing_from(terms),))
+        yield _with_steps(own, max(len(block.steps) for block in at_once))
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
-    """Consecutive slices of units; `cells` and `chunk_size` as of a `Term`. Raises ConfigError for a size below 1."""
+    """Consecutive slices of units, one for each process of a share at least; `cells` and `chunk_size` as of a `Term`.
+
+    Raises ConfigError for a size below 1.
+    """
+    num_units = len(cells) - 1
+    most = num_units if chunk_size is not None else -(-num_units // source.share[1])
     parts, start = [], 0
-    while start < len(cells) - 1:
-        stop = _fitting(source, cells, chunk_size, start)
+    while start < num_units:
+        stop = min(_fitting(source, cells, chunk_size, start), start + most)
         parts.append(slice(start, stop))
         start = stop
     return parts
@@ -70,21 +83,6 @@ def own_share(source: LogitRows, items: Sequence[Item], empty: Item) -> Iterator
         yield items[first + index] if first + index < len(items) else empty
 
 
-def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:
-    """Where a part that begins with unit `start` ends."""
-    num_units = len(cells) - 1
-    if chunk_size is not None:
-        if chunk_size < 1:
-            raise ConfigError(
-                f"chunk_size={chunk_size}: a chunk has at least 1 row; give a larger number, or none for the default"
-            )
-        return min(start + chunk_size, num_units)
-    budget = _budget(source) // 4
-    most = max(1, -(-num_units // source.share[1]))
-    fitting = bisect_right(cells, cells[start] + budget) - 1
-    return min(max(fitting, start + 1), start + most, num_units)
-
-
 def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
     """Bytes of logits that each of the sides may make at once: the student, and whoever is read ahead."""
     others = sum(term.ahead is not None and term.ahead.is_worth_while for term in terms)
@@ -95,65 +93,78 @@ def _budget(source: LogitRows) -> int:
     return CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES
 
 
-def _rows_at_once(source: LogitRows, terms: Sequence[Term], num_rows: int) -> int:
-    """How many rows a block should have, so that there is one for each process of a share."""
-    if not source.is_product:
-        return 1
+def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:
+    """Where the units end that are taken at a time, from `start` on."""
+    if chunk_size is not None:
+        if chunk_size < 1:
+            raise ConfigError(
+                f"chunk_size={chunk_size}: a chunk has at least 1 row; give a larger number, or none for the default"
+            )
+        return min(start + chunk_size, len(cells) - 1)
+    fitting = bisect_right(cells, cells[start] + _budget(source) // 4) - 1
+    return max(fitting, start + 1)
+
+
+def _rows_at_once(source: LogitRows, terms: Sequence[Term]) -> int:
+    """Rows within which steps begin that are read together."""
     fitting = rows_budget(source, terms) // (width_of(terms) * source.dtype.itemsize)
-    return min(fitting, -(-num_rows // source.share[1]))
+    return max(fitting, 1) if source.is_product else 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What is computed at a time, as places among all rows that are needed."""
-
-    begin: int
-    end: int
-    """Of its rows."""
-    parts: tuple[Units, ...]
-    """For each term its units and where their rows are."""
+def _nothing_from(terms: Sequence[Term]) -> Step:
+    return tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
 
 
-def _joined(rows: Tensor, steps: Sequence[_Step], rows_at_once: int) -> list[Block]:
-    """Blocks of the consecutive steps that begin within so many rows."""
-    found, start, read_to = [], 0, 0
-    while start < len(steps):
-        begin, end, stop = steps[start].begin, steps[start].end, start + 1
-        while stop < len(steps) and steps[stop].begin < begin + rows_at_once:
-            end, stop = max(end, steps[stop].end), stop + 1
-        own = tuple(
-            tuple((units, _shifted(places, begin)) for units, places in step.parts) for step in steps[start:stop]
-        )
-        found.append(Block(rows[begin:end], own, overlaps=begin < read_to))
-        start, read_to = stop, max(read_to, end)
-    return found
+def _with_steps(block: Block, number: int) -> Block:
+    """The block with empty steps at its end, of which a term computes what it does of no unit."""
+    nothing = tuple((slice(units.stop, units.stop), slice(0, 0)) for units, _ in block.steps[-1])
+    return Block(block.rows, block.steps + (nothing,) * (number - len(block.steps)))
 
 
-def _shifted(places: slice | Tensor, begin: int) -> slice | Tensor:
-    return slice(places.start - begin, places.stop - begin) if isinstance(places, slice) else places - begin
-
-
-def _steps_of(source: LogitRows, term: Term) -> tuple[Tensor, list[_Step]]:
-    steps = []
-    for part in unit_parts(source, term.cells, term.chunk_size):
-        span = term.span(part)
-        steps.append(_Step(span.start, span.stop, ((part, span),)))
-    return term.rows, steps
-
-
-def _joint_steps(source: LogitRows, terms: Sequence[Term]) -> tuple[Tensor, list[_Step]]:
-    """A unit is of the step that its first row is in; rows that it has beyond are in the next step as well."""
-    rows = torch.cat([term.rows for term in terms]).unique()
-    places = [_Places.of(rows, term) for term in terms]
-    steps, begin = [], 0
+def _blocks_of_all(source: LogitRows, rows: Tensor, places: Sequence[_Places], rows_at_once: int) -> Iterator[Block]:
+    """Blocks of all processes of a share, which deal out equal parts of the rows."""
+    of_a_process, begin = -(-len(rows) // source.share[1]), 0
     while begin < len(rows):
-        end = min([len(rows), *(place.end_of_part(source, begin) for place in places)])
-        units = [place.units_in(begin, end) for place in places]
-        last = max([end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
-        parts = tuple((part, place.of_units(part, begin)) for place, part in zip(places, units, strict=True))
-        steps.append(_Step(begin, last, parts))
-        begin = end
-    return rows, steps
+        limit = _end_of_units_across(places, min(begin + of_a_process, len(rows)))
+        while begin < limit:
+            steps, end = _steps_from(source, places, begin, limit, rows_at_once)
+            yield Block(rows[begin:end], tuple(steps))
+            begin = end
+
+
+def _steps_from(
+    source: LogitRows, places: Sequence[_Places], begin: int, limit: int, rows_at_once: int
+) -> tuple[list[Step], int]:
+    """The steps of a block that begins at this row, and the row that it ends before."""
+    steps, start, covered = [], begin, begin
+    while start < limit and (start < covered or start < begin + rows_at_once):
+        end = _end_of_step(source, places, start, limit)
+        units = [place.units_in(start, end) for place in places]
+        steps.append(tuple((part, place.of_units(part, begin)) for place, part in zip(places, units, strict=True)))
+        covered = max([covered, end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
+        start = end
+    return steps, covered
+
+
+def _end_of_step(source: LogitRows, places: Sequence[_Places], begin: int, limit: int) -> int:
+    """Before which row a step ends that begins at this one: if it can be, where no unit goes on."""
+    end = min([limit, *(place.end_of_part(source, begin) for place in places)])
+    whole = _begin_of_units_across(places, end)
+    return whole if whole > begin else end
+
+
+def _begin_of_units_across(places: Sequence[_Places], row: int) -> int:
+    """The last row up to this one that no unit lies across."""
+    while (begin := min(place.begin_of_unit_across(row) for place in places)) < row:
+        row = begin
+    return row
+
+
+def _end_of_units_across(places: Sequence[_Places], row: int) -> int:
+    """The first row from this one on that no unit lies across."""
+    while (end := max(place.end_of_unit_across(row) for place in places)) > row:
+        row = end
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,34 +176,54 @@ class _Places:
     """Of all terms."""
     on_device: Tensor
     """int64 [R]"""
-    on_host: list[int]
+    on_host: Sequence[int]
 
     @staticmethod
-    def of(rows: Tensor, term: Term) -> _Places:
+    def of(rows: Tensor, term: Term, *, is_alone: bool) -> _Places:
+        """is_alone: the rows are the term's."""
+        if is_alone:
+            return _Places(term, len(rows), rows, range(len(rows)))
         places = torch.searchsorted(rows, term.rows)
         return _Places(term, len(rows), places, places.tolist())
 
     def end_of_part(self, source: LogitRows, begin: int) -> int:
-        """Before which row a block ends that begins at this one and holds no more of the term than may be."""
+        """Before which row a step ends that begins at this one and holds no more of the term than may be."""
         start = self._first_unit(begin)
         stop = start if start == self.term.num_units else _fitting(source, self.term.cells, self.term.chunk_size, start)
-        if stop == self.term.num_units:
-            return self.num_rows
-        return self.on_host[self.term.span(slice(stop, stop)).start]
+        return self.num_rows if stop == self.term.num_units else self._rows_of(stop).start
 
     def units_in(self, begin: int, end: int) -> slice:
         return slice(self._first_unit(begin), self._first_unit(end))
 
     def end_of_units(self, units: slice) -> int:
-        return 1 + self.on_host[self.term.span(units).stop - 1] if units.stop > units.start else 0
+        return self._rows_of(units.stop - 1).stop if units.stop > units.start else 0
+
+    def begin_of_unit_across(self, row: int) -> int:
+        """Of the unit that has rows before this one and others from it on; the row itself if there is none."""
+        return self._across(row).start
+
+    def end_of_unit_across(self, row: int) -> int:
+        return self._across(row).stop
 
     def of_units(self, units: slice, begin: int) -> slice | Tensor:
-        """Of none: nothing at `begin`."""
+        """As places in a block that begins at this row. Of none: nothing."""
         span = self.term.span(units)
         if span.start == span.stop:
-            return slice(begin, begin)
+            return slice(0, 0)
         first, last = self.on_host[span.start], self.on_host[span.stop - 1]
-        return slice(first, last + 1) if last - first == span.stop - span.start - 1 else self.on_device[span]
+        if last - first == span.stop - span.start - 1:
+            return slice(first - begin, last + 1 - begin)
+        return self.on_device[span] - begin
+
+    def _across(self, row: int) -> slice:
+        unit = self._first_unit(row) - 1
+        rows = self._rows_of(unit) if unit >= 0 else slice(row, row)
+        return rows if rows.stop > row else slice(row, row)
+
+    def _rows_of(self, unit: int) -> slice:
+        """From the first of a unit to its last."""
+        span = self.term.span(slice(unit, unit + 1))
+        return slice(self.on_host[span.start], self.on_host[span.stop - 1] + 1)
 
     def _first_unit(self, row: int) -> int:
         """The first that begins at this row or after it."""

@@ -42,7 +42,10 @@ class AveragedLogits(LogitRows):
     """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (METHODS §6)."""
 
     def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
-        """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions."""
+        """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions.
+
+        Some may be whole and others on the ranks of a group, but not on several.
+        """
         if len(sources) != len(weights) or min(weights, default=-1.0) < 0 or not sum(weights):
             raise ConfigError(
                 f"{len(sources)} logits with weights {list(weights)}: "
@@ -53,8 +56,15 @@ class AveragedLogits(LogitRows):
         shapes = [source.shape for source in self.sources]
         if len({shape[:2] for shape in shapes}) > 1:
             raise ConfigError(f"logits to be averaged are {shapes}; sequences and positions must be the same")
+        shares = {source.share for source in self.sources} - {(0, 1)}
+        if len(shares) > 1:
+            raise ConfigError(
+                f"logits to be averaged lie on groups of {sorted(processes for _, processes in shares)} ranks; "
+                "give all over one group, or whole"
+            )
         self.shape = (*shapes[0][:2], min(shape[2] for shape in shapes))
-        self.device, self.share = self.sources[0].device, self.sources[0].share
+        self._shared = max(self.sources, key=lambda source: source.share[1])
+        self.device, self.share = self._shared.device, self._shared.share
         self.is_product = any(source.is_product for source in self.sources)
         self.dtype = torch.promote_types(self.sources[0].dtype, torch.float32)
 
@@ -65,4 +75,4 @@ class AveragedLogits(LogitRows):
         return mean
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        return self.sources[0].reduce(tensor, op)
+        return self._shared.reduce(tensor, op)

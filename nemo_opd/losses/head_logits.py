@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.head_product import linear, product, product_dtype
-from nemo_opd.losses.logit_rows import Gradients, TrainableRows, kept_dtype, new_leaf, put_rows
+from nemo_opd.losses.logit_rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
 LARGEST_FP16_EXPONENT = 14
 """To which a gradient's largest number is brought before it is rounded to fp16, which has few small numbers."""
@@ -97,7 +97,7 @@ class _HeadGradients(Gradients):
         self._of_weight = _fp32_zeros(head.weight)
         self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
 
-    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
         width = gradient.shape[1]
         weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
@@ -108,7 +108,7 @@ class _HeadGradients(Gradients):
         gradient = gradient.to(self._operand)
         if self._of_hidden is not None:
             of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
-            put_rows(self._of_hidden, rows, of_rows, onto)
+            self._of_hidden.index_copy_(0, rows, of_rows)
         if self._of_weight is not None:
             _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows), factor)
 

@@ -47,21 +47,18 @@ class TrainableRows(LogitRows):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Zero, to be added to."""
+        """Zero, to be added to, a row once."""
 
 
 class Gradients(ABC):
-    """The gradients of a source's leaves, while they are summed up."""
+    """The gradients of a source's leaves, while they are put together."""
 
     dtype: torch.dtype
     """To which `add` may round what it is given."""
 
     @abstractmethod
-    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        """Of distinct rows [R], with respect to what `pull_back` leads to: [R, width].
-
-        onto: some of them may have been added to before.
-        """
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
+        """With respect to what `pull_back` leads to: [R, width] of rows [R], none of which is added to again."""
 
     @abstractmethod
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
@@ -128,24 +125,17 @@ class _TensorGradients(Gradients):
         self._rows = self._sum.flatten(0, 1)
         self._is_put = torch.zeros(len(self._rows), dtype=torch.bool, device=logits.device)
 
-    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
+    def add(self, rows: Tensor, gradient: Tensor) -> None:
         width = gradient.shape[1]
-        if onto:
-            self._zero_others()
-        put_rows(self._rows.narrow(1, 0, width), rows, gradient.to(self._sum.dtype), onto)
-        if not onto:
-            self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
-            self._is_put.index_fill_(0, rows, True)
-
-    def _zero_others(self) -> None:
-        self._rows.index_fill_(0, (~self._is_put).nonzero().squeeze(1), 0)
-        self._is_put.fill_(True)
+        self._rows.narrow(1, 0, width).index_copy_(0, rows, gradient.to(self._sum.dtype))
+        self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
+        self._is_put.index_fill_(0, rows, True)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return gradient
 
     def sums(self) -> tuple[Tensor, ...]:
-        self._zero_others()
+        self._rows.index_fill_(0, (~self._is_put).nonzero().squeeze(1), 0)
         return (self._sum,)
 
 
@@ -155,13 +145,6 @@ def kept_dtype(leaf: torch.dtype) -> torch.dtype:
     A loss scale, without which fp16 has no numbers small enough, is known only then.
     """
     return torch.float32 if leaf == torch.float16 else leaf
-
-
-def put_rows(sums: Tensor, rows: Tensor, gradient: Tensor, onto: bool) -> None:
-    if onto:
-        sums.index_add_(0, rows, gradient)
-    else:
-        sums.index_copy_(0, rows, gradient)
 
 
 def new_leaf(tensor: Tensor) -> Tensor:
