@@ -1,17 +1,20 @@
 """How the losses of several teachers become one (METHODS §6)."""
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
-from nemo_opd.aggregation.parts import PART, Part, Parts, build_parts
+from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
 from nemo_opd.aggregation.share_out import share_metrics, share_out
 
 __all__ = [
     "PART",
+    "SHARE",
+    "Divisor",
     "Part",
     "Parts",
     "TokenScore",
     "build_parts",
     "joined",
+    "kd_of",
     "mean_logprob",
     "sequence_scores",
     "share_metrics",

@@ -1,6 +1,6 @@
 """KD as a sum of parts: one a teacher, or one of all teachers that speak as one."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -20,7 +20,25 @@ from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.types import Batch, Mean, Metric, Normalizers
 
 PART = "kd_part/"
-"""Prefix of the metrics whose values add up to the KD that is trained on."""
+"""Prefix of the metrics whose values, each times that under SHARE if there is one, add up to the KD trained on."""
+SHARE = "kd_share/"
+"""Prefix of the metrics that say which share of the texts has units of the part's kind; absent where all have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Divisor:
+    """What the sum over a part's units is divided by, of some rows: units / share."""
+
+    units: float
+    """Those of the part, or of all parts whose units count alike."""
+    share: Mean | None = None
+    """Texts with such units, of all with any; None: all units count alike."""
+
+    @property
+    def value(self) -> float:
+        """1 where there is no unit, as 0 is divided by it."""
+        share = 1.0 if self.share is None else self.share.value()
+        return self.units / share if self.units else 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +62,23 @@ class Part:
         rows = batch.teachers[self.teacher]
         return self.term.num_units(rows.student_side(batch.student), rows, batch.sampled)
 
+    def num_texts(self, batch: Batch) -> int:
+        """That have a unit."""
+        rows = batch.teachers[self.teacher]
+        return self.term.num_texts(rows.student_side(batch.student), rows, batch.sampled)
+
     def plan(
         self,
         student_logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
-        count: float,
+        own: Divisor,
         normalizer: float,
     ) -> PlannedLoss:
         """weight · the loss of these rows / normalizer.
 
-        Its metrics are the loss's own under the part's name, and under PART its part in KD as a mean over `count`.
+        own: of these rows. Its metrics are the loss's own under the part's name, and under PART and SHARE its part in
+        KD.
         """
         rows = batch.teachers[self.teacher]
         loss = self.term.plan(
@@ -68,8 +92,9 @@ class Part:
         )
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
-            own = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
-            return own | {f"{PART}{self.teacher}": Mean(self.weight * weighted, count)}
+            found = {self._named(name): metric for name, metric in loss.metrics_of(weighted, unweighted).items()}
+            share = {} if own.share is None else {f"{SHARE}{self.teacher}": own.share}
+            return found | share | {f"{PART}{self.teacher}": Mean(self.weight * weighted, own.units)}
 
         return replace(loss.times(self.weight), metrics_of=metrics_of)
 
@@ -99,33 +124,45 @@ class Parts:
 
     parts: tuple[Part, ...]
     count_together: bool
-    """Every unit counts the same, whichever part it is of; else each part is a mean of its own."""
+    """Each text is of one part, and units of a kind count the same, whichever part they are of; kinds are means, which
+    count by their texts. Else each part is a mean of its own.
+    """
 
-    def num_units(self, batch: Batch) -> tuple[float, ...]:
-        """What each part is divided by, of these rows."""
+    def divisors(self, batch: Batch) -> tuple[Divisor, ...]:
+        """By part, of these rows."""
         units = [part.num_units(batch) for part in self.parts]
-        return (sum(units),) * len(units) if self.count_together else tuple(units)
+        if not self.count_together:
+            return tuple(map(Divisor, units))
+        kinds = [part.term.unit for part in self.parts]
+        if len(set(kinds)) == 1:
+            return (Divisor(sum(units)),) * len(units)
+        texts = [part.num_texts(batch) for part in self.parts]
+        return tuple(
+            Divisor(_sum_where(units, kinds, kind), Mean(_sum_where(texts, kinds, kind), sum(texts))) for kind in kinds
+        )
 
     def normalizers(self, batch: Batch) -> Normalizers:
         """Of a global batch; 1 where it is without units, as 0 is divided by it."""
         labels, sampled = (int(count_label_tokens(mask).sum()) for mask in (batch.label_mask, batch.sampled_mask))
-        return Normalizers(labels or 1, tuple(units or 1 for units in self.num_units(batch)), sampled or 1)
+        return Normalizers(labels or 1, tuple(divisor.value for divisor in self.divisors(batch)), sampled or 1)
 
     def plan(
         self,
         student_logits: Tensor | LogitRows,
         teacher_logits: Sequence[LogitRows],
         batch: Batch,
-        units: Sequence[float],
+        divisors: Sequence[Divisor],
         normalizers: Sequence[float],
     ) -> list[PlannedLoss]:
         """The parts, whose sum is KD.
 
-        Student's [B, S, V] and teachers' logits [B, T, W] and the batch are of the same rows; units: `num_units` of
-        them; normalizers: those of the global batch. The metrics under PART add up to KD also when batches are pooled.
+        Student's [B, S, V] and teachers' logits [B, T, W] and the batch are of the same rows; divisors: of them;
+        normalizers: those of the global batch. The metrics under PART and SHARE make KD also when batches are pooled.
         """
-        entries = zip(self.parts, units, normalizers, strict=True)
-        return [part.plan(student_logits, teacher_logits, batch, *counts) for part, *counts in entries]
+        return [
+            part.plan(student_logits, teacher_logits, batch, own, normalizer)
+            for part, own, normalizer in zip(self.parts, divisors, normalizers, strict=True)
+        ]
 
     def plan_statistics(
         self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch, *, vocab_size: int
@@ -139,6 +176,20 @@ class Parts:
         own = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
         overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
         return [own, *(plan for plans in overlaps for plan in plans)]
+
+
+def _sum_where(values: Sequence[float], kinds: Sequence[str], wanted: str) -> float:
+    return sum(value for value, kind in zip(values, kinds, strict=True) if kind == wanted)
+
+
+def kd_of(metrics: Mapping[str, Metric]) -> float:
+    """The KD that is trained on, from the metrics under PART and SHARE."""
+    total = 0.0
+    for name, metric in metrics.items():
+        if name.startswith(PART):
+            share = metrics.get(SHARE + name.removeprefix(PART))
+            total += metric.value() * (1.0 if share is None else share.value())
+    return total
 
 
 def build_parts(

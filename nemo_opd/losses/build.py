@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from nemo_opd.config.loss import LossTerm, Objective
+from nemo_opd.config.loss import LossTerm, Objective, StrictTerm, TCADTerm
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 Arguments = dict[str, Tensor]
+Unit = Literal["place", "sequence", "prompt"]
+"""What a loss is a mean of: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
+tokens; or prompts, whose sequences have weights that add up to 1.
+"""
 OF_THE_DRIVER = frozenset({"type", "power_alpha", *Objective.model_fields})
 """Settings of a term, or of an objective around it, that are no arguments of its loss."""
 
@@ -47,6 +51,11 @@ class TermLoss:
     """What it reads of a batch besides the logits, by keyword."""
     count: Callable[[Arguments], Tensor]
     """Its units among such arguments, int64 [B]."""
+    unit: Unit
+
+    def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
+        """Those of these rows that have a unit."""
+        return int((self.count(self.batch_arguments(student, teacher, sampled)) > 0).sum())
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
         """What its normalizer counts, of these rows: units, those of a sequence times its rollout weight.
@@ -103,7 +112,10 @@ def build(
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
         count = partial(count, projection=projection)
-    return TermLoss(plan, partial(kind.batch_arguments, term.type), count)
+    if isinstance(term, StrictTerm):
+        count = partial(count, has_continuation=term.continuation_weight > 0)
+    is_weighted = isinstance(term, TCADTerm) and term.power_alpha is not None
+    return TermLoss(plan, partial(kind.batch_arguments, term.type), count, "prompt" if is_weighted else kind.unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,7 @@ class _Kind:
     count: Callable[..., Tensor]
     """Units among the batch's arguments, int64 [B], given the projection where one is needed."""
     needs_projection: bool = True
+    unit: Unit = "place"
 
 
 def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
@@ -168,15 +181,17 @@ def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | None = No
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
-def _count_strict_units(arguments: Arguments, projection: ProjectionMatrix) -> Tensor:
+def _count_strict_units(
+    arguments: Arguments, projection: ProjectionMatrix, *, has_continuation: bool = False
+) -> Tensor:
     num_rows, width = arguments["student_ids"].shape
-    units = strict_units(**arguments, projection=projection)
+    units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
     return torch.bincount(units.student_rows // width, minlength=num_rows)
 
 
 _KINDS = {
     "same_vocab": _Kind(same_vocab, _scored_tokens, _count_scored_tokens, needs_projection=False),
-    "tcad": _Kind(tcad, _scored_tokens, _count_scored_sequences, needs_projection=False),
+    "tcad": _Kind(tcad, _scored_tokens, _count_scored_sequences, needs_projection=False, unit="sequence"),
     "sampled_kl": _Kind(sampled_kl, _sampled_tokens, _count_scored_tokens, needs_projection=False),
     "p_kl": _Kind(p_kl, _aligned_chunks, _count_chunks),
     "gold": _Kind(gold, _aligned_chunks, _count_chunks),

@@ -18,20 +18,21 @@ def chunk_loss(
     continuation_weight: float,
     normalizer: float | None,
     chunk_size: int | None,
-    count: int | None = None,
+    single_units: int | None = None,
 ) -> PlannedLoss:
     """(term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and the metric `kd`.
 
-    count: units, by default those of `inputs`; normalizer: by default that number. Raises ConfigError for a negative
-    weight.
+    single_units: those of `term` where it is of no chunk of several tokens, which are then units only if they have a
+    weight; by default the term is of all chunks of `inputs`. normalizer: by default the number of units. Raises
+    ConfigError for a negative weight.
     """
     if not continuation_weight >= 0:
         raise ConfigError(
             f"continuation_weight={continuation_weight}: a term that is maximised teaches nothing; give 0 or more"
         )
-    terms = [term]
+    terms, count = [term], len(inputs.units) if single_units is None else single_units
     if continuation_weight:
-        several = (inputs.units.student_lengths > 1) | (inputs.units.teacher_lengths > 1)
-        longer = replace(inputs, units=inputs.units.where(several))
+        longer = replace(inputs, units=inputs.units.where(inputs.units.have_several_tokens))
         terms.append(likelihood_term(longer, chunk_size).times(continuation_weight))
-    return PlannedLoss.of("kd", inputs.student, terms, len(inputs.units) if count is None else count, normalizer)
+        count += 0 if single_units is None else len(longer.units)
+    return PlannedLoss.of("kd", inputs.student, terms, count, normalizer)

@@ -27,6 +27,11 @@ class ChunkUnits:
     def __len__(self) -> int:
         return len(self.student_rows)
 
+    @property
+    def have_several_tokens(self) -> Tensor:
+        """bool [U]: on either side."""
+        return (self.student_lengths > 1) | (self.teacher_lengths > 1)
+
     def where(self, kept: Tensor) -> ChunkUnits:
         """The units that bool [U] is true of. Its `nonzero` waits for the device."""
         index = kept.nonzero().squeeze(1)

@@ -51,11 +51,11 @@ def strict(
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
     left out where only one side has other tokens. continuation_weight: of the `alm` term of every chunk of several
-    tokens on a side, which are no units otherwise. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S]
-    and [B, T], chunk ids −1 or non-decreasing. sequence_weights [B]: of each sequence's units in the sum; those of
-    weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the global batch, by
-    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
-    for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
+    tokens on a side; with one above 0 these chunks are units as well. Unshifted logits [B, S, V] and [B, T, W]; ids and
+    chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing. sequence_weights [B]: of each sequence's units in the
+    sum; those of weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the global
+    batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises
+    ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
     """
     _check(top_k, normalization)
     inputs = ChunkInputs.of(
@@ -71,7 +71,8 @@ def strict(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    compared = replace(inputs, units=_realised_pairs(inputs.units, student_ids, teacher_ids, projection))
+    is_compared = _are_realised_pairs(inputs.units, student_ids, teacher_ids, projection)
+    compared = replace(inputs, units=inputs.units.where(is_compared))
     shared = _SharedVocabulary.of(projection, inputs, top_k, normalization)
     compare = Divergence(divergence, beta, mixed_weight)
 
@@ -90,7 +91,7 @@ def strict(
         continuation_weight=continuation_weight,
         normalizer=normalizer,
         chunk_size=chunk_size,
-        count=len(compared.units),
+        single_units=len(compared.units),
     )
 
 
@@ -100,24 +101,28 @@ def strict_units(
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
     projection: ProjectionMatrix,
+    *,
+    has_continuation: bool = False,
 ) -> ChunkUnits:
     """Chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
 
-    Their number, `len`, is what `strict` counts as units. It waits for the device twice. Raises ProjectionError for a
-    projection without exact pairs.
+    has_continuation: and those of several tokens on a side. Their number, `len`, is what `strict` counts as units. It
+    waits for the device twice. Raises ProjectionError for a projection without exact pairs.
     """
-    return _realised_pairs(chunk_units(student_chunk_id, teacher_chunk_id), student_ids, teacher_ids, projection)
+    units = chunk_units(student_chunk_id, teacher_chunk_id)
+    is_unit = _are_realised_pairs(units, student_ids, teacher_ids, projection)
+    return units.where(is_unit | units.have_several_tokens if has_continuation else is_unit)
 
 
-def _realised_pairs(
+def _are_realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
-) -> ChunkUnits:
+) -> Tensor:
+    """bool [U]"""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
     student = student_ids.flatten().index_select(0, units.student_rows + 1).long()
     teacher = teacher_ids.flatten().index_select(0, units.teacher_rows + 1).long()
-    one_to_one = (units.student_lengths == 1) & (units.teacher_lengths == 1)
-    return units.where(one_to_one & (partner.index_select(0, student) == teacher))
+    return ~units.have_several_tokens & (partner.index_select(0, student) == teacher)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The objective of a global step, from its reduced metrics (METHODS §7)."""
 
-from nemo_opd.aggregation import PART
+from nemo_opd.aggregation import PART, SHARE, kd_of
 from nemo_opd.config.loss import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
@@ -16,13 +16,13 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
     logged = {
         name: metric
         for name, metric in metrics.items()
-        if not name.startswith((PART, PHASE))
+        if not name.startswith((PART, SHARE, PHASE))
         and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
     }
     named = {f"{phase}/{name}": value for name, value in values(logged).items()}
     loss = config.loss.ce_weight * named[f"{phase}/ce"]
     if config.active_teachers:
-        kd = sum(metric.value() for name, metric in metrics.items() if name.startswith(PART))
+        kd = kd_of(metrics)
         named[f"{phase}/kd"] = kd
         loss += config.loss.kd_weight * kd_scale * kd
     if isinstance(config.loss, GRPOLoss):

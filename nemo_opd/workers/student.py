@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from nemo_opd.aggregation import build_parts
+from nemo_opd.aggregation import Divisor, build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.optim import AdamW, Scheduler
@@ -73,8 +73,8 @@ class MicroBatch:
     batch: Batch
     teacher_logits: list[LogitRows]
     """Per teacher [b, T, W], read from the handed-over buffers."""
-    kd_units: tuple[float, ...]
-    """What the parts of KD are divided by, of these rows."""
+    divisors: tuple[Divisor, ...]
+    """Of the parts of KD, of these rows."""
 
 
 class StudentWorker:
@@ -213,7 +213,7 @@ class StudentWorker:
             )
             losses.append(ce.times(weights.ce_weight))
         if "kd" in objectives:
-            parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.kd_units, step.normalizers.kd)
+            parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.divisors, step.normalizers.kd)
             losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
         if "policy" in objectives and batch.sampled is not None:
             losses += self._of_rollouts(logits, micro, batch.sampled, step.normalizers)
@@ -292,7 +292,7 @@ class StudentWorker:
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
             # Counted on the host, where it waits for nothing.
-            yield MicroBatch(batch.to(self.device), teacher_logits, self.parts.num_units(batch))
+            yield MicroBatch(batch.to(self.device), teacher_logits, self.parts.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip

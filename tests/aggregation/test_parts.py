@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.aggregation import PART, build_parts, share_metrics, weighted_by_confidence
+from nemo_opd.aggregation import PART, SHARE, Divisor, build_parts, kd_of, share_metrics, weighted_by_confidence
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
 from nemo_opd.losses.planned import compute_together
@@ -134,27 +134,78 @@ def test_units_are_counted_together_where_each_text_has_one_teacher(tiny: Tiny) 
     assert together.normalizers(only_chosen(batch(), torch.tensor([5, 5, 5]))).kd == (1, 1)
 
 
-@pytest.mark.parametrize("is_sampled", [False, True])
-@pytest.mark.parametrize("aggregation", ["weighted_sum", "select_teacher"])
-def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, is_sampled: bool) -> None:
-    """The sum of the PART metrics over microbatches is the loss of the whole with its own normalizers."""
-    parts = parts_of(tiny, f"aggregation={aggregation}")
+TCAD = ["loss=same_vocab", "teachers.0.type=same_tokenizer", "+teachers.0.loss={type: tcad, support_size: 3}"]
+
+
+def without_chunks(of: Batch) -> Batch:
+    return replace(of, teachers=(TeacherRows(of.student, None), of.teachers[1]))
+
+
+def test_kinds_of_units_count_by_their_texts(tiny: Tiny) -> None:
+    """Teacher 0 has text 1 and a unit for it, teacher 1 the other two with 7 tokens: shares of 1/3 and 2/3.
+
+    Bug: one divisor of 8 for a mean over the tokens of a text and for tokens, which leaves teacher 0 next to nothing.
+    """
+    parts = parts_of(tiny, "aggregation=select_teacher", *TCAD)
+    chosen = only_chosen(without_chunks(batch()), torch.tensor([1, 0, 1]))
+    assert parts.divisors(chosen) == (Divisor(1, Mean(1, 3)), Divisor(7, Mean(2, 3)))
+    assert parts.normalizers(chosen).kd == pytest.approx((3, 10.5))
+    alone = only_chosen(without_chunks(batch()), torch.tensor([1, 1, 1]))
+    assert parts.normalizers(alone).kd == (1, 8), "as if there were no other teacher"
+    nothing = only_chosen(without_chunks(batch()), torch.tensor([5, 5, 5]))
+    assert parts.normalizers(nothing).kd == (1, 1)
+
+
+def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None:
+    """Equal texts, half of them taught by tcad over the whole vocabulary, which is the mean of same_vocab's tokens."""
+    parts = parts_of(
+        tiny,
+        "aggregation=select_teacher",
+        "loss=same_vocab",
+        TCAD[1],
+        "+teachers.0.loss={type: tcad, coverage_coef: 0}",
+    )
+    of_text = rows((5, 5, 5, 5))
+    whole = Batch(of_text, (TeacherRows(of_text, None), TeacherRows(of_text, None)))
+    chosen = only_chosen(whole, torch.tensor([0, 1, 0, 1]))
     torch.manual_seed(0)
-    whole = batch() if aggregation == "weighted_sum" else only_chosen(batch(), torch.tensor([1, 0, 1]))
+    row, teacher = (torch.randn(1, 5, 9, dtype=torch.float64).expand(4, -1, -1).contiguous() for _ in range(2))
+    row.requires_grad_()
+    plans = parts.plan(row, [teacher, teacher], chosen, parts.divisors(chosen), parts.normalizers(chosen).kd)
+    (gradient,) = torch.autograd.grad(compute_together(plans).loss, row)
+    torch.testing.assert_close(gradient, gradient[:1].expand(4, -1, -1), rtol=1e-12, atol=0)
+
+
+AGGREGATIONS = {
+    "weighted_sum": [],
+    "select_teacher": ["aggregation=select_teacher"],
+    "select_teacher, kinds of units": ["aggregation=select_teacher", *TCAD],
+}
+
+
+@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_parts_add_up_however_batches_are_pooled(tiny: Tiny, aggregation: str, is_sampled: bool) -> None:
+    """KD from the metrics of microbatches is the loss of the whole with its own normalizers."""
+    parts = parts_of(tiny, *AGGREGATIONS[aggregation])
+    torch.manual_seed(0)
+    whole = without_chunks(batch()) if "kinds" in aggregation else batch()
+    whole = whole if aggregation == "weighted_sum" else only_chosen(whole, torch.tensor([1, 0, 1]))
     whole = with_samples(whole) if is_sampled else whole
     student, *teachers = (torch.randn(3, 5, 9, dtype=torch.float64) for _ in range(3))
     student.requires_grad_()
-    normalizers = parts.normalizers(whole).kd
-    expected = compute_together(parts.plan(student, views(teachers, whole, 0), whole, (1, 1), normalizers)).loss
+    plans = parts.plan(student, views(teachers, whole, 0), whole, parts.divisors(whole), parts.normalizers(whole).kd)
+    expected = compute_together(plans).loss
     pooled: dict[str, Mean] = {}
     for b in range(3):
         micro = whole.rows(b, b + 1)
         logits = student[b : b + 1, : micro.student.ids.shape[1]]
-        for part in parts.plan(logits, views(teachers, micro, b), micro, parts.num_units(micro), (1, 1)):
+        for part in parts.plan(logits, views(teachers, micro, b), micro, parts.divisors(micro), (1, 1)):
             for name, metric in part.compute().metrics.items():
-                if name.startswith(PART):
+                if name.startswith((PART, SHARE)):
                     pooled[name] = pooled[name].merge(metric) if name in pooled else metric
-    assert sum(metric.value() for metric in pooled.values()) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert any(name.startswith(SHARE) for name in pooled) == ("kinds" in aggregation)
+    assert kd_of(pooled) == pytest.approx(float(expected.detach()), rel=1e-12)
 
 
 def views(logits: list[torch.Tensor], part: Batch, start: int) -> list[torch.Tensor]:

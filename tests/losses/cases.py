@@ -247,7 +247,7 @@ CONTINUED = [
         needs_every_token=loss is p_kl,
         same_vocab_options={},
     )
-    for loss in (p_kl, gold, h_kl, byte_prefix, shared_prefix)
+    for loss in (p_kl, gold, h_kl, strict, byte_prefix, shared_prefix)
 ]
 """With the likelihoods of longer chunks, whose minimum is not zero."""
 ALL_LOSSES = [*LOSSES, *CONTINUED]

@@ -156,17 +156,23 @@ def test_the_objective_around_a_term_is_no_part_of_its_loss(term, objective):
 CROSS_TERMS = (PKLTerm, GoldTerm, HKLTerm, StrictTerm, BytePrefixTerm, SharedPrefixTerm, ALMTerm, ULDTerm)
 
 
-@pytest.mark.parametrize("term", [SameVocabTerm, *CROSS_TERMS])
-def test_units_are_counted_as_the_loss_counts_them(term):
-    """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of."""
+CONTINUED = [term(continuation_weight=0.5) for term in CROSS_TERMS if "continuation_weight" in term.model_fields]
+
+
+@pytest.mark.parametrize("settings", [SameVocabTerm(), *(term() for term in CROSS_TERMS), *CONTINUED], ids=repr)
+def test_units_are_counted_as_the_loss_counts_them(settings):
+    """What the driver counts is what ranks divide by; catches a term that skips units nobody told the driver of, and
+    one that adds the likelihoods of chunks which are none of its units."""
+    term = type(settings)
     chunks = (torch.tensor([[-1, 0, 1, 2, 2, -1, 3]]), torch.tensor([[-1, 0, 1, 1, 2, 3]]))
     ids = (torch.tensor([[5, 1, 2, 3, 3, 4, 4]]), torch.tensor([[5, 1, 2, 2, 3, 0]]))
     student, teacher = (TokenRows(side, *(side[:, 0], side > 1, side.int())) for side in ids)
     batch = student, TeacherRows(student if term is SameVocabTerm else teacher, ChunkRows(*chunks))
-    loss = build(term(), oracle_prefix.identity(9))
+    loss = build(settings, oracle_prefix.identity(9))
     width = 7 if term is SameVocabTerm else 6
     out = loss.plan(logits(7, 9, 0)[:1], logits(width, 9, 1)[:1], *batch, None).compute()
-    expected = {SameVocabTerm: 5, StrictTerm: 1}.get(term, 4)
+    longer = 2 if settings in CONTINUED else 0
+    expected = {SameVocabTerm: 5, StrictTerm: 1 + longer}.get(term, 4)
     assert loss.num_units(*batch) == out.metrics["kd"].count == expected
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.losses.alm import alm
 from nemo_opd.losses.strict import strict, strict_units
 
 from . import oracle, oracle_prefix
@@ -124,3 +125,23 @@ def test_what_does_not_fit_is_named(wrong, message):
 def test_a_projection_without_exact_pairs_is_refused():
     with pytest.raises(ProjectionError, match="none within 9 student and 11 teacher"):
         run(logits(S, V, 0), logits(T, W, 1), oracle_prefix.matrix([], V, W))
+
+
+def test_chunks_of_several_tokens_are_units_where_they_have_a_weight():
+    """Bug: their sum divided by the number of exact pairs, of which a text of longer chunks has none."""
+    student, teacher = logits(S, V, 0), logits(T, W, 1)
+    weight, plain = 0.5, run(student, teacher).metrics["kd"]
+    ids = {"student_ids": IDS[0], "teacher_ids": IDS[1]}
+    several = [chunk for chunk in oracle_prefix.chunks_of(*LISTS) if len(chunk.student) + len(chunk.teacher) > 2]
+    only_longer = [torch.full_like(side, -1) for side in CHUNKS]
+    for chunk in several:
+        for kept, side, places in zip(only_longer, CHUNKS, (chunk.student, chunk.teacher), strict=True):
+            kept[chunk.b, places] = side[chunk.b, places]
+    longer = alm(student, teacher, **ids, student_chunk_id=only_longer[0], teacher_chunk_id=only_longer[1])
+    total = float(plain.total) + weight * float(longer.metrics["kd"].total)
+    out = run(student, teacher, continuation_weight=weight)
+    assert out.metrics["kd"].count == plain.count + len(several) > plain.count
+    assert out.loss.item() == pytest.approx(total / (plain.count + len(several)), rel=1e-12)
+    assert run(student, teacher, continuation_weight=weight, normalizer=7).loss.item() == pytest.approx(
+        total / 7, rel=1e-12
+    )

@@ -23,6 +23,18 @@ LAYOUTS = {
     ],
 }
 NAMES = ("ce", "kd/same", "kd/cross", "grad_norm")
+TERMS = {
+    "p_kl, mean": ["loss=p_kl", "loss.merge=mean"],
+    "p_kl, continuation": ["loss=p_kl", "loss.continuation_weight=1"],
+    "gold, trl": ["loss=gold", "loss.compat=trl"],
+    "h_kl": ["loss=h_kl"],
+    "strict, continuation": ["loss=strict", "loss.continuation_weight=1"],
+    "byte_prefix": ["loss=byte_prefix"],
+    "shared_prefix": ["loss=shared_prefix"],
+    "alm": ["loss=alm"],
+    "uld, logits": ["loss=uld", "loss.compat=trl", "handoff=logits"],
+}
+"""Losses of two teachers with another tokenizer, of whose tokens the student often needs several."""
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +58,41 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return dict(zip(LAYOUTS, zip(alone, laid_out, strict=True), strict=True))
 
 
+@pytest.fixture(scope="module")
+def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
+    """Of each loss: on one rank, and with tp=2; the second teacher has alm."""
+    folder = tmp_path_factory.mktemp("finer")
+    models = [f"student.model={tiny.teacher_cross}", f"teachers.0.model={tiny.student}"]
+    second = ["teachers.1.type=cross_tokenizer", "teachers.1.loss.type=alm"]
+    sizes = ["train.max_steps=1", "train.micro_batch_size=2", "student.optimizer.eps=1e-3"]
+
+    def job(*options: str) -> Training:
+        plan = plan_of(tiny.overrides(*models, *second, *sizes, *options))
+        return Training(plan, first_batches(plan, 1))
+
+    alone = in_world(1, train, [job(*options) for options in TERMS.values()], folder / "one")
+    tensor = ["cluster.cpu_ranks=2", "student.parallelism.tp=2"]
+    laid_out = in_world(2, train, [job(*tensor, *options) for options in TERMS.values()], folder / "two")
+    return dict(zip(TERMS, zip(alone, laid_out, strict=True), strict=True))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curve_and_the_weights_are_those_of_one_rank(
     trained: dict[str, tuple[Trained, Trained]], layout: str
 ) -> None:
     """Sums of up to some hundred fp32 numbers in another order, over two steps of AdamW with a large epsilon."""
-    alone, laid_out = trained[layout]
+    check_equal(*trained[layout])
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_units_of_several_student_tokens_are_those_of_one_rank(
+    finer: dict[str, tuple[Trained, Trained]], term: str
+) -> None:
+    """Bug: rows that a unit of one rank and a unit of the other both need got the gradient of one alone."""
+    check_equal(*finer[term])
+
+
+def check_equal(alone: Trained, laid_out: Trained) -> None:
     for ours, theirs in zip(laid_out.curve, alone.curve, strict=True):
         for name in NAMES:
             assert ours[name] == pytest.approx(theirs[name], rel=2e-5), name
