@@ -41,6 +41,10 @@ class CheckpointError(OPDError, RuntimeError):
     """A checkpoint that is incomplete, unreadable or of another run."""
 
 
+class NotFiniteError(OPDError, FloatingPointError):
+    """Training that has produced NaN or infinity."""
+
+
 class ClusterError(OPDError, RuntimeError):
     """Resources that are not there, or a worker that died."""
 

@@ -111,7 +111,7 @@ def from_hf(arguments: argparse.Namespace) -> str:
     order = data_order(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
     total_steps = config.train.max_steps or (config.train.epochs or 1) * order.steps_per_epoch
-    progress = Progress(step=0, loader=order.place(0), kd_ratio=None, bits_per_byte={}, settings=identity(config))
+    progress = Progress(step=0, loader=order.place(0), settings=identity(config))
     with checkpoints.writing(progress) as folder:
         save_start(
             folder,

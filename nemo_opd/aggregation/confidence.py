@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from nemo_opd.aggregation.scores import mean_logprob
@@ -27,4 +28,7 @@ def weighted_by_confidence(
 def _weighted(teacher: TeacherRows, scores: SequenceScores | None, alpha: float | None, prompts: Tensor) -> TeacherRows:
     if scores is None or alpha is None:
         return teacher
-    return replace(teacher, rollout_weights=confidence_weights(mean_logprob(scores), prompts, alpha).float())
+    logprob = mean_logprob(scores)
+    # NaN stays where it is, so that the loss says who it was, and the step is not taken (METHODS §16).
+    weights = confidence_weights(logprob.nan_to_num(nan=-torch.inf, neginf=-torch.inf), prompts, alpha)
+    return replace(teacher, rollout_weights=weights.masked_fill(logprob.isnan(), torch.nan).float())

@@ -1,8 +1,12 @@
 """Which teacher has how much of a say in which sequence, settled once for a global batch."""
 
 from collections.abc import Sequence
+from typing import Literal
+
+import torch
 
 from nemo_opd.aggregation.parts import Parts
+from nemo_opd.aggregation.scores import bits_per_byte
 from nemo_opd.aggregation.select_teacher import select_teacher
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.aggregation.weights import sequence_weights
@@ -20,11 +24,25 @@ def share_out(
     weights.
     """
     if aggregation.type == "select_teacher":
-        return only_chosen(batch, select_teacher(scores, per=aggregation.per))
+        return chosen(batch, scores, aggregation.per)
     if aggregation.type == "weighted_sum" and aggregation.score is not None:
         weights = sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha, priors=priors)
         return weighted(batch, weights)
     return batch
+
+
+def chosen(batch: Batch, scores: Sequence[SequenceScores], per: Literal["sequence", "batch"]) -> Batch:
+    """The batch of which each sequence is taught by one teacher.
+
+    A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
+    says who it was, and the step is not taken (METHODS §16).
+    """
+    choice = select_teacher(scores, per=per)
+    taught = only_chosen(batch, choice)
+    is_nan = bits_per_byte(scores).isnan()
+    if not is_nan.any():
+        return taught
+    return weighted(taught, torch.ones(is_nan.shape).masked_fill(is_nan, torch.nan))
 
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
@@ -35,8 +53,8 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
     metrics: dict[str, Metric] = {}
     for part in parts.parts:
         rows = batch.teachers[part.teacher]
-        if rows.weights is not None:
-            metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
-        elif parts.count_together:
+        if parts.count_together:
             metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
+        elif rows.weights is not None:
+            metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
     return metrics

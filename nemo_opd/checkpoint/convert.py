@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student
+from nemo_opd.distributed.finite import find_not_finite_here
 from nemo_opd.errors import CheckpointError
 from nemo_opd.models.export import stored
 from nemo_opd.models.load import first_line, load_config, load_model, resolve, tokenizer_of
@@ -83,8 +84,8 @@ def to_hugging_face(checkpoint: Path, student: Student, output: Path, dtype: tor
     That is what the run itself exports: a whole model with its tokenizer or, where `student.lora.export` is adapter,
     a folder for `peft`. dtype: of a whole model, and that of `student.model` by default; adapters are fp32. `output` is
     whole or absent. Holds the model once, in `dtype`, and one tensor of the state. Raises CheckpointError for a state
-    that is incomplete, damaged or of another student and an output that is in use, and ModelError where `student.model`
-    cannot be read.
+    that is incomplete, damaged, not finite or of another student and an output that is in use, and ModelError where
+    `student.model` cannot be read.
     """
     state, model = checkpoint / STATE, trained_part(student)
     require_fit(shapes_in(state), shapes_of(model), what=str(checkpoint), student=student)
@@ -95,9 +96,11 @@ def to_hugging_face(checkpoint: Path, student: Student, output: Path, dtype: tor
         if adapters is None:
             whole = load_model(student.model, dtype, key="student.model")
             read_weights(state, whole.state_dict())
+            require_finite(checkpoint, whole.state_dict(), dtype)
         else:
             learned = {name: torch.empty(parameter.shape) for name, parameter in adapter_parameters(model)}
             read_weights(state, learned)
+            require_finite(checkpoint, learned, torch.float32)
             if adapters.settings.export == "adapter":
                 adapters.save(learned, model, folder)
                 tokenizer.save_pretrained(folder)
@@ -110,6 +113,15 @@ def to_hugging_face(checkpoint: Path, student: Student, output: Path, dtype: tor
         )
         tokenizer.save_pretrained(folder)
     return dtype
+
+
+def require_finite(checkpoint: Path, weights: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """Raises CheckpointError where a value is NaN or infinite in `dtype`."""
+    if (found := find_not_finite_here(weights, dtype=dtype)) is not None:
+        raise CheckpointError(
+            f"--checkpoint={checkpoint}: {found} in {str(dtype).removeprefix('torch.')}; use another checkpoint, or a "
+            "wider --dtype"
+        )
 
 
 def dtype_of(student: Student) -> torch.dtype:

@@ -19,6 +19,7 @@ MAY_CHANGE = (
     "train.validate_every",
     "train.save_every",
     "train.keep_last",
+    "train.max_skipped_steps",
     "data.cache",
     "data.num_workers",
     "data.validation",

@@ -5,7 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from nemo_opd.errors import CheckpointError
@@ -22,12 +22,14 @@ class Progress:
     step: int
     loader: Mapping[str, int]
     """State of the data order."""
-    kd_ratio: float | None
-    """Moving average of CE/KD (dynamic scaling)."""
-    bits_per_byte: Mapping[str, float]
-    """Of the student before training and of each teacher, for the closing table."""
     settings: Mapping[str, object]
     """The settings that must be the same to continue."""
+    kd_scale: Mapping[str, float] = field(default_factory=dict)
+    """Moving averages of CE and KD (dynamic scaling); empty before the first step."""
+    skipped_steps: Mapping[str, int] = field(default_factory=dict)
+    """Steps that were not taken, in all and in a row at the end; empty before the first step."""
+    bits_per_byte: Mapping[str, float] = field(default_factory=dict)
+    """Of the student before training and of each teacher, for the closing table."""
 
 
 class CheckpointManager:
@@ -51,7 +53,8 @@ class CheckpointManager:
     def writing(self, progress: Progress) -> Iterator[Path]:
         """A temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
-        An error inside leaves no trace. Afterwards only the newest `keep_last` checkpoints remain.
+        An error inside leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step
+        was not taken: then the student may have diverged already, and an older one is needed.
         """
         target = self.path(progress.step)
         temporary = self.folder / f"{TEMPORARY}{target.name}"
@@ -68,8 +71,9 @@ class CheckpointManager:
             ) from error
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        for step in self.steps()[: -self.keep_last]:
-            shutil.rmtree(self.path(step))
+        if not progress.skipped_steps.get("in_a_row"):
+            for step in self.steps()[: -self.keep_last]:
+                shutil.rmtree(self.path(step))
 
     def remove_incomplete(self) -> None:
         """Drop what a killed run left half-written."""

@@ -266,9 +266,13 @@ class Objective(Settings):
     kd_weight: float = Field(1.0, ge=0)
     ce_weight: float = Field(1.0, ge=0)
     scaling: Literal["fixed", "dynamic"] = "fixed"
-    """dynamic: KD is also scaled by a moving average of CE/KD over the steps before."""
+    """dynamic: KD is also scaled by EMA(CE)/EMA(KD), over the steps before that had both."""
     scaling_decay: float = Field(0.99, gt=0, lt=1)
-    """dynamic: decay of that moving average."""
+    """dynamic: decay of these moving averages."""
+    scaling_cap: float = Field(100.0, gt=0, allow_inf_nan=False)
+    """dynamic: largest scale. A KD below 1/scaling_cap of CE has next to nothing left to teach, and to bring that up to
+    CE would multiply noise.
+    """
 
 
 class SameVocabLoss(Objective, SameVocabTerm):

@@ -42,6 +42,7 @@ def check_on_policy(config: RunConfig) -> None:
     check_rollout_weights(config)
     check_group(config, rollout)
     check_behaviour(config, rollout)
+    check_scaling(config, rollout)
 
 
 def check_batch(config: RunConfig, rollout: Rollouts) -> None:
@@ -147,6 +148,14 @@ def check_behaviour(config: RunConfig, rollout: Rollouts) -> None:
             f"{key}: the loss weighs tokens by the probability with which they were sampled, and "
             "rollout.program=sglang does not say it after top-k and top-p; leave them out, or use "
             "rollout.program=vllm or rollout=hf"
+        )
+
+
+def check_scaling(config: RunConfig, rollout: Rollouts) -> None:
+    if config.loss.scaling == "dynamic" and rollout.on_policy_share == 1:
+        raise ValueError(
+            "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
+            "rollout.on_policy_share=1 takes none; write loss.scaling=fixed, or lower rollout.on_policy_share"
         )
 
 

@@ -24,6 +24,10 @@ class Train(Settings):
     """Newest checkpoints that are kept."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient."""
+    max_skipped_steps: int = Field(5, ge=1)
+    """Steps in a row that may be left out because loss or gradient is not finite; the run ends with an error at this
+    many.
+    """
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":

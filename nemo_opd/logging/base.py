@@ -121,6 +121,9 @@ class Logger(ABC):
     def end_display(self) -> None:  # noqa: B027  # few loggers have one
         """Removes what is redrawn in place, before an error is shown below it; no step follows."""
 
+    def warn(self, message: str) -> None:  # noqa: B027  # for people, as the above
+        """Says that something is wrong, so that it stays to be read."""
+
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Records one step; any key may be missing, and a value may be NaN or infinite."""

@@ -51,6 +51,10 @@ class Loggers(Logger):
         for member in self.members:
             member.end_display()
 
+    def warn(self, message: str) -> None:
+        for member in self.members:
+            member.warn(message)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for member in self.members:
             member.log(step, values)

@@ -194,6 +194,9 @@ class ConsoleLogger(Logger):
         else:
             self._console.print(Text(name, "dim"))
 
+    def warn(self, message: str) -> None:
+        self._console.print(Text(f"warning: {message}", "yellow"))
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._progression.advance(step, values)
         self._step_time.add(values)

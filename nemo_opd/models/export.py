@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
+from nemo_opd.distributed.finite import NotFinite, find_not_finite, find_not_finite_here
+from nemo_opd.errors import NotFiniteError
 from nemo_opd.models.load import load_model
 from nemo_opd.models.lora import Adapters
 
@@ -76,16 +78,24 @@ def whole_state(model: PreTrainedModel, adapters: Adapters | None, dtype: torch.
 
 
 def merged(adapters: Adapters, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """The base model in `dtype` with these adapters in its weights."""
+    """The base model in `dtype` with these adapters in its weights. Raises NotFiniteError where the sum overflows."""
     whole = load_model(adapters.base, dtype, key="student.model")
     adapters.merge(state, whole)
+    if (found := find_not_finite_here(dict(whole.named_parameters()))) is not None:
+        raise not_exported(found, dtype)
     return whole
 
 
 def gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's whole state in `dtype` on rank 0's host, tied weights once, and nothing on other ranks."""
+    """The model's whole state in `dtype` on rank 0's host, tied weights once, and nothing on other ranks.
+
+    Raises NotFiniteError on all ranks, before anything is sent, where a value in `dtype` is NaN or infinite.
+    """
+    state = untied(model, get_model_state_dict(model))
+    if (found := find_not_finite(state, device=next(iter(state.values())).device, dtype=dtype)) is not None:
+        raise not_exported(found, dtype)
     whole = {}
-    for name, value in untied(model, get_model_state_dict(model)).items():
+    for name, value in state.items():
         # Before they are sent, which then is the less.
         value = stored(value, dtype)
         if isinstance(value, DTensor):
@@ -93,6 +103,15 @@ def gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
         if dist.get_rank() == 0:
             whole[name] = value.cpu()
     return whole
+
+
+def not_exported(found: NotFinite, dtype: torch.dtype) -> NotFiniteError:
+    name = str(dtype).removeprefix("torch.")
+    rounded = "; float16 overflows at 65,504, so give a model in bfloat16 as student.model"
+    return NotFiniteError(
+        f"the student's weights are not finite in {name}, so they are not exported: {found}; lower "
+        f"student.optimizer.lr, or set train.gradient_clip{rounded if dtype == torch.float16 else ''}"
+    )
 
 
 def untied(model: PreTrainedModel, state: dict[str, Any]) -> dict[str, Tensor]:

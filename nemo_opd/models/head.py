@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
+from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
 from nemo_opd.losses.head_logits import Head, HeadLogits
 from nemo_opd.losses.logit_rows import TensorLogits
@@ -158,6 +158,8 @@ class Headless(LogitSource):
         """In place of logits the model has been given hidden states; what it did to them it does to logits."""
         if len(captured) == 1:
             expected = heads[0].after_linear(captured[0].detach())
+            if expected.isnan().any():
+                return  # NaN says nothing about the model; the next text will.
             if output.shape == expected.shape and torch.allclose(
                 output.detach().to(expected.dtype), expected, 1e-2, 1e-2
             ):
@@ -180,8 +182,3 @@ def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         del module.forward
         if before is not None:
             module.forward = before
-
-
-def local(parameter: Tensor) -> Tensor:
-    """This rank's part of a parameter, which gradients flow through."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter

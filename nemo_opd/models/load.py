@@ -18,6 +18,7 @@ from transformers import (
 
 from nemo_opd.config.model import Model
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
+from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
 
 WEIGHT_FILES = (
@@ -158,6 +159,15 @@ def check_nothing_missing(reference: str, missing: list[str], *, key: str) -> No
             f"{key}={reference}: {len(missing)} weights are missing ({', '.join(missing[:3])}); name a folder with all "
             "weights of its config.json"
         )
+
+
+def not_finite(reference: str, found: NotFinite, dtype: torch.dtype, *, key: str) -> ModelError:
+    name = str(dtype).removeprefix("torch.")
+    rounded = f"; {name} overflows at 65,504, so try {key.removesuffix('.model')}.dtype=bfloat16"
+    return ModelError(
+        f"{key}={reference}: {found} in {name}, and a model computes nothing with them; copy the weights there again, "
+        f"or name another model{rounded if dtype == torch.float16 else ''}"
+    )
 
 
 def first_line(error: BaseException) -> str:

@@ -21,11 +21,14 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.distributed.finite import find_not_finite
+from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
 from nemo_opd.models.load import (
     check_nothing_missing,
     load_config,
     load_model,
+    not_finite,
     resolve,
     safetensors_files,
     unreadable,
@@ -72,12 +75,14 @@ def load_sharded(
     """A causal language model with weights in `dtype`, cut over `mesh`, of which this rank has its shard on `device`.
 
     It is built on meta and cut there; then each tensor's part is read from its file, so that a rank holds no more than
-    its shard and the part being read. Nothing is sent. Weights that are quantised, not in safetensors, or fused or
-    split by transformers as it loads them are loaded whole by every rank before they are cut.
+    its shard and the part being read. Nothing is sent but whether weights are finite. Weights that are
+    quantised, not in safetensors, or fused or split by transformers as it loads them are loaded whole by every rank
+    before they are cut.
 
     key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: to be trained in place of the
     weights, which `dtype` is then for; the model's state is theirs alone. Raises ModelError naming `key` where
-    weights are unreadable or missing, and `….parallelism.tp` where the model cannot be cut.
+    weights are unreadable or missing, on all ranks where one of them is NaN or infinite, and `….parallelism.tp` where
+    the model cannot be cut.
     """
 
     def cut(model: PreTrainedModel) -> None:
@@ -99,6 +104,9 @@ def load_sharded(
         model.to(device)  # type: ignore[arg-type]
     if adapters is not None:
         put(model, adapters.initial_values(model))
+    # With offload the shards are in host memory, and the group's collectives are on the device all the same.
+    if (found := find_not_finite(dict(model.named_parameters()), device=mesh.device_type)) is not None:
+        raise not_finite(reference, found, dtype, key=key)
     return model
 
 
@@ -229,9 +237,9 @@ def fill(model: nn.Module, stored: dict[str, Stored]) -> None:
         with safe_open(file, framework="pt") as tensors:
             for name in names:
                 tensor = own[base_name(model, name)]
-                local = local_part(tensor)
-                if local.numel():
-                    local.copy_(stored[name].read(tensors, own_region(tensor)))
+                shard = local(tensor)
+                if shard.numel():
+                    shard.copy_(stored[name].read(tensors, own_region(tensor)))
 
 
 @torch.no_grad()
@@ -239,11 +247,7 @@ def put(model: nn.Module, values: Iterator[tuple[str, Tensor]]) -> None:
     """This rank's part of whole parameters, by name."""
     own = dict(model.named_parameters())
     for name, whole in values:
-        local_part(own[name]).copy_(whole[own_region(own[name])])
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local(own[name]).copy_(whole[own_region(own[name])])
 
 
 def own_region(tensor: Tensor) -> tuple[slice, ...]:

@@ -1,5 +1,6 @@
 """Alarms on what the student samples: collapse, run-away lengths, an engine that disagrees (METHODS §10)."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -71,11 +72,11 @@ class HealthMonitor:
             self.observe(record)
 
     def observe(self, record: Mapping[str, float]) -> list[str]:
-        """New alarms after a step with these metrics; those without a value are left out."""
+        """New alarms after a step with these metrics; those without a value, or a finite one, are left out."""
         return [
             sign.message.format(now=record[sign.metric], first=fmean(self._first[sign.metric]))
             for sign in SIGNS
-            if sign.metric in record and self._is_alarm(sign, record[sign.metric])
+            if math.isfinite(record.get(sign.metric, math.nan)) and self._is_alarm(sign, record[sign.metric])
         ]
 
     def _is_alarm(self, sign: Sign, now: float) -> bool:

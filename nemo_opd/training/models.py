@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out, weighted_by_confidence
+from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
 from nemo_opd.config.on_policy import confidence_alphas
@@ -214,6 +215,7 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None) -> 
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         models.export(temporary, served_as)
+        require_whole_export(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
     finally:

@@ -1,22 +1,27 @@
 """The objective of a global step, from its reduced metrics (METHODS §7)."""
 
+import math
+from collections.abc import Iterable, Mapping
+
 from nemo_opd.aggregation import PART, SHARE, kd_of
 from nemo_opd.config.loss import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
-from nemo_opd.types import Mean, Metrics
+from nemo_opd.types import Mean, Metric, Metrics
 from nemo_opd.workers.phases import PREFIX as PHASE
+from nemo_opd.workers.terms import IS_TAKEN
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
     """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`.
 
-    A teacher whose KD has no unit, as none of these texts is its own, is left out; so are the phases of workers.
+    A teacher whose KD has no unit, as none of these texts is its own, is left out; so are the phases of workers, and
+    whether the step was taken.
     """
     logged = {
         name: metric
         for name, metric in metrics.items()
-        if not name.startswith((PART, SHARE, PHASE))
+        if not name.startswith((PART, SHARE, PHASE, IS_TAKEN))
         and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
     }
     named = {f"{phase}/{name}": value for name, value in values(logged).items()}
@@ -32,20 +37,38 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
 
 
 class KDScale:
-    """1, or with `loss.scaling=dynamic` the moving average of CE/KD over the steps so far."""
+    """1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD) over the steps so far, `loss.scaling_cap` at most (METHODS §7).
+
+    Only steps count that were taken and had both terms. The averages start at 0, which cancels out in their ratio: all
+    steps weigh as their age says, the first too.
+    """
 
     def __init__(self, objective: Objective) -> None:
         self._is_dynamic = objective.scaling == "dynamic"
-        self._decay = objective.scaling_decay
-        self.ratio: float | None = None
-        """The moving average; None before the first step."""
+        self._decay, self._cap = objective.scaling_decay, objective.scaling_cap
+        self._ce = self._kd = 0.0
 
     @property
     def value(self) -> float:
-        return self.ratio if self._is_dynamic and self.ratio is not None else 1.0
+        if not self._is_dynamic or (self._ce, self._kd) == (0, 0):
+            return 1.0
+        return min(self._cap, self._ce / self._kd) if self._kd > 0 else self._cap
 
-    def update(self, ce: float, kd: float) -> None:
-        """Take in a global step's raw terms; a step without KD says nothing about the ratio."""
-        if kd > 0:
-            ratio = ce / kd
-            self.ratio = ratio if self.ratio is None else self._decay * self.ratio + (1 - self._decay) * ratio
+    def update(self, metrics: Metrics) -> None:
+        """Take in the reduced metrics of a step that was taken; one without units of CE or KD says nothing."""
+        ce, parts = metrics["ce"], [metric for name, metric in metrics.items() if name.startswith(PART)]
+        kd = sum(part.value() for part in parts)
+        # A CE without a weight may be infinite, and the step is taken all the same.
+        if has_units([ce]) and has_units(parts) and math.isfinite(ce.value()) and math.isfinite(kd):
+            self._ce = self._decay * self._ce + (1 - self._decay) * ce.value()
+            self._kd = self._decay * self._kd + (1 - self._decay) * kd
+
+    def state_dict(self) -> dict[str, float]:
+        return {"ce": self._ce, "kd": self._kd}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._ce, self._kd = state.get("ce", 0.0), state.get("kd", 0.0)
+
+
+def has_units(metrics: Iterable[Metric]) -> bool:
+    return any(metric.count > 0 for metric in metrics if isinstance(metric, Mean))

@@ -26,6 +26,7 @@ def distil(config: RunConfig) -> None:
             if session.is_due(config.train.validate_every) and plan.data.validation is not None:
                 record |= session.validate()
             session.loggers.log(step, record)
+            session.watch(record)
             if session.is_due(config.train.save_every) or session.interrupt.requested:
                 session.save()
         if session.is_complete:
@@ -43,13 +44,14 @@ def train_step(session: Session) -> dict[str, float]:
         metrics = session.models.train_step(taught, scale, compare_gradients=session.compares_gradients)
     peak_memory = metrics.pop("peak_memory_gb").value()
     record = objective_values(session.config, metrics, scale, "train")
-    session.kd_scale.update(record["train/ce"], record.get("train/kd", 0.0))
+    session.settle(metrics)
     teachers = dict(zip(session.config.active_names, taught.seconds, strict=True))
     times = step_times(timer.take(), metrics, teachers)
     return {
         "epoch": session.lookahead.epoch,
         **record,
         "train/kd_scale": scale,
+        "train/skipped_steps": session.skipped.total,
         "perf/tokens_per_s": record["train/student_tokens"] / times["perf/step_s"],
         **times,
         "perf/peak_memory_gb": peak_memory,

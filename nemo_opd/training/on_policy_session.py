@@ -142,9 +142,10 @@ class OnPolicySession(Session):
         return result.metrics
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Tell of new signs of trouble, and end the run where `health.action` says so."""
+        """Tell of new signs of trouble as well, and end the run where `health.action` says so."""
+        super().watch(record)
         for alarm in self.health.observe(record):
-            self.loggers.phase(f"warning: step {self.step}: {alarm}")
+            self.loggers.warn(f"step {self.step}: {alarm}")
             if self.config.health.action == "stop":
                 self.interrupt.requested = True
 

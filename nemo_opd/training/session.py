@@ -1,11 +1,13 @@
 """Everything a run holds open, and its progress."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
@@ -21,8 +23,9 @@ from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.run_lock import RunLock
+from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.summary import run_summary
-from nemo_opd.types import Batch
+from nemo_opd.types import Batch, Metrics
 
 
 class Session:
@@ -33,6 +36,7 @@ class Session:
         self.config = plan.config
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
+        self.skipped = SkippedSteps(self.config)
         self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
         self.bits_per_byte: dict[str, float] = {}
         """Of the student before training and of each teacher."""
@@ -82,7 +86,8 @@ class Session:
 
     def _restore_driver(self, progress: Progress) -> None:
         self.step = progress.step
-        self.kd_scale.ratio = progress.kd_ratio
+        self.kd_scale.load_state_dict(progress.kd_scale)
+        self.skipped.load_state_dict(progress.skipped_steps)
         self.bits_per_byte = dict(progress.bits_per_byte)
         self.source.load_state_dict(progress.loader)
 
@@ -121,6 +126,18 @@ class Session:
         every = self.config.logging.gradients_every
         return every is not None and self.step % every == 0
 
+    def settle(self, metrics: Metrics) -> None:
+        """Take in the step's reduced metrics: a step that was not taken is counted and told, and scales nothing."""
+        told = self.skipped.observe(self.step, metrics)
+        if told is None:
+            self.kd_scale.update(metrics)
+        else:
+            self.loggers.warn(told)
+
+    def watch(self, record: Mapping[str, float]) -> None:
+        """Look for trouble in the step's record, which is logged. Raises NotFiniteError where no step is taken."""
+        self.skipped.require_progress()
+
     def measure_start(self) -> None:
         """Measure the student as it is, and the teachers, once in the life of a run."""
         if not self.step and (values := self.values_at_start()):
@@ -134,11 +151,10 @@ class Session:
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
         teachers = validate_teachers(self.models, self._validation_batches())
-        self.bits_per_byte |= {
-            teacher.name: bits
-            for teacher, bits in zip(self.config.active_teachers, teachers, strict=True)
-            if bits > 0  # a teacher to whom no validation text is routed has none
-        }
+        by_name = dict(zip(self.config.active_names, teachers, strict=True))
+        self._tell_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
+        # A teacher to whom no validation text is routed has none.
+        self.bits_per_byte |= {name: bits for name, bits in by_name.items() if bits != 0}
         return values
 
     def validate(self) -> dict[str, float]:
@@ -146,7 +162,12 @@ class Session:
         metrics = validate(self.models, self._validation_batches())
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
         self.student_after = named["val/bits_per_byte"]
+        self._tell_not_finite(named)
         return named
+
+    def _tell_not_finite(self, validated: Mapping[str, float]) -> None:
+        if wrong := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
+            self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
 
     def _validation_batches(self) -> Iterator[Batch]:
         return self.plan.data.validation_batches(self.config.train.global_batch_size)
@@ -156,12 +177,15 @@ class Session:
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
-            kd_ratio=self.kd_scale.ratio,
+            kd_scale=self.kd_scale.state_dict(),
+            skipped_steps=self.skipped.state_dict(),
             bits_per_byte=self.bits_per_byte,
             settings=identity(self.config),
         )
         with self.checkpoints.writing(progress) as folder:
             self.models.save(folder)
+            # Before it becomes the newest, and older ones are removed.
+            require_whole(folder)
 
     def say_how_to_continue(self) -> None:
         if not self.step:
@@ -176,6 +200,11 @@ class Session:
         """Export the student, write the report and print the closing table."""
         if self.student_after is None and self.plan.data.validation is not None:
             self.validate()  # a finished run that was started again
+        if self.skipped.in_a_row:
+            self.loggers.warn(
+                f"the last {self.skipped.in_a_row} steps were not taken, so the model is of step "
+                f"{self.step - self.skipped.in_a_row}; it may have diverged"
+            )
         self.loggers.phase("writing the model and the report")
         export_whole(self.models, self.plan.output_dir / "final")
         closing = self.closing_table()

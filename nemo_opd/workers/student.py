@@ -46,6 +46,7 @@ from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
 from nemo_opd.workers.memory import ARRIVALS, BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, ROLLOUT, needs_memory
 from nemo_opd.workers.offload import resident
 from nemo_opd.workers.phases import Phases
+from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,8 @@ class StudentWorker:
     """Trains on this rank's rows with what the teachers' workers of the same rank handed over.
 
     Communicates, over the student's own group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the
-    gradient's norm, and what checkpoints need. Over links of their own: what teachers on other nodes send.
+    gradient's norm and one for whether the step is finite, and what checkpoints need. Over links of their own: what
+    teachers on other nodes send.
     """
 
     def __init__(
@@ -143,7 +145,10 @@ class StudentWorker:
         self.arrivals = Arrivals(self.receiver, device)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
-        """One optimizer step; the metrics are this rank's share."""
+        """One optimizer step; the metrics are this rank's share.
+
+        Where its loss or gradient is not finite on any rank, nothing is changed on all of them: IS_TAKEN is 0.
+        """
         self.phases.begin()
         with self._with_model(self.optimizer):
             return self._train_step(step)
@@ -158,14 +163,20 @@ class StudentWorker:
         learning_rate = self.scheduler.get_last_lr()[0]
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
-            self.optimizer.step()
-            self.scheduler.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(learning_rate)
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
+        metrics[IS_TAKEN] = Last(is_taken)
+        # Here the host waits for the device, once a step, and so may choose; all ranks choose the same.
+        metrics = on_host(metrics)
+        with self.phases("optimizer"), needs_memory(OPTIMIZER):
+            if metrics[IS_TAKEN].value():
+                self.optimizer.step()
+                self.scheduler.step()
+            self.optimizer.zero_grad(set_to_none=True)
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
-        return on_host(metrics | self.phases.take())
+        return metrics | self.phases.take()
 
     def _compared_gradients(self, step: StudentStep) -> dict[str, Metric]:
         """The gradient as the sum of that of KD and that of CE, as they enter the update, and how the two compare."""
@@ -300,7 +311,10 @@ class StudentWorker:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def save(self, folder: Path) -> None:
-        """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form)."""
+        """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).
+
+        Raises NotFiniteError on all ranks where either would not be finite.
+        """
         with self._with_model(self.optimizer):
             save_state(folder / "state", self.model, self.optimizer, self.scheduler)
         self.export(folder / "student")

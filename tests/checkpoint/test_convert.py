@@ -69,7 +69,7 @@ def save_other(folder: Path, tiny: Tiny, dtype: torch.dtype, *, tied: bool, seed
 
 
 def progress_of(plan: Plan, step: int) -> Progress:
-    return Progress(step=step, loader={}, kd_ratio=None, bits_per_byte={}, settings=identity(plan.config))
+    return Progress(step=step, loader={}, settings=identity(plan.config))
 
 
 def trained(folder: Path, plans: Mapping[str, Plan], more: Sequence[Training], num_ranks: int) -> list[Trained]:

@@ -16,7 +16,8 @@ def progress(step: int) -> Progress:
     return Progress(
         step=step,
         loader={"num_batches": step, "seed": 7},
-        kd_ratio=0.1 + 0.2,  # not a short decimal: it must come back to the last bit
+        kd_scale={"ce": 0.1 + 0.2, "kd": 1 / 3},  # no short decimals: they must come back to the last bit
+        skipped_steps={"total": 4, "in_a_row": 2},
         bits_per_byte={"student before": 1.5},
         settings={"run.seed": 7, "student.optimizer.betas.0": 0.9, "run.output_dir": None},
     )

@@ -1,0 +1,80 @@
+"""Which tensors hold NaN or infinity, found alike on every rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_opd.distributed.shards import local, num_copies
+
+
+@dataclass(frozen=True, slots=True)
+class NotFinite:
+    """The first of some tensors with values that are not finite."""
+
+    name: str
+    count: int
+    """Values of it that are NaN or infinite."""
+    size: int
+    """All its values."""
+    others: int
+    """Further tensors with such values."""
+
+    def __str__(self) -> str:
+        more = f", and {self.others:,} more tensors have such values" if self.others else ""
+        return f"{self.name} has {self.count:,} of {self.size:,} values that are not finite{more}"
+
+
+@torch.no_grad()
+def find_not_finite(
+    tensors: Mapping[str, Tensor], *, device: str | torch.device, dtype: torch.dtype | None = None
+) -> NotFinite | None:
+    """The first floating-point tensor in which a value is NaN or infinite; None where all are finite.
+
+    Reads each shard once and copies none. device: that of the process group's collectives. dtype: as the values are
+    when they are rounded to it. Every rank must give the same names in the same order, with its own shards.
+    Communicates one all-reduce over all ranks, and another one where something is found.
+    """
+    is_wrong = _flags(tensors, dtype).to(device)
+    dist.all_reduce(is_wrong)
+    if not (wrong := _names(tensors, is_wrong)):
+        return None
+    first = tensors[wrong[0]]
+    count = (_count(local(first), dtype) / num_copies(first)).to(device)
+    dist.all_reduce(count)
+    return NotFinite(wrong[0], round(float(count)), first.numel(), len(wrong) - 1)
+
+
+@torch.no_grad()
+def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> NotFinite | None:
+    """The same of whole tensors, by this process alone."""
+    if not (wrong := _names(tensors, _flags(tensors, dtype))):
+        return None
+    first = tensors[wrong[0]]
+    return NotFinite(wrong[0], int(_count(first, dtype)), first.numel(), len(wrong) - 1)
+
+
+def _flags(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
+    """fp32 [tensors]: 1 where this rank has a value that is not finite."""
+    flags = [_is_wrong(local(value), dtype) for value in tensors.values()]
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).float()
+
+
+def _is_wrong(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """By the extremes, which are NaN where a value is; rounding keeps their order."""
+    if not shard.is_floating_point() or not shard.numel():
+        return torch.zeros((), dtype=torch.bool, device=shard.device)
+    if shard.itemsize == 1:  # aminmax knows no float8
+        shard = shard.half()
+    return ~torch.stack(torch.aminmax(shard)).to(dtype or shard.dtype).isfinite().all()
+
+
+def _names(tensors: Mapping[str, Tensor], is_wrong: Tensor) -> list[str]:
+    """Waits for the device."""
+    return [name for name, wrong in zip(tensors, is_wrong.tolist(), strict=True) if wrong]
+
+
+def _count(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return (~shard.to(dtype or shard.dtype).isfinite()).sum().double()

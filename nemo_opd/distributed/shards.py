@@ -1,0 +1,22 @@
+"""This rank's part of a tensor."""
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard, through which gradients flow; a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def num_copies(tensor: Tensor) -> int:
+    """Ranks that have the same shard; all of them have a plain tensor."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if not isinstance(tensor, DTensor):
+        return world
+    mesh = tensor.device_mesh
+    copies = world // mesh.size()
+    for axis, placement in enumerate(tensor.placements):
+        copies *= 1 if placement.is_shard() else mesh.size(axis)
+    return copies

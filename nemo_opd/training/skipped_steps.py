@@ -1,0 +1,60 @@
+"""Steps that are not taken since they are not finite (METHODS §16)."""
+
+import math
+from collections.abc import Mapping
+
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import NotFiniteError
+from nemo_opd.types import Metrics
+from nemo_opd.workers.terms import IS_TAKEN, objective_terms
+
+
+class SkippedSteps:
+    """How many steps were not taken, in all and since the last that was, and why."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self.total = 0
+        self.in_a_row = 0
+        self._last = ""
+
+    def observe(self, step: int, metrics: Metrics) -> str | None:
+        """Count a step by its reduced metrics: what to tell people where it was not taken, else None."""
+        if metrics[IS_TAKEN].value():
+            self.in_a_row = 0
+            return None
+        self.total += 1
+        self.in_a_row += 1
+        self._last = f"step {step}: {cause(self._config, metrics)}"
+        return f"{self._last}; the step is not taken, and weights, optimizer and schedule stay as they are"
+
+    def require_progress(self) -> None:
+        """Raises NotFiniteError where the last `train.max_skipped_steps` were not taken."""
+        limit = self._config.train.max_skipped_steps
+        if self.in_a_row >= limit:
+            raise NotFiniteError(
+                f"{self._last}; the last {self.in_a_row} steps were not taken (train.max_skipped_steps={limit}), and "
+                "the student's weights are as they were before: lower student.optimizer.lr or set train.gradient_clip "
+                f"where the student has diverged{self._hint()}"
+            )
+
+    def _hint(self) -> str:
+        half = [i for i, teacher in enumerate(self._config.active_teachers) if teacher.dtype == "float16"]
+        written = " ".join(f"teachers.{i}.dtype=bfloat16" for i in half)
+        return f", and write {written} where a teacher overflows in float16" if half else ""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"total": self.total, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.total, self.in_a_row = state.get("total", 0), state.get("in_a_row", 0)
+
+
+def cause(config: RunConfig, metrics: Metrics) -> str:
+    """Which terms of the objective were not finite, or that the gradient alone was not."""
+    values = {term.name: term.metric.value() for term in objective_terms(config, metrics)}
+    wrong = [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]
+    if wrong:
+        logits = ", so the student's own logits are not" if "CE" in values and not math.isfinite(values["CE"]) else ""
+        return f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} not finite{logits}"
+    return f"the gradient's norm is {metrics['grad_norm'].value()}, although all terms of the loss are finite"

@@ -1,0 +1,55 @@
+"""What the objective adds up, by the names that people know."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_opd.aggregation import PART
+from nemo_opd.config.run import RunConfig
+from nemo_opd.types import Mean, Metrics
+
+IS_TAKEN = "is_taken"
+"""Metric of a step: 1, or 0 where it was not finite and nothing has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectiveTerm:
+    name: str
+    """CE, the teacher's, or policy."""
+    weight: float
+    """Of it in the objective."""
+    metric: Mean
+    """Its raw value."""
+
+
+def objective_terms(config: RunConfig, metrics: Metrics) -> list[ObjectiveTerm]:
+    """Of the metrics of a step, before or after they are reduced over ranks."""
+    loss, terms = config.loss, []
+    if isinstance(ce := metrics.get("ce"), Mean):
+        terms.append(ObjectiveTerm("CE", loss.ce_weight, ce))
+    for name, metric in metrics.items():
+        if name.startswith(PART) and isinstance(metric, Mean):
+            terms.append(ObjectiveTerm(_teacher(config, int(name.removeprefix(PART))), loss.kd_weight, metric))
+    if isinstance(policy := metrics.get("policy/loss"), Mean):
+        terms.append(ObjectiveTerm("policy", getattr(loss, "policy_weight", 0.0), policy))
+    return terms
+
+
+def _teacher(config: RunConfig, i: int) -> str:
+    if config.aggregation.type == "averaged_logits":  # which of them it was nobody knows
+        return f"teachers {', '.join(config.active_names)} together"
+    return f"teacher {config.active_names[i]}"
+
+
+def is_finite_everywhere(terms: Sequence[ObjectiveTerm], grad_norm: Tensor) -> Tensor:
+    """Whether the gradient's norm and all terms with a weight are finite on every rank: bool scalar, on the device.
+
+    terms: with this rank's totals. Communicates one all-reduce over all ranks; waits for nothing.
+    """
+    own = [torch.as_tensor(term.metric.total, device=grad_norm.device) for term in terms if term.weight]
+    is_wrong = torch.stack([~value.detach().isfinite() for value in (grad_norm, *own)]).any().float()
+    dist.all_reduce(is_wrong)
+    return is_wrong == 0

@@ -1,0 +1,238 @@
+"""A step that is not finite changes nothing, on any rank, and says why (METHODS §16)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+from nemo_opd.errors import CheckpointError, NotFiniteError
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.skipped_steps import cause
+from nemo_opd.types import Batch, Mean
+from nemo_opd.workers.terms import IS_TAKEN
+from tests.tiny import Tiny
+from tests.workers.local import LocalModels, first_batches, gathered, in_world, plan_of
+
+LORA = "student.lora={rank: 2}"
+GRADIENTS = "logging.gradients_every=1"
+
+
+@dataclass(frozen=True)
+class Job:
+    plan: Plan
+    batches: Sequence[Batch]
+    """Three; in the second a teacher is not finite."""
+    token: int
+    """Of the first teacher, which overflows in the second."""
+    folder: Path | None = None
+    """To save after the second, and to continue from; None: to go on."""
+    is_bad: bool = True
+    """False: the second is left out."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    before: dict[str, Any]
+    after: dict[str, Any]
+    """State around the second step."""
+    finite_losses: list[bool]
+    """By rank, of its own rows in the second step."""
+    taken: list[list[float]]
+    """By rank, by step."""
+    cause: str
+    bad: dict[str, float]
+    """Metrics of the second step."""
+    last: dict[str, float]
+    """Those of the third."""
+    end: dict[str, Tensor]
+
+
+def learn(job: Job) -> Seen:
+    models = LocalModels(job.plan)
+    compare = job.plan.config.logging.gradients_every is not None
+    taken, own = [], models.student.train_step
+
+    def spied(step: Any) -> Any:
+        metrics = own(step)
+        spied.metrics = metrics
+        taken.append(metrics[IS_TAKEN].value())
+        return metrics
+
+    models.student.train_step = spied
+    models.train_step(job.batches[0], compare_gradients=compare)
+    before = state(models)
+    bad, why, finite = {}, "", [True]
+    if job.is_bad:
+        embedding = models.teachers[0].model.get_input_embeddings().weight
+        kept = embedding.to_local().clone()
+        poison(embedding, job.token)
+        bad = models.train_step(job.batches[1], compare_gradients=compare)
+        terms = [metric for name, metric in spied.metrics.items() if name == "ce" or name.startswith("kd_part/")]
+        finite = gathered(all(math.isfinite(term.value()) for term in terms if isinstance(term, Mean)))
+        why = cause(job.plan.config, models.reduced(spied.metrics))
+        embedding.to_local().copy_(kept)
+    after = state(models)
+    if job.folder is not None:
+        models.student.save(job.folder)
+        models.close()
+        models = LocalModels(job.plan)
+        models.student.load(job.folder)
+    last = models.train_step(job.batches[2], compare_gradients=compare)
+    seen = Seen(before, after, finite, gathered(taken), why, bad, last, models.weights())
+    models.close()
+    return seen
+
+
+@torch.no_grad()
+def poison(embedding: Any, token: int) -> None:
+    """As one row that has overflowed."""
+    whole = embedding.full_tensor()
+    whole[token] = float("inf")
+    local, rank_rows = embedding.to_local(), embedding.shape[0]
+    start = 0 if len(local) == rank_rows else embedding.device_mesh.get_local_rank() * -(-rank_rows // 2)
+    local.copy_(whole[start : start + len(local)])
+
+
+def state(models: LocalModels) -> dict[str, Any]:
+    student = models.student
+    moments = get_optimizer_state_dict(student.model, student.optimizer)["state"]
+    local = {
+        f"{name} {key}": value.to_local().clone() if hasattr(value, "to_local") else value.clone()
+        for name, entries in moments.items()
+        for key, value in entries.items()
+    }
+    return {**models.weights(), **local, "schedule": student.scheduler.state_dict()["last_epoch"]}
+
+
+def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
+    plan = plan_of(tiny.overrides("train.micro_batch_size=1", "student.scheduler.warmup_steps=0", *overrides))
+    batches = first_batches(plan, 3)
+    return Job(plan, batches, only_in_the_last_half(batches[1]), **more)
+
+
+def only_in_the_last_half(batch: Batch) -> int:
+    """A token of the first teacher's that rank 1 of 2 reads, and rank 0 does not."""
+    ids, lengths = batch.teachers[0].tokens.ids, batch.teachers[0].tokens.lengths
+    half = len(ids) // 2
+    first, last = (
+        {int(token) for row, length in zip(ids[part], lengths[part], strict=True) for token in row[1 : length - 1]}
+        for part in (slice(half), slice(half, None))
+    )
+    return min(last - first)
+
+
+def assert_nothing_changed(seen: Seen) -> None:
+    assert seen.before.keys() == seen.after.keys()
+    for name, value in seen.before.items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(seen.after[name])), name
+
+
+CASES = {
+    "plain": (),
+    "uld": ("loss=uld",),
+    "compared gradients": (GRADIENTS,),
+    "adapters": (LORA,),
+    "selected": ("aggregation=select_teacher",),
+    "dynamic weights": ("aggregation.weights=bits_per_byte",),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    folder = tmp_path_factory.mktemp("not_finite")
+    jobs = {name: job_of(tiny, *overrides) for name, overrides in CASES.items()}
+    whole = jobs["plain"]
+    jobs["left out"] = Job(whole.plan, whole.batches, whole.token, is_bad=False)
+    jobs["resumed"] = Job(whole.plan, whole.batches, whole.token, folder / "resumed")
+    return dict(zip(jobs, in_world(1, learn, list(jobs.values()), folder), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_changes_and_the_teacher_is_named(alone: dict[str, Seen], case: str) -> None:
+    """Bug: clipping multiplies by NaN, AdamW makes every weight NaN, and nothing is said."""
+    seen = alone[case]
+    assert seen.taken == [[1.0, 0.0, 1.0]]
+    assert_nothing_changed(seen)
+    assert "teacher cross (nan)" in seen.cause
+    assert "teacher same" not in seen.cause
+    assert "CE" not in seen.cause
+    assert all(value.isfinite().all() for value in seen.end.values())
+
+
+def test_the_norm_alone_is_not_enough(alone: dict[str, Seen]) -> None:
+    """uld sorts, and so has a NaN loss with a finite gradient; without such a case the loss need not be looked at."""
+    assert math.isfinite(alone["uld"].bad["grad_norm"])
+
+
+def test_what_follows_is_as_if_the_batch_had_not_been(alone: dict[str, Seen]) -> None:
+    for name, value in alone["left out"].end.items():
+        assert torch.equal(value, alone["plain"].end[name]), name
+
+
+def test_resuming_after_a_step_that_was_not_taken_is_the_same_to_the_last_bit(alone: dict[str, Seen]) -> None:
+    for name, value in alone["resumed"].end.items():
+        assert torch.equal(value, alone["plain"].end[name]), name
+
+
+@pytest.mark.parametrize("overrides", [("loss=uld",), ("student.parallelism.tp=2",)], ids=["data", "tensor"])
+def test_two_ranks_do_the_same(tiny: Tiny, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    """Bug: of two ranks one alone has a loss that is not finite, with uld a gradient that is, and the other goes on."""
+    (seen,) = in_world(2, learn, [job_of(tiny, *overrides, "cluster.cpu_ranks=2")], tmp_path / "two")
+    assert seen.taken == [[1.0, 0.0, 1.0]] * 2
+    assert_nothing_changed(seen)
+    assert "teacher cross (nan)" in seen.cause
+    if "loss=uld" in overrides:
+        assert seen.finite_losses == [True, False]
+        assert math.isfinite(seen.bad["grad_norm"])
+
+
+def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: both kept checkpoints and final/ hold NaN, and the run exits 0."""
+    (told,) = in_world(1, spoil, [(job_of(tiny), tmp_path)], tmp_path / "world")
+    weight, moment, folder, half = told
+    assert "state is not finite after its last update, so it is not saved: model.norm.weight has 1 of 16" in weight
+    assert "exp_avg of model.norm.weight has 16 of 16 values that are not finite" in moment
+    assert "exp_avg of model.norm.weight has 16 of 16" in folder
+    assert "remove this checkpoint to use the one before" in folder
+    assert "not finite in float16, so they are not exported: model.norm.weight has 1 of 16" in half
+    assert not (tmp_path / "weight").exists()
+    assert not (tmp_path / "moment").exists()
+
+
+@torch.no_grad()
+def spoil(given: tuple[Job, Path]) -> list[str]:
+    job, folder = given
+    models = LocalModels(job.plan)
+    models.train_step(job.batches[0])
+    student = models.student
+    norm = student.model.model.norm.weight
+    kept = norm.to_local().clone()
+
+    norm.to_local()[3] = 1e5
+    told = [refusal(NotFiniteError, student.export, folder / "half", "float16")]
+    norm.to_local()[3] = float("nan")
+    told.insert(0, refusal(NotFiniteError, student.save, folder / "weight"))
+    norm.to_local().copy_(kept)
+
+    student.save(folder / "good")
+    student.optimizer.state[norm]["exp_avg"].fill_(float("inf"))
+    told.insert(1, refusal(NotFiniteError, student.save, folder / "moment"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nemo_opd.checkpoint.state.not_finite_in", lambda *_: None)
+        student.save(folder / "bad")
+    told.insert(2, refusal(CheckpointError, student.load, folder / "bad"))
+    student.load(folder / "good")
+    models.close()
+    return told
+
+
+def refusal(kind: type[Exception], call: Any, *arguments: Any) -> str:
+    with pytest.raises(kind) as error:
+        call(*arguments)
+    return str(error.value)
