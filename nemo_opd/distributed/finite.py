@@ -23,7 +23,8 @@ class NotFinite:
     """Further tensors with such values."""
 
     def __str__(self) -> str:
-        more = f", and {self.others:,} more tensors have such values" if self.others else ""
+        plural = "s" if self.others > 1 else ""
+        more = f" (and so has {self.others:,} other tensor{plural})" if self.others else ""
         return f"{self.name} has {self.count:,} of {self.size:,} values that are not finite{more}"
 
 

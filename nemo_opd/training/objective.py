@@ -52,7 +52,8 @@ class KDScale:
     def value(self) -> float:
         if not self._is_dynamic or (self._ce, self._kd) == (0, 0):
             return 1.0
-        return min(self._cap, self._ce / self._kd) if self._kd > 0 else self._cap
+        # By magnitude: KD is below 0 at times where a truncated divergence is not normalised, for parity.
+        return min(self._cap, self._ce / abs(self._kd)) if self._kd else self._cap
 
     def update(self, metrics: Metrics) -> None:
         """Take in the reduced metrics of a step that was taken; one without units of CE or KD says nothing."""

@@ -82,3 +82,19 @@ def test_vocabulary_scaling() -> None:
     assert scaled == pytest.approx([0.5, 2.0 * factor], rel=1e-12)
     dynamic = WeightedSum(weights="entropy", vocabulary_scaling=True)
     assert teacher_weights(dynamic, weights, sizes) == pytest.approx([1.0, factor], rel=1e-12)
+
+
+def test_a_score_that_is_nan_makes_its_own_weight_nan() -> None:
+    """Bug: a teacher that overflows is left out as if it had no text, and nobody learns of it."""
+    broken = scores([math.nan, 10.0, math.nan, 0.0], [4, 8, 3, 0])
+    weights = sequence_weights([FIRST, broken, SECOND], score="bits_per_byte", alpha=1.0, priors=(1.0, 1.0, 1.0))
+    alone = sequence_weights([FIRST, SECOND], score="bits_per_byte", alpha=1.0, priors=(1.0, 1.0))
+    assert weights.isnan().tolist() == [[False] * 4, [True, False, True, False], [False] * 4]
+    assert torch.equal(weights[[0, 2]][:, [0, 2]], alone[:, [0, 2]])
+
+
+def test_a_score_that_is_nan_is_chosen() -> None:
+    """So that the loss says whose it is; a comparison with it would decide nothing."""
+    broken = scores([math.nan, 10.0, 0.0, 0.0], [4, 8, 0, 0])
+    assert select_teacher([FIRST, broken], per="sequence").tolist() == [1, 1, 0, 0]
+    assert select_teacher([FIRST, broken], per="batch").tolist() == [1] * 4

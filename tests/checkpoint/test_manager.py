@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def progress(step: int) -> Progress:
         step=step,
         loader={"num_batches": step, "seed": 7},
         kd_scale={"ce": 0.1 + 0.2, "kd": 1 / 3},  # no short decimals: they must come back to the last bit
-        skipped_steps={"total": 4, "in_a_row": 2},
+        skipped_steps={"total": 4, "in_a_row": 0},
         bits_per_byte={"student before": 1.5},
         settings={"run.seed": 7, "student.optimizer.betas.0": 0.9, "run.output_dir": None},
     )
@@ -93,6 +94,19 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
     write(CheckpointManager(tmp_path, keep_last=1), 50)
     assert manager.steps() == [50]
+
+
+def test_after_steps_that_were_not_taken_older_ones_stay(tmp_path: Path) -> None:
+    """Bug: a student that has diverged, whose weights are still finite, takes the place of the last good one."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    write(manager, 1)
+    for step in (2, 3):
+        with manager.writing(replace(progress(step), skipped_steps={"total": step, "in_a_row": step})):
+            pass
+    assert manager.steps() == [1, 2, 3]
+
+    write(manager, 4)
+    assert manager.steps() == [4]
 
 
 def test_steps_are_numbers_and_not_names(tmp_path: Path) -> None:

@@ -72,6 +72,11 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
             "loss.power_alpha weighs rollouts by the teacher's log-probability, and aggregation asks",
         ),
         (
+            {"loss": {"type": "same_vocab", "scaling": "dynamic"}},
+            "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
+            "rollout.on_policy_share=1 takes none; write loss.scaling=fixed, or lower rollout.on_policy_share",
+        ),
+        (
             {"teachers": [CROSS], "loss": {"type": "tcad"}},
             "loss.type=tcad compares equal vocabularies, but teachers.0 (cross) is of type cross_tokenizer; use "
             "loss=p_kl, write teachers.0.loss.type=p_kl",

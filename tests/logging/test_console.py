@@ -37,6 +37,18 @@ def test_validation_marks_the_best_so_far_also_after_nan() -> None:
     assert [line.endswith("best") for line in lines] == [False, False, True, False, True]
 
 
+def test_a_warning_stays_under_live_progress() -> None:
+    """Bug: what is said of a step in the live line is gone with the next step."""
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(summary(Path("/outputs/demo"), 2), 0)
+    logger.warn("step 1: teacher cross (nan) is not finite")
+    logger.log(2, record(2))
+    logger.close()
+    *_, last = (line for line in console.file.getvalue().splitlines() if "warning:" in line)
+    assert last.endswith("warning: step 1: teacher cross (nan) is not finite")
+
+
 @pytest.mark.parametrize("width", [40, 80, 120])
 def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> None:
     text = shown(Console(file=io.StringIO(), width=width))

@@ -356,3 +356,13 @@ def test_the_batches_have_what_the_tests_are_about():
     for case in ALL_LOSSES:
         for b in range(2):
             assert case.run(case.batch().rows([b])).metrics["kd"].count > 0, case
+
+
+@every_loss
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_what_is_not_finite_shows_in_the_loss(case: Case, side: str):
+    """Bug: a NaN that a maximum, a clamp or a sort hides; training goes by the loss and the gradient (METHODS §16)."""
+    batch = case.batch()
+    spoilt = {"student": batch.student, "teacher": batch.teacher} | {side: getattr(batch, side) * float("nan")}
+    loss, gradient = case.value_and_gradient(batch.with_logits(**spoilt))
+    assert not (loss.isfinite() and gradient.isfinite().all())

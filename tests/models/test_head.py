@@ -103,3 +103,13 @@ def test_what_is_not_a_plain_head_is_refused() -> None:
         Headless(model, key="teachers.0.model")
     with pytest.raises(ModelError, match=r"student\.model: Shifted does more.*use handoff=logits"):
         Headless(Shifted(CONFIGS["llama"]).eval(), key="student.model")(IDS)
+
+
+def test_a_text_that_overflows_says_nothing_about_the_head() -> None:
+    """Bug: a model that gives NaN is told that it does more than a scale, and to use handoff=logits."""
+    model = model_of(CONFIGS["qwen3"])
+    source, embedding = Headless(model, key="student.model"), model.get_input_embeddings()
+    hook = embedding.register_forward_hook(lambda _, __, embedded: embedded * float("nan"))
+    assert source(IDS).hidden.isnan().all()
+    hook.remove()
+    assert source(IDS).hidden.isfinite().all()

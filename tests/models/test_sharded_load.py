@@ -23,7 +23,7 @@ from nemo_opd.models.load import load_model
 from nemo_opd.models.parallelize import parallelize
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import FAMILIES, SIZES, save
-from tests.models.world import alone, as_rank
+from tests.models.world import alone, as_rank, on_ranks
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -214,3 +214,45 @@ def test_a_rank_holds_its_shard_and_one_tensor(two_ranks: list[Any]) -> None:
         for peak, shard in zip(rank.memory.peak, rank.memory.shard, strict=True):
             assert shard <= sum(sizes) / 2 + MIB
             assert shard / 2 < peak <= shard + max(sizes) + slack < sum(sizes), (peak / MIB, shard / MIB)
+
+
+def save_not_finite(folder: Path, value: float, row: int) -> Path:
+    """A model of which one value is not finite."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[row, 2] = value
+        model.model.norm.weight[0] = value
+    model.save_pretrained(folder)
+    return folder
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(ModelError) as refused:
+        loaded(folder)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_are_refused(one_rank: None, value: float, tmp_path: Path) -> None:
+    """Bug: a teacher of NaN is told to use handoff=logits, and with that destroys the student."""
+    folder = save_not_finite(tmp_path / "model", value, row=0)
+    assert refusal(folder).startswith(
+        f"student.model={folder}: model.layers.1.mlp.up_proj.weight has 1 of 384 values that are not finite (and so "
+        "has 1 other tensor) in float32"
+    )
+
+
+def test_weights_that_overflow_in_float16_are_told_so(one_rank: None, tmp_path: Path) -> None:
+    folder = save_not_finite(tmp_path / "model", 7e4, row=0)
+    loaded(folder)
+    with pytest.raises(ModelError, match=r"not finite.*in float16, .*; float16 overflows at 65,504, so try student"):
+        loaded(folder, torch.float16)
+
+
+def test_all_ranks_refuse_what_one_of_them_has(tmp_path: Path) -> None:
+    """Bug: one rank refuses its shard, and the other waits for it in the first collective."""
+    folder = save_not_finite(tmp_path / "model", float("nan"), row=-1)
+    first, second = on_ranks(2, refusal, folder, tmp_path / "ranks")
+    assert first == second
+    assert "up_proj.weight has 1 of 384 values" in first

@@ -78,3 +78,15 @@ def test_a_run_that_continues_knows_its_first_steps_and_what_was_told() -> None:
     assert before[-1]
     for record in (ILL, ILL, ILL):
         assert continued.observe(record) == whole.observe(record)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_left_out(value: float) -> None:
+    """Bug: a NaN among the first steps makes their mean NaN, and no comparison with that is ever an alarm."""
+    monitor, skipped = HealthMonitor(LIMITS), dict.fromkeys(WELL, value)
+    for _ in range(FIRST_STEPS - 1):
+        monitor.observe(WELL)
+    assert monitor.observe(skipped) == []
+    monitor.observe(WELL)
+    told = [monitor.observe(record) for record in (ILL, skipped, ILL, ILL)]
+    assert [len(alarms) for alarms in told] == [0, 0, 0, len(ILL)]

@@ -1,5 +1,8 @@
 """The objective of a global step, from metrics that are already reduced (METHODS §7)."""
 
+import json
+import math
+
 import pytest
 
 from nemo_opd.aggregation import PART
@@ -40,45 +43,80 @@ def test_without_kd_weight_there_is_no_kd(tiny: Tiny) -> None:
     assert objective_values(config, {"ce": Mean(6.0, 2)}, 1.0, "val") == {"val/ce": 3.0, "val/loss": 6.0}
 
 
-def recurrence(pairs: list[tuple[float, float]], decay: float) -> list[float]:
-    """The scale of every step by its closed form: the first ratio, then an average with weights (1−d)·d^age."""
-    scales = [1.0]
-    ratios: list[float] = []
-    for ce, kd in pairs:
-        if kd > 0:
-            ratios.append(ce / kd)
-        if not ratios:
-            scales.append(1.0)
-            continue
-        last = len(ratios) - 1
-        tail = sum((1 - decay) * decay ** (last - i) * ratios[i] for i in range(1, len(ratios)))
-        scales.append(decay**last * ratios[0] + tail)
-    return scales
+def step_of(ce: float, kd: float, ce_units: float = 10, kd_units: float = 4) -> dict[str, Mean]:
+    """Reduced metrics of a step with these raw terms."""
+    return {"ce": Mean(ce * ce_units, ce_units), f"{PART}0": Mean(kd * kd_units, kd_units)}
 
 
-def test_dynamic_scale_is_a_moving_average_of_the_steps_before() -> None:
-    """Bugs: a scale that knows its own step, a start at 0 instead of the first ratio, a step without KD that counts."""
-    pairs = [(3.0, 0.0), (4.0, 2.0), (3.0, 3.0), (2.5, 0.0), (2.0, 8.0), (5.0, 0.5)]
-    scale = KDScale(PKLLoss(scaling="dynamic", scaling_decay=0.9))
-    seen = [scale.value]
-    for ce, kd in pairs:
-        scale.update(ce, kd)
-        seen.append(scale.value)
-    assert seen == pytest.approx(recurrence(pairs, 0.9), rel=1e-12)
+def after(*steps: dict[str, Mean], **settings: float) -> KDScale:
+    scale = KDScale(PKLLoss(scaling="dynamic", **settings))
+    for step in steps:
+        scale.update(step)
+    return scale
 
 
-def test_fixed_scale_is_one_but_the_ratio_is_known() -> None:
+def by_age(pairs: list[tuple[float, float]], decay: float) -> float:
+    """The ratio of two sums over steps, each weighed by decay^age: the closed form."""
+    weights = [decay ** (len(pairs) - 1 - i) for i in range(len(pairs))]
+    ce, kd = (sum(weight * pair[side] for weight, pair in zip(weights, pairs, strict=True)) for side in (0, 1))
+    return ce / kd
+
+
+def test_dynamic_scale_is_the_ratio_of_two_moving_averages() -> None:
+    """Bugs: a mean of ratios, a scale that knows its own step, a first step that weighs as much as a hundred."""
+    pairs = [(4.0, 2.0), (3.0, 3.0), (2.0, 8.0), (5.0, 0.5)]
+    assert after().value == 1
+    for number in range(1, len(pairs) + 1):
+        scale = after(*(step_of(*pair) for pair in pairs[:number]), scaling_decay=0.9)
+        assert scale.value == pytest.approx(by_age(pairs[:number], 0.9), rel=1e-12)
+
+
+def test_one_step_with_little_kd_changes_little() -> None:
+    """Bug: CE/KD of 3e6 in one step, of which a hundredth is 30,000 for a hundred steps."""
+    usual, little = step_of(3.0, 1.0), step_of(3.0, 1e-6)
+    assert after(*[usual] * 5, little).value == pytest.approx(3.0 * 6 / 5, rel=0.02)
+    assert after(little, *[usual] * 5).value == pytest.approx(3.0 * 6 / 5, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "unsaid",
+    [
+        step_of(0.0, 0.8, ce_units=0),
+        step_of(3.0, 0.0, kd_units=0),
+        {"ce": Mean(3.0, 1)},
+        step_of(math.inf, 1.0),
+        step_of(3.0, math.nan),
+    ],
+    ids=["no CE units", "no KD units", "no teacher", "infinite CE", "NaN KD"],
+)
+def test_a_step_without_both_terms_says_nothing(unsaid: dict[str, Mean]) -> None:
+    """Bug: samples have no CE, so that a batch of them has CE 0, and KD is multiplied by 0 from then on."""
+    assert after(unsaid).value == 1
+    assert after(step_of(3.0, 2.0), unsaid).value == pytest.approx(1.5)
+
+
+def test_the_scale_is_capped() -> None:
+    """Bug: a student that starts as its teacher has KD of rounding noise, or 0."""
+    assert after(step_of(3.0, 1e-9)).value == 100
+    assert after(step_of(3.0, 0.0), scaling_cap=7.0).value == 7
+    assert after(step_of(3.0, 1.0), scaling_cap=7.0).value == pytest.approx(3.0)
+
+
+def test_a_negative_kd_is_not_turned_round() -> None:
+    """Bug: KD of a truncated divergence that is not normalised is below 0, and a negative scale trains against it."""
+    assert after(step_of(3.0, -0.5)).value == pytest.approx(6.0)
+
+
+def test_fixed_scale_is_one() -> None:
     scale = KDScale(PKLLoss(scaling="fixed"))
-    scale.update(4.0, 2.0)
+    scale.update(step_of(4.0, 2.0))
     assert scale.value == 1.0
-    assert scale.ratio == 2.0
 
 
-def test_scale_continues_from_its_ratio() -> None:
-    """What a checkpoint stores is enough."""
-    first, second = (KDScale(PKLLoss(scaling="dynamic")) for _ in range(2))
-    first.update(4.0, 2.0)
-    second.ratio = first.ratio
+def test_scale_continues_from_its_state() -> None:
+    """What a checkpoint stores is enough, to the last bit."""
+    first, second = after(step_of(4.0, 2.0), step_of(0.1, 0.3)), after()
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for scale in (first, second):
-        scale.update(9.0, 3.0)
+        scale.update(step_of(9.0, 3.0))
     assert first.value == second.value

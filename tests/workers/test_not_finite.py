@@ -1,7 +1,8 @@
 """A step that is not finite changes nothing, on any rank, and says why (METHODS §16)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.skipped_steps import cause
 from nemo_opd.types import Batch, Mean
+from nemo_opd.workers.teacher import TeacherWorker
 from nemo_opd.workers.terms import IS_TAKEN
 from tests.tiny import Tiny
 from tests.workers.local import LocalModels, first_batches, gathered, in_world, plan_of
@@ -69,14 +71,11 @@ def learn(job: Job) -> Seen:
     before = state(models)
     bad, why, finite = {}, "", [True]
     if job.is_bad:
-        embedding = models.teachers[0].model.get_input_embeddings().weight
-        kept = embedding.to_local().clone()
-        poison(embedding, job.token)
-        bad = models.train_step(job.batches[1], compare_gradients=compare)
+        with overflowing(models.teachers[0], job.token):
+            bad = models.train_step(job.batches[1], compare_gradients=compare)
         terms = [metric for name, metric in spied.metrics.items() if name == "ce" or name.startswith("kd_part/")]
         finite = gathered(all(math.isfinite(term.value()) for term in terms if isinstance(term, Mean)))
         why = cause(job.plan.config, models.reduced(spied.metrics))
-        embedding.to_local().copy_(kept)
     after = state(models)
     if job.folder is not None:
         models.student.save(job.folder)
@@ -89,14 +88,16 @@ def learn(job: Job) -> Seen:
     return seen
 
 
-@torch.no_grad()
-def poison(embedding: Any, token: int) -> None:
-    """As one row that has overflowed."""
-    whole = embedding.full_tensor()
-    whole[token] = float("inf")
-    local, rank_rows = embedding.to_local(), embedding.shape[0]
-    start = 0 if len(local) == rank_rows else embedding.device_mesh.get_local_rank() * -(-rank_rows // 2)
-    local.copy_(whole[start : start + len(local)])
+@contextmanager
+def overflowing(teacher: TeacherWorker, token: int) -> Iterator[None]:
+    """Inside, the teacher's embedding of one token is infinite."""
+
+    def overflow(_: Any, given: tuple[Tensor], embedded: Tensor) -> Tensor:
+        return embedded.masked_fill((given[0] == token).unsqueeze(-1), math.inf)
+
+    hook = teacher.model.get_input_embeddings().register_forward_hook(overflow)
+    yield
+    hook.remove()
 
 
 def state(models: LocalModels) -> dict[str, Any]:
@@ -180,16 +181,28 @@ def test_resuming_after_a_step_that_was_not_taken_is_the_same_to_the_last_bit(al
         assert torch.equal(value, alone["plain"].end[name]), name
 
 
-@pytest.mark.parametrize("overrides", [("loss=uld",), ("student.parallelism.tp=2",)], ids=["data", "tensor"])
-def test_two_ranks_do_the_same(tiny: Tiny, tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    """Bug: of two ranks one alone has a loss that is not finite, with uld a gradient that is, and the other goes on."""
-    (seen,) = in_world(2, learn, [job_of(tiny, *overrides, "cluster.cpu_ranks=2")], tmp_path / "two")
+TOGETHER = {"data": ("loss=uld",), "tensor": ("student.parallelism.tp=2",)}
+
+
+@pytest.fixture(scope="module")
+def paired(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
+    """By what two ranks share."""
+    jobs = [job_of(tiny, *overrides, "cluster.cpu_ranks=2") for overrides in TOGETHER.values()]
+    return dict(zip(TOGETHER, in_world(2, learn, jobs, tmp_path_factory.mktemp("paired") / "two"), strict=True))
+
+
+@pytest.mark.parametrize("shared", TOGETHER)
+def test_two_ranks_do_the_same(paired: dict[str, Seen], shared: str) -> None:
+    seen = paired[shared]
     assert seen.taken == [[1.0, 0.0, 1.0]] * 2
     assert_nothing_changed(seen)
     assert "teacher cross (nan)" in seen.cause
-    if "loss=uld" in overrides:
-        assert seen.finite_losses == [True, False]
-        assert math.isfinite(seen.bad["grad_norm"])
+
+
+def test_one_rank_speaks_for_all(paired: dict[str, Seen]) -> None:
+    """Bug: the rank whose own loss is finite, with a gradient that is, takes a step that the other does not."""
+    assert paired["data"].finite_losses == [True, False]
+    assert math.isfinite(paired["data"].bad["grad_norm"])
 
 
 def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path) -> None:
@@ -205,20 +218,20 @@ def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path
     assert not (tmp_path / "moment").exists()
 
 
-@torch.no_grad()
 def spoil(given: tuple[Job, Path]) -> list[str]:
     job, folder = given
     models = LocalModels(job.plan)
     models.train_step(job.batches[0])
     student = models.student
     norm = student.model.model.norm.weight
-    kept = norm.to_local().clone()
+    own = norm.to_local().detach()
+    kept = own.clone()
 
-    norm.to_local()[3] = 1e5
+    own[3] = 1e5
     told = [refusal(NotFiniteError, student.export, folder / "half", "float16")]
-    norm.to_local()[3] = float("nan")
+    own[3] = float("nan")
     told.insert(0, refusal(NotFiniteError, student.save, folder / "weight"))
-    norm.to_local().copy_(kept)
+    own.copy_(kept)
 
     student.save(folder / "good")
     student.optimizer.state[norm]["exp_avg"].fill_(float("inf"))

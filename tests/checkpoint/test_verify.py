@@ -1,0 +1,62 @@
+"""A checkpoint that is not there as it was written is found out before an older one goes."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+
+from nemo_opd.checkpoint.verify import require_whole, require_whole_export
+from nemo_opd.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("verify") / "step_000001"
+    weights = {"first": torch.rand(40, 5), "second": torch.rand(7)}
+    dcp.save({"model": weights}, checkpoint_id=folder / "state", no_dist=True)
+    torch.save({"rng": torch.zeros(50)}, folder / "state" / "rank_00000.pt")
+    (folder / "student").mkdir()
+    save_file(weights, folder / "student" / "model.safetensors")
+    return folder
+
+
+def test_what_is_whole_passes(whole: Path) -> None:
+    require_whole(whole)
+    require_whole_export(whole / "student")
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    """As a file system leaves it that ran full behind our back."""
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size - 40)
+
+
+def absent(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+SHARD, RANK, MODEL = "state/__0_0.distcp", "state/rank_00000.pt", "student/model.safetensors"
+DAMAGES = {
+    f"{SHARD} is cut": (cut(SHARD), r"state/__0_0\.distcp has [\d,]+ of [\d,]+ bytes"),
+    f"{SHARD} is absent": (absent(SHARD), r"state/__0_0\.distcp has 0 of [\d,]+ bytes"),
+    ".metadata is absent": (absent("state/.metadata"), r"state/\.metadata cannot be read"),
+    f"{RANK} is cut": (cut(RANK), r"state/rank_00000\.pt is cut"),
+    f"{RANK} is absent": (absent(RANK), "state has no rank_00000.pt"),
+    f"{MODEL} is cut": (cut(MODEL), r"student/model\.safetensors is damaged"),
+    f"{MODEL} is absent": (absent(MODEL), "student has no weights"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_what_is_not_is_named(whole: Path, damage: str, tmp_path: Path) -> None:
+    """Bug: the newest checkpoint cannot be read, and the one before it was removed to make room."""
+    folder = shutil.copytree(whole, tmp_path / "step_000001")
+    spoil, said = DAMAGES[damage]
+    spoil(folder)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} is not there as it was written: {said}"):
+        require_whole(folder)

@@ -1,0 +1,90 @@
+"""Steps that are not taken are counted, named, and end a run where none is taken any more (METHODS §16)."""
+
+import math
+
+import pytest
+
+from nemo_opd.aggregation import PART
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import NotFiniteError
+from nemo_opd.training.skipped_steps import SkippedSteps
+from nemo_opd.types import Last, Mean, Metric
+from nemo_opd.workers.terms import IS_TAKEN
+from tests.composition import compose
+
+
+def metrics_of(ce: float = 2.0, cross: float = 1.0, same: float = 1.0, norm: float = 1.0) -> dict[str, Metric]:
+    raw = {"ce": Mean(ce, 1), f"{PART}0": Mean(cross, 1), f"{PART}1": Mean(same, 1), "grad_norm": Last(norm)}
+    return raw | {IS_TAKEN: Last(float(all(math.isfinite(each.value()) for each in raw.values())))}
+
+
+GOOD, BAD = metrics_of(), metrics_of(cross=math.nan)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (metrics_of(cross=math.inf), "teacher cross (inf) is not finite;"),
+        (metrics_of(cross=math.nan, same=math.inf), "teacher cross (nan), teacher same (inf) are not finite;"),
+        (metrics_of(ce=math.nan, norm=math.nan), "CE (nan) is not finite, so the student's own logits are not;"),
+        (metrics_of(norm=math.inf), "the gradient's norm is inf, although all terms of the loss are finite;"),
+    ],
+)
+def test_the_message_names_the_step_and_the_term(metrics: dict[str, Metric], said: str) -> None:
+    told = SkippedSteps(compose()).observe(7, metrics)
+    assert told is not None
+    assert told.startswith(f"step 7: {said} the step is not taken")
+
+
+def test_teachers_that_speak_as_one_are_named_together() -> None:
+    config = compose(
+        "aggregation=averaged_logits", "teachers.0.type=same_tokenizer", "teachers.0.model=demo:teacher_same"
+    )
+    metrics = {"ce": Mean(2.0, 1), f"{PART}0": Mean(math.nan, 1), "grad_norm": Last(1.0), IS_TAKEN: Last(0.0)}
+    told = SkippedSteps(config).observe(1, metrics)
+    assert told is not None
+    assert "teachers cross, same together (nan) is not finite" in told
+
+
+def test_the_policy_is_a_term() -> None:
+    config = compose("loss=grpo", config_name="on_policy_demo")
+    metrics = {"ce": Mean(0.0, 0), "policy/loss": Mean(math.inf, 3), "grad_norm": Last(1.0), IS_TAKEN: Last(0.0)}
+    told = SkippedSteps(config).observe(1, metrics)
+    assert told is not None
+    assert "policy (inf) is not finite" in told
+
+
+def test_so_many_in_a_row_end_the_run() -> None:
+    """Bug: a run in which nothing is learned any more goes on to its end and exits 0."""
+    skipped = SkippedSteps(limited(2))
+    for step, metrics in enumerate([BAD, GOOD, BAD], start=1):
+        skipped.observe(step, metrics)
+        skipped.require_progress()
+    skipped.observe(4, BAD)
+    with pytest.raises(NotFiniteError, match=r"^step 4: teacher cross \(nan\) is not finite; the last 2 steps"):
+        skipped.require_progress()
+    assert skipped.total == 3
+
+
+def test_a_teacher_in_float16_is_told_the_way_out() -> None:
+    skipped = SkippedSteps(limited(1, "teachers.1.dtype=float16"))
+    skipped.observe(1, BAD)
+    with pytest.raises(NotFiniteError, match=r"teachers\.1\.dtype=bfloat16 where a teacher overflows in float16$"):
+        skipped.require_progress()
+
+
+def test_counts_survive_a_resume() -> None:
+    """Bug: a run that is continued after four such steps needs five more to end."""
+    first, second = SkippedSteps(limited(3)), SkippedSteps(limited(3))
+    for step in (1, 2):
+        first.observe(step, BAD)
+    second.load_state_dict(first.state_dict())
+    second.require_progress()
+    second.observe(3, BAD)
+    assert second.total == 3
+    with pytest.raises(NotFiniteError):
+        second.require_progress()
+
+
+def limited(number: int, *overrides: str) -> RunConfig:
+    return compose(f"train.max_skipped_steps={number}", *overrides)
