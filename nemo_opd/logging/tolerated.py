@@ -31,6 +31,9 @@ class Tolerated(Logger):
     def end_display(self) -> None:
         self._call(self._logger.end_display)
 
+    def warn(self, message: str) -> None:
+        self._call(self._logger.warn, message)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._call(self._logger.log, step, values)
 

@@ -9,7 +9,7 @@ import pytest
 
 from nemo_opd.config.logging import Logging
 from nemo_opd.errors import ConfigError
-from nemo_opd.logging import Logger, build
+from nemo_opd.logging import Logger, Loggers, build
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.tolerated import Tolerated
 from tests.logging.synthetic import CLOSING, summary
@@ -93,3 +93,10 @@ def test_a_run_whose_stdout_takes_nothing_more_ends_well_with_all_its_metrics(tm
     warnings = [line for line in done.stderr.splitlines() if "switched off" in line]
     assert "Traceback" not in done.stderr
     assert len(warnings) == (stdout in ("full disk", "closed pipe")), done.stderr
+
+
+@pytest.mark.parametrize("passing_on", [Tolerated, Loggers])
+def test_all_that_a_logger_is_told_is_passed_on(passing_on: type[Logger]) -> None:
+    """Bug: what a logger need not implement, such as a warning, ends in the wrapper's own empty method."""
+    told = {name for name in vars(Logger) if not name.startswith("_")}
+    assert told == {name for name in vars(passing_on) if not name.startswith("_")}
