@@ -131,7 +131,7 @@ def test_a_setting_that_is_new_and_off_is_no_difference(before: RunConfig) -> No
 
 
 def save(checkpoints: CheckpointManager, step: int, config: RunConfig) -> None:
-    with checkpoints.writing(Progress(step, {}, None, {}, identity(config))):
+    with checkpoints.writing(Progress(step, {}, identity(config))):
         pass
 
 

@@ -1,5 +1,6 @@
 """The student's weights on their way to a server."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,9 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.errors import CheckpointError
 from nemo_opd.training import engines
+from nemo_opd.training.models import export_whole
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.respondents import Respondent
 
@@ -27,7 +32,7 @@ class FakeServer:
     retried: int = 0
 
     def update_weights(self, folder: Path, version: int) -> None:
-        assert (folder / "weights").read_text() == "whole"
+        assert load_file(folder / "model.safetensors")["weights"].all()
         self.loaded.append(folder)
         self.version = version
 
@@ -44,11 +49,14 @@ class FakeServer:
 @dataclass
 class FakeModels:
     held: list[str] = field(default_factory=list)
+    is_cut: bool = False
 
     def export(self, folder: Path, served_as: str) -> None:
         assert served_as == "float32"
         folder.mkdir(parents=True)
-        (folder / "weights").write_text("whole")
+        save_file({"weights": torch.ones(3)}, folder / "model.safetensors")
+        if self.is_cut:
+            os.truncate(folder / "model.safetensors", 70)
 
     @contextmanager
     def held_weights(self, served_as: str) -> Iterator[str]:
@@ -129,3 +137,12 @@ def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch
     with pytest.raises(OSError, match="no server"):
         opened.__enter__()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_that_is_cut_does_not_take_the_place_of_a_whole_one(tmp_path: Path) -> None:
+    """Bug: a full disk, noticed by nobody, costs the model that was there before."""
+    export_whole(FakeModels(), tmp_path / "final", "float32")  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged"):
+        export_whole(FakeModels(is_cut=True), tmp_path / "final", "float32")  # type: ignore[arg-type]
+    assert load_file(tmp_path / "final" / "model.safetensors")["weights"].all()
+    assert [each.name for each in tmp_path.iterdir()] == ["final"]
