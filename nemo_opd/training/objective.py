@@ -58,7 +58,7 @@ class KDScale:
     def update(self, metrics: Metrics) -> None:
         """Take in the reduced metrics of a step that was taken; one without units of CE or KD says nothing."""
         ce, parts = metrics["ce"], [metric for name, metric in metrics.items() if name.startswith(PART)]
-        kd = sum(part.value() for part in parts)
+        kd = kd_of(metrics)
         # A CE without a weight may be infinite, and the step is taken all the same.
         if has_units([ce]) and has_units(parts) and math.isfinite(ce.value()) and math.isfinite(kd):
             self._ce = self._decay * self._ce + (1 - self._decay) * ce.value()
