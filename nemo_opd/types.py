@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     Number = float | Tensor
 
 
+HISTORY_SAME, HISTORY_REWRITTEN, HISTORY_CHANGED = range(3)
+"""What two sides have read before a place: the same contents; the same but for white space and Unicode form; others."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """Which tokens of two tokenizations of one text stand for the same bytes (METHODS §1).
@@ -50,6 +54,8 @@ class Alignment:
     """[C]: all bytes are ASCII white space."""
     digit: NDArray[np.bool_]
     """[C]: all bytes are ASCII digits."""
+    history: NDArray[np.int8]
+    """[C]: HISTORY_SAME, HISTORY_REWRITTEN or HISTORY_CHANGED, of the contents before the chunk; non-decreasing."""
 
     @property
     def num_chunks(self) -> int:
@@ -70,7 +76,9 @@ class TokenRows:
     loss_mask: Tensor
     """bool [B, S]: token i is scored, by the logits at i−1. False at position 0 and in the padding."""
     num_bytes: Tensor
-    """int32 [B, S]: bytes of text a token stands for; 0 for special tokens and padding."""
+    """int32 [B, S]: bytes of content that a token stands for, where every model that reads the sequence predicts them;
+    0 elsewhere. They add up to the same number for each of those models.
+    """
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -100,6 +108,10 @@ class ChunkRows:
     """int32 [B, S]"""
     teacher: Tensor
     """int32 [B, T]"""
+    histories: Tensor | None = None
+    """int64 [B, 2]: chunks that a loss could use, and those of them behind contents that the sides read differently,
+    compared or not. None in parts of a global batch.
+    """
 
     def to(self, device: str) -> ChunkRows:
         return ChunkRows(self.student.to(device), self.teacher.to(device))

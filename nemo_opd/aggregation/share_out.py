@@ -46,9 +46,9 @@ def chosen(batch: Batch, scores: Sequence[SequenceScores], per: Literal["sequenc
 
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
-    """By teacher: the mean weight of a sequence (`weight/`), or the share of sequences that it teaches (`share/`).
-
-    Empty where neither differs from batch to batch.
+    """By teacher: the mean weight of a sequence (`weight/`), or the share of sequences that it teaches (`share/`), if
+    that differs from batch to batch; with another tokenizer, the share of aligned chunks behind contents that the
+    student reads differently (`changed_history/`).
     """
     metrics: dict[str, Metric] = {}
     for part in parts.parts:
@@ -57,4 +57,7 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
             metrics[f"share/{part.name}"] = Mean(int((rows.tokens.lengths > 0).sum()), len(batch))
         elif rows.weights is not None:
             metrics[f"weight/{part.name}"] = Mean(part.weight * float(rows.weights.sum()), len(batch))
+        if rows.chunks is not None and rows.chunks.histories is not None:
+            usable, changed = rows.chunks.histories.sum(0).tolist()
+            metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
     return metrics

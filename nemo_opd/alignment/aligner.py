@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nemo_opd.alignment.merge import PieceTable, merge, spell
+from nemo_opd.alignment.history import chunk_histories, run_histories
+from nemo_opd.alignment.merge import PieceTable, Spelling, merge, spell
 from nemo_opd.alignment.pieces import Pieces, pieces_of
 from nemo_opd.alignment.resync import equal_runs
 from nemo_opd.alignment.roles import RoleOverrides, pair_special_tokens
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-VERSION = 1
+VERSION = 2
 """Raised when the same ids are aligned in another way than before."""
 
 
@@ -62,10 +63,19 @@ class TokenAligner:
 
         Raises AlignmentError for ids that are not a 1-D sequence of integers inside the vocabulary.
         """
-        student = spell(_checked(student_ids, "student", self.student_pieces), self._student_table)
-        teacher = spell(_checked(teacher_ids, "teacher", self.teacher_pieces), self._teacher_table)
+        student, teacher = self.student_spelling(student_ids), self.teacher_spelling(teacher_ids)
         runs = equal_runs(student.data, teacher.data)
-        return Alignment(*merge(student, teacher, runs, self._matches))
+        chunks = merge(student, teacher, runs, self._matches)
+        histories = run_histories(student.data, teacher.data, runs)
+        history = chunk_histories(chunks.bounds, (student.edges, teacher.edges), runs, histories)
+        return Alignment(**chunks._asdict(), history=history)
+
+    def student_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
+        """The bytes that ids of the student stand for. Raises AlignmentError as `align` does."""
+        return spell(_checked(ids, "student", self.student_pieces), self._student_table)
+
+    def teacher_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
+        return spell(_checked(ids, "teacher", self.teacher_pieces), self._teacher_table)
 
     def _make_tables(self) -> None:
         special = self._special

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.alignment.history import content_history
 from nemo_opd.errors import AlignmentError
 from nemo_opd.types import Alignment
 
 if TYPE_CHECKING:
     from nemo_opd.alignment.aligner import TokenAligner
+    from nemo_opd.alignment.merge import Spelling
     from nemo_opd.alignment.pieces import Pieces
 
 Positions = NDArray[np.int64]
@@ -30,10 +32,34 @@ class ChatTokens:
     end-of-turn token."""
     spans: NDArray[np.int32]
     """[M, 2]: tokens of message k's content, [start, stop); increasing and disjoint, empty for an empty content."""
+    said: tuple[tuple[str, ...], ...] = ()
+    """By message: the texts that its author wrote, however the template renders them; empty where they are unknown."""
+    places: NDArray[np.int32] | None = None
+    """[M, 2]: tokens among which the template has rendered message k; None: `spans`."""
+
+    @property
+    def is_content(self) -> NDArray[np.bool_]:
+        """[S]: tokens of contents, not of the template's own text."""
+        edges = np.zeros(len(self.ids) + 1, np.int32)
+        np.add.at(edges, self.spans[:, 0], 1)
+        np.add.at(edges, self.spans[:, 1], -1)
+        return np.cumsum(edges[:-1]) > 0
 
     def cut(self, length: int) -> ChatTokens:
         """The first `length` tokens, of all messages."""
-        return ChatTokens(self.ids[:length], self.assistant_mask[:length], np.minimum(self.spans, length))
+        places = None if self.places is None else np.minimum(self.places, length)
+        return replace(
+            self,
+            ids=self.ids[:length],
+            assistant_mask=self.assistant_mask[:length],
+            spans=np.minimum(self.spans, length),
+            places=places,
+        )
+
+    def rendered(self, k: int, spelling: Spelling) -> bytes:
+        """The bytes of message k in the spelling of `ids`."""
+        start, stop = (self.spans if self.places is None else self.places)[k]
+        return spelling.data[spelling.edges[start] : spelling.edges[stop]].tobytes()
 
 
 def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> Alignment:
@@ -52,9 +78,9 @@ def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) 
         _parts(teacher, aligner.teacher_pieces, "teacher"),
         strict=True,
     )
-    both = [(s, t) for s, t in sides if len(s) and len(t)]
-    parts = [aligner.align(student.ids[s], teacher.ids[t]) for s, t in both]
-    s_positions, t_positions = [s for s, _ in both], [t for _, t in both]
+    both = [(p, s, t) for p, (s, t) in enumerate(sides) if len(s) and len(t)]
+    parts = [aligner.align(student.ids[s], teacher.ids[t]) for _, s, t in both]
+    s_positions, t_positions = [s for _, s, _ in both], [t for _, _, t in both]
     s_chunk = _placed_ids([part.student_chunk_id for part in parts], s_positions, parts, len(student.ids))
     t_chunk = _placed_ids([part.teacher_chunk_id for part in parts], t_positions, parts, len(teacher.ids))
     bounds = np.concatenate([np.empty((0, 4), np.int32), *(part.bounds for part in parts)])
@@ -69,7 +95,32 @@ def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) 
         special=_joined([part.special for part in parts], np.bool_),
         whitespace=_joined([part.whitespace for part in parts], np.bool_),
         digit=_joined([part.digit for part in parts], np.bool_),
+        history=_histories([p for p, _, _ in both], parts, _content_histories(aligner, student, teacher)),
     )
+
+
+def _content_histories(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> NDArray[np.int8]:
+    """[M]: how what the two sides read of each message differs."""
+    ours, theirs = aligner.student_spelling(student.ids), aligner.teacher_spelling(teacher.ids)
+    said = student.said or teacher.said or ((),) * len(student.spans)
+    read = [
+        content_history(student.rendered(k, ours), teacher.rendered(k, theirs), texts) for k, texts in enumerate(said)
+    ]
+    return np.array(read, np.int8)
+
+
+def _histories(numbers: list[int], parts: list[Alignment], contents: NDArray[np.int8]) -> NDArray[np.int8]:
+    """Of the chunks of the parts with these numbers, of which the odd ones are contents.
+
+    Where both sides hold all that a message says, what differs inside it is the templates' (marks around calls).
+    """
+    before = np.maximum.accumulate(np.concatenate([[0], contents])).astype(np.int8)
+    histories = []
+    for p, part in zip(numbers, parts, strict=True):
+        k, is_content = divmod(p, 2)
+        own = np.minimum(part.history, contents[k]) if is_content else np.zeros_like(part.history)
+        histories.append(np.maximum(before[k], own))
+    return _joined(histories, np.int8)
 
 
 def _parts(tokens: ChatTokens, pieces: Pieces, side: str) -> Iterator[Positions]:

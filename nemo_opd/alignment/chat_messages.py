@@ -9,6 +9,9 @@ from nemo_opd.errors import AlignmentError
 
 Message = Mapping[str, Any]
 
+THINKING = ("reasoning_content", "reasoning", "thinking")
+"""Keys under which messages have what their author thought before the content."""
+
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages with contents as strings: None and no content are empty, the texts of a list of parts are joined.
@@ -23,6 +26,13 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     if not messages:
         raise AlignmentError("a conversation without messages cannot be rendered; drop it from the data")
     return [_plain(k, message) for k, message in enumerate(messages)]
+
+
+def said_by(message: Message) -> tuple[str, ...]:
+    """The texts that the author of a plain message wrote: its content, thinking, and the functions that it calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    written = [message["content"], *map(message.get, THINKING), *(call.get("name") for call in calls)]
+    return tuple(text for text in written if isinstance(text, str) and text)
 
 
 def _plain(k: int, message: Message) -> dict[str, Any]:

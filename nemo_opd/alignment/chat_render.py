@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.backend import name_of
 from nemo_opd.alignment.chat import ChatTokens
-from nemo_opd.alignment.chat_messages import Message, plain_messages
+from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
 from nemo_opd.alignment.chat_spans import ContentSpan, common_prefix, locate_contents
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.roles import roles_of
@@ -69,7 +69,7 @@ class ChatRenderer:
         for k, written in turns.items():
             spans[k, 1], end = self._turn_end(tokens, spans, k, calls=bool(plain[k].get("tool_calls")))
             mask[tokens.at(written) : end] = True
-        return ChatTokens(tokens.ids, mask, spans)
+        return ChatTokens(tokens.ids, mask, spans, tuple(map(said_by, plain)))
 
     def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:
         """Where the content of assistant message k ends, and its turn.

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from nemo_opd.alignment.chat_messages import Message
+from nemo_opd.alignment.chat_messages import THINKING, Message
 
 Render = Callable[[Sequence[Message]], str | None]
 """Renders messages; None where the template refuses them."""
 
-_WRITTEN = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+_WRITTEN = ("tool_calls", "function_call", *THINKING)
 """Keys of a message beside its content that stand for what its author wrote."""
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 

@@ -43,7 +43,7 @@ class Spelling(NamedTuple):
 
 
 class Chunks(NamedTuple):
-    """The fields of `types.Alignment`, in its order."""
+    """The fields of `types.Alignment`, in its order, but for the histories."""
 
     student_chunk_id: Ints
     teacher_chunk_id: Ints

@@ -8,6 +8,8 @@ from nemo_opd.config.base import Frozen
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model
 
+EqualHistory = Literal["none", "text", "bytes"]
+
 
 class TeacherBase(Model):
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
@@ -45,6 +47,11 @@ class CrossTokenizerTeacher(TeacherBase):
     """
     max_length: int | None = Field(None, ge=2)
     """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
+    equal_history: EqualHistory = "text"
+    """What the student and the teacher must both have read before a chunk that is compared. Their templates and
+    tokenizers may drop or rewrite contents: earlier turns' thinking, white space, accents. text: the same contents up
+    to white space and Unicode form; bytes: byte for byte; none: anything.
+    """
     loss: LossTerm | None = None
     """This teacher's own term instead of the one `loss` gives it."""
 

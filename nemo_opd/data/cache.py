@@ -20,7 +20,7 @@ from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """For another process to finish writing."""
@@ -119,6 +119,7 @@ def encoded(sample: Sample) -> bytes:
         if teacher.chunks is not None:
             arrays |= named(teacher.tokens, f"{i}")
             arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
+            arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
     return zlib.compress(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), level=1)
 
 
@@ -130,7 +131,8 @@ def decoded(value: bytes) -> Sample:
     def teacher(i: int) -> TeacherSample:
         if not arrays[f"{i}.cross"]:
             return TeacherSample(student, None)
-        chunks = Chunks(arrays[f"{i}.student_chunk"], arrays[f"{i}.teacher_chunk"])
+        changed_from, stop = arrays[f"{i}.limits"].tolist()
+        chunks = Chunks(arrays[f"{i}.student_chunk"], arrays[f"{i}.teacher_chunk"], changed_from, stop)
         return TeacherSample(tokens(arrays, f"{i}"), chunks)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))

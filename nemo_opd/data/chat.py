@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, fingerprint, pieces_of
+from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, identity_of, require_ids, usable_chunks
 
@@ -57,7 +58,7 @@ class ChatEncoder:
     def tokens(self, chat: ChatTokens) -> Tokens:
         mask = chat.assistant_mask.copy()
         mask[:1] = False
-        return Tokens(chat.ids, mask, self.lengths[chat.ids])
+        return Tokens(chat.ids, mask, np.where(chat.is_content, self.lengths[chat.ids], np.int32(0)))
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class CrossTokenizerChat:
 
     encoder: ChatEncoder
     aligner: TokenAligner
+    equal_history: EqualHistory = "text"
 
 
 @dataclass(frozen=True)
@@ -108,4 +110,4 @@ def teacher_sample(
     alignment = align_chat(teacher.aligner, kept, whole)
     last = int(alignment.bounds[:, 3].max(initial=0)) if is_cut else len(whole.ids)
     tokens = teacher.encoder.tokens(whole.cut(min(last, teacher.encoder.max_length)))
-    return TeacherSample(tokens, usable_chunks(alignment, student, tokens))
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

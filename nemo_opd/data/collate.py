@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 
@@ -21,7 +22,11 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples as the rows of a batch, right-padded to the longest of each side; routed ones for their teacher alone."""
+    """Samples as the rows of a batch, right-padded to the longest of each side; routed ones for their teacher alone.
+
+    Bytes are those that all models of a sample predict, chunks those that are compared.
+    """
+    samples = [compared(sample) for sample in samples]
     teachers = zip(*(sample.teachers for sample in samples), strict=True)
     batch = Batch(_token_rows([sample.student for sample in samples]), tuple(_teacher_rows(rows) for rows in teachers))
     routes = [sample.route for sample in samples if sample.route is not None]
@@ -72,7 +77,9 @@ def _teacher_rows(rows: Sequence[TeacherSample]) -> TeacherRows:
 
 
 def _chunk_rows(rows: Sequence[Chunks]) -> ChunkRows:
-    return ChunkRows(_padded([row.student for row in rows], NO_CHUNK), _padded([row.teacher for row in rows], NO_CHUNK))
+    students, teachers = zip(*(row.compared for row in rows), strict=True)
+    histories = torch.tensor([row.histories for row in rows], dtype=torch.int64)
+    return ChunkRows(_padded(students, NO_CHUNK), _padded(teachers, NO_CHUNK), histories)
 
 
 def _padded(rows: Sequence[NDArray[_Scalar]], fill: int) -> Tensor:
@@ -125,7 +132,10 @@ def _emptied(teacher: TeacherRows, where: Tensor) -> TeacherRows:
         tokens.num_bytes.masked_fill(rows, 0),
     )
     if chunks is not None:
-        chunks = ChunkRows(chunks.student.masked_fill(rows, NO_CHUNK), chunks.teacher.masked_fill(rows, NO_CHUNK))
+        histories = None if chunks.histories is None else chunks.histories.masked_fill(rows, 0)
+        chunks = ChunkRows(
+            chunks.student.masked_fill(rows, NO_CHUNK), chunks.teacher.masked_fill(rows, NO_CHUNK), histories
+        )
     return TeacherRows(emptied, chunks, teacher.weights, teacher.rollout_weights)
 
 

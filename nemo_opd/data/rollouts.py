@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
+from nemo_opd.alignment.chat_messages import plain_messages, said_by
+from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.documents import Conversation
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
@@ -31,6 +33,7 @@ class CrossTokenizerText:
     """[W]: bytes of text per id the model can read, 0 for special tokens."""
     max_length: int
     aligner: TokenAligner
+    equal_history: EqualHistory = "text"
 
     @classmethod
     def of(
@@ -39,10 +42,11 @@ class CrossTokenizerText:
         max_length: int,
         aligner: TokenAligner,
         vocab_size: int | None = None,
+        equal_history: EqualHistory = "text",
     ) -> CrossTokenizerText:
         """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
         lengths = pieces_of(tokenizer).lengths[:vocab_size]
-        return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner)
+        return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner, equal_history)
 
 
 CrossTokenizerReader = CrossTokenizerText | CrossTokenizerChat
@@ -82,7 +86,8 @@ def text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) 
     ids = whole.ids[: teacher.max_length]
     positions = np.arange(len(ids))
     tokens = Tokens(ids, (positions >= whole.start) & (positions > 0), teacher.lengths[ids])
-    return TeacherSample(tokens, usable_chunks(teacher.aligner.align(student.ids, ids), student, tokens))
+    alignment = teacher.aligner.align(student.ids, ids)
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
 def chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
@@ -94,13 +99,14 @@ def chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) 
         raise AlignmentError(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
     alignment = align_chat(teacher.aligner, sampled_tokens(rollout), whole)
     tokens = teacher.encoder.tokens(whole.cut(teacher.encoder.max_length))
-    return TeacherSample(tokens, usable_chunks(alignment, student, tokens))
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
 def sampled_tokens(rollout: Rollout) -> ChatTokens:
     """The true ids with the student's turns as contents, without the tokens that ended them.
 
     The contents of others are left empty where they stand: nothing of them is learned, so nothing has to be aligned.
+    They are somewhere between two turns.
     """
     is_turn = np.zeros(len(rollout.messages), np.bool_)
     is_turn[rollout.turn_messages] = True
@@ -110,7 +116,10 @@ def sampled_tokens(rollout: Rollout) -> ChatTokens:
     stops = np.concatenate([[0], rollout.turns[:, 1]])
     spans = np.repeat(stops[np.cumsum(is_turn)], 2).reshape(-1, 2).astype(np.int32)
     spans[is_turn] = rollout.turns - ended[:, None] * [[0, 1]]
-    return ChatTokens(rollout.ids, rollout.loss_mask, spans)
+    starts = np.append(rollout.turns[:, 0], len(rollout.ids))
+    places = np.where(is_turn[:, None], spans, np.stack([stops, starts], 1)[np.cumsum(is_turn)]).astype(np.int32)
+    said = tuple(map(said_by, plain_messages(rollout.messages)))
+    return ChatTokens(rollout.ids, rollout.loss_mask, spans, said, places)
 
 
 def own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:

@@ -12,12 +12,16 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.documents import Document
 from nemo_opd.errors import DataError
-from nemo_opd.types import Alignment
+from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
+"""The most by which what two sides have read may differ before a chunk that is compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Tokens:
     loss_mask: NDArray[np.bool_]
     """Tokens to be learned. False at position 0, which no logits predict."""
     num_bytes: NDArray[np.int32]
-    """Bytes of text a token stands for; 0 for special tokens."""
+    """Bytes of content a token stands for; 0 for special tokens and for a template's own text."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -36,12 +40,28 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The alignment of one text; −1: no partner, or in a chunk that no loss may use."""
+    """The alignment of one text; −1: no partner, or in a chunk that no loss may use. Other ids do not decrease."""
 
     student: NDArray[np.int32]
     """[S]"""
     teacher: NDArray[np.int32]
     """[T]"""
+    changed_from: int
+    """The first chunk behind contents that the two sides read differently; beyond all ids where there is none."""
+    stop: int
+    """The first chunk that is not compared, for what the sides have read before it; beyond all ids for none."""
+
+    @property
+    def compared(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """[S] and [T]: the ids of the chunks that losses use; −1 elsewhere."""
+        ours, theirs = (np.where(ids < self.stop, ids, np.int32(-1)) for ids in (self.student, self.teacher))
+        return ours, theirs
+
+    @property
+    def histories(self) -> tuple[int, int]:
+        """Usable chunks, and those of them behind contents that the two sides read differently."""
+        used = np.unique(self.student[self.student >= 0])
+        return len(used), int((used >= self.changed_from).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +120,26 @@ class Aligned(Protocol):
     @property
     def aligner(self) -> Aligner: ...
 
+    @property
+    def equal_history(self) -> EqualHistory: ...
+
 
 def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
     """The identity of a sample maker of these."""
     parts = [
-        None if isinstance(teacher, SameTokenizer) else (*teacher.encoder.identity, teacher.aligner.fingerprint)
+        None
+        if isinstance(teacher, SameTokenizer)
+        else (*teacher.encoder.identity, teacher.aligner.fingerprint, teacher.equal_history)
         for teacher in teachers
     ]
     return repr((kind, student.identity, parts))
 
 
-def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens) -> Chunks:
+def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_history: EqualHistory) -> Chunks:
     """The exact chunks all of whose tokens are to be learned, and are within `student` and `teacher`.
 
-    Either may be shorter than what was aligned.
+    Either may be shorter than what was aligned. equal_history: what both sides must have read in common before a chunk
+    that is compared.
     """
     usable = ~alignment.inexact
     for tokens, (start, stop) in ((student, alignment.bounds[:, :2].T), (teacher, alignment.bounds[:, 2:].T)):
@@ -126,7 +152,15 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens) -> Chu
         # Without a chunk every id is −1; with one, −1 looks up the last chunk and stays −1 either way.
         return np.where(usable[chunk_id], chunk_id, np.int32(-1)) if len(usable) else chunk_id
 
-    return Chunks(kept(alignment.student_chunk_id[: len(student)]), kept(alignment.teacher_chunk_id[: len(teacher)]))
+    def behind(history: int) -> int:
+        return int(np.searchsorted(alignment.history, history, "right"))
+
+    return Chunks(
+        kept(alignment.student_chunk_id[: len(student)]),
+        kept(alignment.teacher_chunk_id[: len(teacher)]),
+        changed_from=behind(HISTORY_REWRITTEN),
+        stop=behind(ALLOWED_HISTORY[equal_history]),
+    )
 
 
 def require_ids(ids: NDArray[np.int32], vocab_size: int, tokenizer: PreTrainedTokenizerBase, content: str) -> None:

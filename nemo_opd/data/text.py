@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.alignment import fingerprint, pieces_of
+from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.documents import Document
 from nemo_opd.data.samples import (
     Aligner,
@@ -88,6 +89,7 @@ class CrossTokenizer:
 
     encoder: Encoder
     aligner: Aligner
+    equal_history: EqualHistory = "text"
 
 
 @dataclass(frozen=True)
@@ -123,4 +125,5 @@ def teacher_sample(
     whole = teacher.encoder(text)
     inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
     tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
-    return TeacherSample(tokens, usable_chunks(teacher.aligner.align(student.ids, tokens.ids), student, tokens))
+    alignment = teacher.aligner.align(student.ids, tokens.ids)
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

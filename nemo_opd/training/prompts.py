@@ -171,6 +171,6 @@ def reader(config: RunConfig, settings: Teacher, student: Side, teacher: Side) -
         return SameTokenizer()
     length, between = longest(config, settings), aligner(settings, student, teacher)
     if config.data.messages_key is None:
-        return CrossTokenizerText.of(teacher.tokenizer, length, between, teacher.vocab_size)
+        return CrossTokenizerText.of(teacher.tokenizer, length, between, teacher.vocab_size, settings.equal_history)
     encoder = ChatEncoder.of(teacher.tokenizer, length, settings.chat_template_kwargs, teacher.vocab_size)
-    return CrossTokenizerChat(encoder, between)
+    return CrossTokenizerChat(encoder, between, settings.equal_history)

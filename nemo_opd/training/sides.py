@@ -136,7 +136,8 @@ def text_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]
     def reader(settings: Teacher, side: Side) -> SameTokenizer | CrossTokenizer:
         if not isinstance(settings, CrossTokenizerTeacher):
             return SameTokenizer()
-        return CrossTokenizer(encoder(side, longest(config, settings)), aligner(settings, student, side))
+        own = encoder(side, longest(config, settings))
+        return CrossTokenizer(own, aligner(settings, student, side), settings.equal_history)
 
     readers = tuple(map(reader, config.active_teachers, teachers))
     return TextSampleMaker(encoder(student, config.train.max_length), readers)
@@ -150,7 +151,7 @@ def chat_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]
         if not isinstance(settings, CrossTokenizerTeacher):
             return SameTokenizer()
         own = encoder(settings, side, longest(config, settings))
-        return CrossTokenizerChat(own, aligner(settings, student, side))
+        return CrossTokenizerChat(own, aligner(settings, student, side), settings.equal_history)
 
     readers = tuple(map(reader, config.active_teachers, teachers))
     return ChatSampleMaker(encoder(config.student, student, config.train.max_length), readers)

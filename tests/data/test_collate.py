@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.data.collate import collate, pad_rows, shards
+from nemo_opd.data.collate import collate, only_chosen, pad_rows, shards
+from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.types import Batch, TokenRows
 
@@ -26,7 +27,7 @@ def make_tokens(length: int, rng: np.random.Generator) -> Tokens:
 
 def make_sample(student_length: int, teacher_length: int, rng: np.random.Generator) -> Sample:
     student, teacher = make_tokens(student_length, rng), make_tokens(teacher_length, rng)
-    chunks = Chunks(np.arange(student_length, dtype=np.int32), np.arange(teacher_length, dtype=np.int32))
+    chunks = Chunks(np.arange(student_length, dtype=np.int32), np.arange(teacher_length, dtype=np.int32), 9, 9)
     return Sample(student, (TeacherSample(teacher, chunks), TeacherSample(student, None)))
 
 
@@ -93,7 +94,7 @@ def assert_trimmed_and_masked(batch: Batch) -> None:
 @given(sample_lists())
 def test_a_batch_holds_its_samples(samples: list[Sample]) -> None:
     batch = collate(samples)
-    assert unpadded(batch) == [expected(sample) for sample in samples]
+    assert unpadded(batch) == [expected(compared(sample)) for sample in samples]
     assert_trimmed_and_masked(batch)
     assert batch.student.ids.dtype == batch.student.lengths.dtype == torch.int64
     assert batch.student.loss_mask.dtype == torch.bool
@@ -142,3 +143,23 @@ def test_a_pickled_shard_carries_its_own_rows_only() -> None:
     batch = collate([make_sample(1_000, 1_000, rng) for _ in range(8)])
     sizes = [len(pickle.dumps(part)) for part in shards(batch, 8)]
     assert sum(sizes) < 1.2 * len(pickle.dumps(batch))
+
+
+def test_chunks_behind_other_contents_are_no_chunks_of_the_batch() -> None:
+    """Whatever the loss: its chunk ids are −1. The bytes that models are compared on stay, and the share is known."""
+    tokens = make_tokens(6, np.random.default_rng(0))
+    ids = np.array([-1, 0, 0, 2, 3, 3], np.int32)
+
+    def batch_of(stop: int) -> Batch:
+        chunks = Chunks(ids, ids, changed_from=2, stop=stop)
+        return collate([Sample(tokens, (TeacherSample(tokens, chunks),))])
+
+    skipped, kept = batch_of(2), batch_of(9)
+    for batch, expected_ids in ((skipped, [-1, 0, 0, -1, -1, -1]), (kept, ids.tolist())):
+        chunks = batch.teachers[0].chunks
+        assert chunks is not None
+        assert chunks.student.tolist() == chunks.teacher.tolist() == [expected_ids]
+        assert chunks.histories is not None
+        assert chunks.histories.tolist() == [[3, 2]]
+    assert skipped.student.num_bytes.equal(kept.student.num_bytes)
+    assert only_chosen(skipped, torch.tensor([1])).teachers[0].chunks.histories.tolist() == [[0, 0]]  # type: ignore[union-attr]

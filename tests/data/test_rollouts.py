@@ -200,6 +200,22 @@ def test_a_teacher_whose_template_takes_thinking_apart() -> None:
     assert (theirs == sample.teachers[0].tokens.loss_mask).all()
 
 
+def test_a_prompt_that_the_teachers_template_changes_is_not_compared_behind() -> None:
+    """Catches that rollouts have no tokens of their prompts' contents to compare: those are found between the turns."""
+    student = talking("tagged")
+    said = f"I ask. {CALL}", "It is 42."
+    plain = chat_maker(student, with_template(TEACHER, ROLES))(conversation(student, *said)).teachers[0].chunks
+    dropping = ROLES.replace("{{ m.content }}", "{{ m.content if loop.index != 2 else 'Hello' }}")
+    changed = chat_maker(student, with_template(TEACHER, dropping))(conversation(student, *said)).teachers[0].chunks
+    assert plain is not None
+    assert changed is not None
+    assert plain.histories[0] == changed.histories[0] == changed.histories[1] > 0
+    assert plain.histories[1] == 0
+    assert plain.compared[0].tolist() == plain.student.tolist()
+    assert (changed.compared[0] < 0).all()
+    assert (changed.compared[1] < 0).all()
+
+
 def test_nothing_said_but_the_end() -> None:
     student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
     sample = chat_maker(student, teacher)(conversation(student, ""))

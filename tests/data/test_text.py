@@ -125,7 +125,9 @@ class Inexact:
         teacher = np.array([0, 0, 1, 1, 2, 2], np.int32)
         flags = np.zeros(3, np.bool_)
         bounds = np.array([(0, 2, 0, 2), (4, 6, 2, 4), (6, 8, 4, 6)], np.int32)
-        return Alignment(student, teacher, bounds, flags, np.array([False, True, False]), flags, flags, flags)
+        return Alignment(
+            student, teacher, bounds, flags, np.array([False, True, False]), flags, flags, flags, np.zeros(3, np.int8)
+        )
 
 
 def some_tokens(loss_mask: list[int]) -> Tokens:
@@ -148,7 +150,7 @@ def test_chunks_that_no_loss_may_use(student_mask: list[int], teacher_mask: list
     """Inexact, not to be learned on one side, or cut on one side: dropped on both."""
     aligner: Aligner = Inexact()
     student, teacher = some_tokens(student_mask), some_tokens(teacher_mask)
-    chunks = usable_chunks(aligner.align(student.ids, teacher.ids), student, teacher)
+    chunks = usable_chunks(aligner.align(student.ids, teacher.ids), student, teacher, "text")
     whole = [0, 0, -1, -1, 1, 1, 2, 2], [0, 0, 1, 1, 2, 2]
     sides = zip((chunks.student, chunks.teacher), whole, (student_mask, teacher_mask), strict=True)
     for chunk_ids, everything, mask in sides:

@@ -1,0 +1,90 @@
+"""Whether two sides have read the same contents so far (METHODS §1): what a later chunk's predictions rest on."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment.backend import META_SPACE
+from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME
+
+Bytes = NDArray[np.uint8]
+
+
+def run_histories(student: Bytes, teacher: Bytes, runs: NDArray[np.int64]) -> NDArray[np.int8]:
+    """[R]: what both sides have read before each run of equal bytes, as `equal_runs` gives the runs.
+
+    HISTORY_REWRITTEN where the regions between runs say the same but for white space and Unicode form.
+    """
+    histories = np.full(len(runs), HISTORY_SAME, np.int8)
+    if len(runs) > 1:
+        histories[1:] = HISTORY_REWRITTEN
+        changed = _first_changed(student.tobytes(), teacher.tobytes(), runs)
+        histories[changed:] = HISTORY_CHANGED
+    return histories
+
+
+def _first_changed(student: bytes, teacher: bytes, runs: NDArray[np.int64]) -> int:
+    """The first run behind a region that says something else; the number of runs for none."""
+    if plain_text(student) == plain_text(teacher):
+        return len(runs)
+    for r, ((a, b, length), (a_next, b_next, _)) in enumerate(zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)):
+        a_start, b_start = a + length, b + length
+        while _continues(student, a_start) or _continues(teacher, b_start):  # only the first run ends in a character
+            a_start, b_start = a_start - 1, b_start - 1
+        if plain_text(student[a_start:a_next]) != plain_text(teacher[b_start:b_next]):
+            return r + 1
+    return len(runs)
+
+
+def _continues(data: bytes, at: int) -> bool:
+    """The byte at `at` continues a UTF-8 character."""
+    return 0 < at < len(data) and data[at] & 0xC0 == 0x80
+
+
+def chunk_histories(
+    bounds: NDArray[np.int32], edges: Sequence[NDArray[np.int64]], runs: NDArray[np.int64], histories: NDArray[np.int8]
+) -> NDArray[np.int8]:
+    """[C]: that of the run in which a chunk starts on both sides. edges: of the student's tokens and the teacher's."""
+    if len(runs) == 1:
+        return np.zeros(len(bounds), np.int8)
+    starts = (edges[0][bounds[:, 0]], edges[1][bounds[:, 2]])
+    run = np.minimum(*(np.searchsorted(runs[:, side], starts[side], "right") - 1 for side in (0, 1)))
+    return histories[np.maximum(run, 0)]
+
+
+def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
+    """What two sides have read where each holds its rendering of a message that says these texts.
+
+    HISTORY_SAME: the same bytes, or all texts as they are among different marks of the templates. HISTORY_REWRITTEN:
+    likewise up to white space and Unicode form, also where both leave out the same. Else HISTORY_CHANGED.
+    """
+    if student == teacher:
+        return HISTORY_SAME
+    if said and all(text.encode() in side for text in said for side in (student, teacher)):
+        return HISTORY_SAME
+    ours, theirs = plain_text(student), plain_text(teacher)
+    all_ours, all_theirs = (bool(said) and all(holds(side, text) for text in said) for side in (ours, theirs))
+    leaves_out_the_same = not (all_ours or all_theirs) and ours and theirs and (ours in theirs or theirs in ours)
+    if ours == theirs or (all_ours and all_theirs) or leaves_out_the_same:
+        return HISTORY_REWRITTEN
+    return HISTORY_CHANGED
+
+
+def holds(plain: str, text: str) -> bool:
+    """A message's plain text has this text in it, as it is or quoted as JSON, as templates write what tools answer."""
+    forms = text, json.dumps(text, ensure_ascii=False)[1:-1]
+    return any(plain_text(form.encode()) in plain for form in forms)
+
+
+def plain_text(data: bytes) -> str:
+    """The text without white space, in the one form that Unicode has for equivalent characters (NFKC).
+
+    `▁` is white space: SentencePiece tokenizers write a space so, and read a space where a text has it.
+    """
+    text = unicodedata.normalize("NFKC", data.decode("utf-8", "replace"))
+    return "".join(text.replace(META_SPACE, " ").split())

@@ -1,0 +1,61 @@
+"""The bytes of a text that all its models predict: what bits per byte are taken over, everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.data.samples import Sample, TeacherSample, Tokens
+
+
+def compared(sample: Sample) -> Sample:
+    """The sample with bytes for those tokens only that stand for content which every one of its models predicts.
+
+    Those models are the student and the teachers that read the text: one where it is routed, else all. Whole tokens
+    count: a stretch of text between two places where all of them cut it counts if each of them learns all of its tokens
+    from the same bytes. So the numbers of bytes are equal on all sides. Left out are the start of a text that some side
+    reads without a predictor, what lies beyond some side's limit, what a side rewrites, and templates' own text.
+    """
+    readers = [i for i in range(len(sample.teachers)) if sample.route in (None, i)]
+    is_kept = kept_tokens(sample.student, [sample.teachers[i] for i in readers])
+    student = replace(sample.student, num_bytes=np.where(is_kept, sample.student.num_bytes, np.int32(0)))
+    teachers = [
+        teacher_bytes(teacher, sample.student, student, is_kept) if i in readers else teacher
+        for i, teacher in enumerate(sample.teachers)
+    ]
+    return replace(sample, student=student, teachers=tuple(teachers))
+
+
+def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[np.bool_]:
+    """bool [S]: tokens of the student in stretches that are compared whole."""
+    is_read = student.loss_mask.copy()
+    opens = np.ones(len(student), np.bool_)
+    for teacher in teachers:
+        if teacher.chunks is None:
+            is_read &= teacher.tokens.loss_mask
+            continue
+        chunk = teacher.chunks.student
+        is_read &= chunk >= 0
+        opens[1:] &= (chunk[1:] != chunk[:-1]) | (chunk[1:] < 0)
+    stretch = np.cumsum(opens) - 1
+    is_whole = np.ones(len(student), np.bool_)
+    is_whole[stretch[~is_read]] = False
+    return is_whole[stretch]
+
+
+def teacher_bytes(teacher: TeacherSample, before: Tokens, student: Tokens, is_kept: NDArray[np.bool_]) -> TeacherSample:
+    """The teacher's sample with the bytes of its tokens in the stretches that are kept. before: the student's tokens
+    that it was made for.
+    """
+    if teacher.chunks is None:
+        own = student if teacher.tokens is before else replace(teacher.tokens, num_bytes=student.num_bytes)
+        return replace(teacher, tokens=own)
+    ours, theirs = teacher.chunks.student, teacher.chunks.teacher
+    # One place more than there are chunks: −1, no chunk, is the last and stays false.
+    is_counted = np.zeros(int(max(ours.max(initial=-1), theirs.max(initial=-1))) + 2, np.bool_)
+    is_counted[ours[is_kept & (ours >= 0)]] = True
+    num_bytes = np.where(is_counted[theirs], teacher.tokens.num_bytes, np.int32(0))
+    return replace(teacher, tokens=replace(teacher.tokens, num_bytes=num_bytes))

@@ -1,0 +1,123 @@
+"""What two sides have read before a chunk, by templates and tokenizers that drop, trim or rewrite contents."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_opd.alignment import ChatRenderer, TokenAligner, align_chat
+from nemo_opd.alignment.history import content_history
+from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Alignment
+from tests.alignment.chat_fixture import assistant, call, small_chat, user, with_template
+from tests.tokenizers_fixture import byte_level
+
+# Drops what stands before `|` in all messages but the last, as Qwen3 drops the thinking of earlier turns.
+DROPS = """{% for m in messages %}{{ '<|begin_of_text|>' + m.role + '\\n' }}
+{{- m.content if loop.last else m.content.split('|')[-1] }}{{ '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|begin_of_text|>assistant\\n' }}{% endif %}"""
+CALLS = """{% for m in messages %}<bos>{{ m.role }}<pad>{{ m.content }}
+{%- for c in m.tool_calls or [] %}CALL {{ c.function.name }}({{ c.function.arguments }}){% endfor %}<end_of_turn>
+{% endfor %}{% if add_generation_prompt %}<bos>assistant<pad>{% endif %}"""
+OTHER_CALLS = CALLS.replace("CALL {{ c.function.name }}", '{"f": {{ c.function.name }}}').replace("<pad>", "\n")
+OTHER_CALLS = OTHER_CALLS.replace("<bos>", "<|begin_of_text|>").replace("<end_of_turn>", "<|eot_id|>")
+
+
+def aligned(student: Any, teacher: Any, messages: list[Any]) -> tuple[Alignment, list[str]]:
+    """And the student's text of each chunk, special tokens by name."""
+    ours, theirs = ChatRenderer(student)(messages), ChatRenderer(teacher)(messages)
+    alignment = align_chat(TokenAligner(student, teacher), ours, theirs)
+    return alignment, [student.decode(ours.ids[start:stop]) for start, stop in alignment.bounds[:, :2].tolist()]
+
+
+def read_with(alignment: Alignment, texts: list[str], history: int) -> str:
+    """The text of the exact chunks with this history, without special tokens."""
+    chosen = zip(texts, alignment.history.tolist(), alignment.inexact | alignment.special, strict=True)
+    return "".join(text for text, of_chunk, is_other in chosen if of_chunk == history and not is_other)
+
+
+def test_what_follows_a_dropped_content_is_changed() -> None:
+    """Catches chunks whose teacher has not read what the student has."""
+    messages = [user("The fox"), assistant("123 45|sleeps"), user("The dog"), assistant("jumps|over")]
+    student, teacher = small_chat("plain"), with_template(byte_level(), DROPS)
+    alignment, texts = aligned(student, teacher, messages)
+    assert read_with(alignment, texts, HISTORY_SAME) == "The fox"
+    assert read_with(alignment, texts, HISTORY_CHANGED) == "sleepsThe dogjumps|over"
+    # Both sides drop it: both have read the same.
+    alignment, _ = aligned(
+        with_template(small_chat("trimmed"), DROPS), with_template(small_chat("plain"), DROPS), messages
+    )
+    assert not alignment.history.any()
+
+
+def test_trimmed_white_space_is_rewritten() -> None:
+    messages = [user("The fox \n"), assistant("sleeps"), user("a"), assistant("b")]
+    alignment, texts = aligned(small_chat("plain"), small_chat("trimmed"), messages)
+    assert read_with(alignment, texts, HISTORY_SAME) == "The fox"
+    assert read_with(alignment, texts, HISTORY_REWRITTEN) == "sleepsab"
+    ends = alignment.history[alignment.special].tolist()
+    assert ends == sorted(ends)
+    assert ends[-1] == HISTORY_REWRITTEN
+
+
+def test_calls_in_another_form_say_the_same() -> None:
+    """Catches agents' conversations of which nothing would be left behind the first call."""
+    messages = [
+        user("The fox"),
+        assistant("", tool_calls=[call("calculator", {"a": 1})]),
+        user("42"),
+        assistant("It is"),
+    ]
+    student = with_template(small_chat("plain"), CALLS)
+    alignment, _ = aligned(student, with_template(byte_level(), OTHER_CALLS), messages)
+    assert not alignment.history.any()
+    silent = OTHER_CALLS.replace("m.tool_calls or []", "[]")
+    alignment, texts = aligned(student, with_template(byte_level(), silent), messages)
+    assert read_with(alignment, texts, HISTORY_CHANGED) == "42It is"
+
+
+@pytest.mark.parametrize(
+    ("text", "rewritten"),
+    [("The cafe\u0301 sleeps", " sleeps"), ("a\u0301 fox e\u0323\u0301 dog", " fox dog"), ("no difference", "")],
+)
+def test_composed_accents_are_rewritten(text: str, rewritten: str) -> None:
+    student, teacher = byte_level(), byte_level(nfc=True)
+    ids = student(text)["input_ids"]
+    alignment = TokenAligner(student, teacher).align(ids, teacher(text)["input_ids"])
+    texts = [student.decode(ids[start:stop]) for start, stop in alignment.bounds[:, :2].tolist()]
+    # The second accent of e is a chunk by itself, half of which shows as a replacement character.
+    assert read_with(alignment, texts, HISTORY_REWRITTEN).replace(" \ufffd\ufffd", "") == rewritten
+    assert not (alignment.history == HISTORY_CHANGED).any()
+
+
+def test_text_behind_other_text_is_changed() -> None:
+    tokenizer, other = byte_level(), byte_level(455)
+    pair = [
+        side(text)["input_ids"] for side, text in ((tokenizer, "The fox sleeps now"), (other, "The dog sleeps now"))
+    ]
+    alignment = TokenAligner(tokenizer, other).align(*pair)
+    texts = [tokenizer.decode(pair[0][start:stop]) for start, stop in alignment.bounds[:, :2].tolist()]
+    assert read_with(alignment, texts, HISTORY_SAME) == "The"
+    assert read_with(alignment, texts, HISTORY_CHANGED).endswith(" sleeps now")
+    assert (np.diff(alignment.history) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("student", "teacher", "said", "expected"),
+    [
+        ("So", "So", (), HISTORY_SAME),
+        ("<a>So</a>", "[So]", ("So",), HISTORY_SAME),
+        ("<a>So</a>", "[So]", (), HISTORY_CHANGED),
+        (" So\n", "So", (" So\n",), HISTORY_REWRITTEN),
+        ("e\u0301", "\u00e9", ("e\u0301",), HISTORY_REWRITTEN),
+        ("hm So", "So", ("hm So",), HISTORY_CHANGED),
+        ("user So more", "So", ("hm So",), HISTORY_REWRITTEN),
+        ("", "So", ("So",), HISTORY_CHANGED),
+        ("", "[]", ("",), HISTORY_SAME),
+        ('a "b"\n', '{"output": "a \\"b\\"\\n"}', ('a "b"\n',), HISTORY_REWRITTEN),
+        ("a\u2581b", "a b", ("a\u2581b",), HISTORY_REWRITTEN),
+    ],
+)
+def test_how_two_renderings_of_a_message_differ(
+    student: str, teacher: str, said: tuple[str, ...], expected: int
+) -> None:
+    assert content_history(student.encode(), teacher.encode(), said) == expected

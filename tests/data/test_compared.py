@@ -1,0 +1,186 @@
+"""Bytes that all models predict: equal on every side, and as many as an oracle over byte offsets finds."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.alignment import Pieces, TokenAligner, pieces_of
+from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.collate import collate
+from nemo_opd.data.compared import compared
+from nemo_opd.data.documents import Conversation
+from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
+from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
+from tests.alignment.chat_fixture import small_chat
+from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, corpus_texts, real_tokenizer, sentencepiece
+
+REAL = ("llama3_1", "qwen3", "gemma3", "gpt4o")
+WITH_TEMPLATES = REAL[:3]
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=40)
+ODD = st.sampled_from(
+    ["e\u0301e\u0301 Å", "<|im_end|>", "\n\n\n x", "123456 is", "  ", "👩‍👩‍👧‍👦", "<think>\nhm\n</think>\n\nSo", "안녕"]
+)
+MIXED = st.lists(st.one_of(TEXTS, ODD), max_size=4).map(" ".join)
+
+
+@cache
+def pieces(tokenizer: Any) -> Pieces:
+    """Read once: a large tokenizer takes tenths of a second."""
+    return pieces_of(tokenizer)
+
+
+aligner = cache(TokenAligner)
+
+
+@cache
+def text_encoder(tokenizer: Any) -> Encoder:
+    return Encoder.of(tokenizer, 10**6, True)
+
+
+@cache
+def chat_encoder(tokenizer: Any) -> ChatEncoder:
+    return ChatEncoder.of(tokenizer, 10**6, {})
+
+
+def text_maker(
+    student: Any, teachers: tuple[Any, ...], student_length: int = 10**6, teacher_length: int = 10**6
+) -> TextSampleMaker:
+    """The last teacher has the student's tokenizer."""
+    readers = tuple(
+        CrossTokenizer(replace(text_encoder(teacher), max_length=teacher_length), aligner(student, teacher))
+        for teacher in teachers
+    )
+    return TextSampleMaker(replace(text_encoder(student), max_length=student_length), (*readers, SameTokenizer()))
+
+
+def chat_maker(student: Any, teachers: tuple[Any, ...], length: int = 10**6) -> ChatSampleMaker:
+    readers = tuple(
+        CrossTokenizerChat(replace(chat_encoder(teacher), max_length=length), aligner(student, teacher))
+        for teacher in teachers
+    )
+    return ChatSampleMaker(replace(chat_encoder(student), max_length=length), (*readers, SameTokenizer()))
+
+
+def sides(sample: Sample) -> list[Tokens]:
+    return [sample.student, *(teacher.tokens for teacher in sample.teachers)]
+
+
+def assert_equal_bytes(sample: Sample, tokenizers: list[Any]) -> bytes:
+    """On every side, of whole tokens that are learned, and the same bytes; which they are."""
+    counted = []
+    for tokens, tokenizer in zip(sides(compared(sample)), tokenizers, strict=True):
+        spelled, is_counted = pieces(tokenizer), tokens.num_bytes > 0
+        assert not (is_counted & ~tokens.loss_mask).any()
+        assert (tokens.num_bytes[is_counted] == spelled.lengths[tokens.ids[is_counted]]).all()
+        counted.append(b"".join(map(spelled.bytes_of, tokens.ids[is_counted].tolist())))
+    assert len(set(counted)) == 1
+    return counted[0]
+
+
+@pytest.mark.parametrize("student", ["llama3_1", "qwen3"])
+@settings(max_examples=25, deadline=None)
+@given(MIXED, st.integers(2, 60), st.integers(2, 60))
+def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, length: int, teacher_length: int) -> None:
+    """Catches a first token that one side predicts and another does not, limits, and text that a tokenizer rewrites."""
+    others = [name for name in REAL if name != student]
+    tokenizers = [real_tokenizer(name) for name in (student, *others, student)]
+    sample = text_maker(tokenizers[0], tuple(tokenizers[1:-1]), length, teacher_length)(text)
+    assert_equal_bytes(sample, tokenizers)
+
+
+@pytest.mark.parametrize("student", ["llama3_1", "qwen3"])
+@settings(max_examples=10, deadline=None)
+@given(st.lists(MIXED, min_size=1, max_size=3), st.integers(10, 120))
+def test_a_conversation_has_as_many_bytes_for_every_model(student: str, contents: list[str], length: int) -> None:
+    """Catches the thinking tags that one template writes, and contents that one drops or trims."""
+    messages = [{"role": ("user", "assistant")[k % 2], "content": text} for k, text in enumerate(["Hi", *contents])]
+    others = [name for name in WITH_TEMPLATES if name != student]
+    tokenizers = [real_tokenizer(name) for name in (student, *others, student)]
+    sample = chat_maker(tokenizers[0], tuple(tokenizers[1:-1]), length)(Conversation(messages))
+    counted = assert_equal_bytes(sample, tokenizers)
+    assert "<think>" in str(messages) or b"<think>" not in counted
+
+
+def test_the_bytes_of_known_texts() -> None:
+    """All but what some side cannot predict: Qwen3 and GPT-4o have no token before a text, Llama and Gemma have."""
+    tokenizers = [real_tokenizer(name) for name in ("llama3_1", "qwen3", "llama3_1")]
+    maker = text_maker(tokenizers[0], (tokenizers[1],))
+    assert assert_equal_bytes(maker("The quick brown fox."), tokenizers) == b" quick brown fox."
+    # Qwen3 reads `1` without a predictor, inside Llama's `123`.
+    assert assert_equal_bytes(maker("123456 is a number"), tokenizers) == b"456 is a number"
+    assert assert_equal_bytes(maker("It is a cafe\u0301 here"), tokenizers) == b" is a here"
+    # A text for the student's tokenizer alone keeps its first word: there is a token before it.
+    alone = TextSampleMaker(maker.student, (SameTokenizer(),))
+    assert assert_equal_bytes(alone("The quick brown fox."), tokenizers[::2]) == b"The quick brown fox."
+
+
+def test_bytes_of_a_corpus_are_almost_all_of_it() -> None:
+    """Catches stretches that are dropped whole for one token."""
+    tokenizers = [real_tokenizer(name) for name in (*REAL, "llama3_1")]
+    maker = text_maker(tokenizers[0], tuple(tokenizers[1:-1]))
+    texts = [text[:2000] for text in corpus_texts()[::6]]
+    counted = sum(len(assert_equal_bytes(maker(text), tokenizers)) for text in texts)
+    assert counted > 0.98 * sum(len(text.encode()) for text in texts)
+
+
+def small_sample(text: str, route: int | None = None) -> tuple[Sample, list[Any]]:
+    """Byte-level against SentencePiece, which has a token before the text, and against one without."""
+    one, two = sentencepiece(), byte_level(455, DIGITS_ONE_BY_ONE, "<|im_end|>", ("<|endoftext|>",))
+    student = byte_level(610)
+    sample = text_maker(student, (one, two))(text)
+    return Sample(sample.student, sample.teachers, route), [student, one, two, student]
+
+
+@settings(max_examples=50)
+@given(TEXTS)
+def test_stretches_end_where_all_models_cut(text: str) -> None:
+    """Against an oracle over byte offsets: the bytes between common ends in which no side lacks a predictor."""
+    sample, tokenizers = small_sample(text)
+    tokens = sides(sample)
+    if len({b"".join(map(pieces(t).bytes_of, s.ids.tolist())) for s, t in zip(tokens, tokenizers, strict=True)}) > 1:
+        return  # a side reads other bytes
+    ends = [np.cumsum(side.num_bytes) for side in tokens]
+    common = sorted(set.intersection(*({0, *side.tolist()} for side in ends)))
+    expected = 0
+    for start, stop in pairwise(common):
+        inside = [(side > start) & (side <= stop) & (s.num_bytes > 0) for side, s in zip(ends, tokens, strict=True)]
+        if all(side.loss_mask[where].all() for side, where in zip(tokens, inside, strict=True)):
+            expected += stop - start
+    assert int(compared(sample).student.num_bytes.sum()) == expected
+
+
+def test_a_routed_text_is_compared_with_its_own_teacher_alone() -> None:
+    """Catches bytes that are left out for a teacher that does not read the text."""
+    text = "The quick brown fox"
+    counts = {route: int(compared(small_sample(text, route)[0]).student.num_bytes.sum()) for route in (None, 0, 1, 2)}
+    # `The` has no predictor in the student either, whose tokenizer puts nothing before a text.
+    assert counts[2] == len(text) - 3
+    assert counts[None] == min(counts.values())
+    rows = collate([small_sample(text, 1)[0]])
+    assert rows.teachers[1].tokens.num_bytes.sum() == rows.student.num_bytes.sum() == counts[1]
+    assert not rows.teachers[0].tokens.num_bytes.any()
+
+
+def test_a_teacher_without_a_token_leaves_its_bytes_out_on_all_sides() -> None:
+    sample, _ = small_sample("The quick brown fox")
+    mask = sample.student.loss_mask.copy()
+    mask[2] = False
+    lacking = Tokens(sample.student.ids, mask, sample.student.num_bytes)
+    teachers = (*sample.teachers[:2], type(sample.teachers[2])(lacking, None))
+    counted = compared(Sample(sample.student, teachers))
+    assert not counted.student.num_bytes[2]
+    assert len({int(side.num_bytes.sum()) for side in sides(counted)}) == 1
+
+
+def test_template_text_has_no_bytes() -> None:
+    """With one tokenizer for all, too: bits per byte are of what the assistant says."""
+    tokenizer = small_chat("plain")
+    maker = ChatSampleMaker(ChatEncoder.of(tokenizer, 99, {}), (SameTokenizer(),))
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The dog"}]
+    assert assert_equal_bytes(maker(Conversation(messages)), [tokenizer] * 2) == b"The dog"
