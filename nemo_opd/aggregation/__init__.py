@@ -3,7 +3,7 @@
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
-from nemo_opd.aggregation.share_out import share_metrics, share_out
+from nemo_opd.aggregation.share_out import coverage_metrics, share_metrics, share_out
 
 __all__ = [
     "PART",
@@ -13,6 +13,7 @@ __all__ = [
     "Parts",
     "TokenScore",
     "build_parts",
+    "coverage_metrics",
     "joined",
     "kd_of",
     "mean_logprob",

@@ -203,9 +203,9 @@ def build_parts(
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
     if teachers and aggregation.type == "averaged_logits":
-        size = min(teacher_vocab_sizes)
-        term = build(config.term(0), student_vocab_size=student_vocab_size, teacher_vocab_size=size)
-        speaker, overlap = partial(AveragedLogits, weights=weights), Overlap(None, student_vocab_size, size)
+        size = min(student_vocab_size, *teacher_vocab_sizes)
+        term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
+        speaker, overlap = partial(AveragedLogits, weights=weights), Overlap(None, size, size)
         return Parts((Part(None, 1.0, term, 0, speaker, overlap),), count_together=False)
     if aggregation.type == "weighted_sum":
         factors = teacher_weights(aggregation, weights, teacher_vocab_sizes)
@@ -214,8 +214,9 @@ def build_parts(
     parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
     for i, (teacher, factor, projection, size) in enumerate(entries):
-        sizes = student_vocab_size, size
         is_same = teacher.type == "same_tokenizer"
+        # Of one tokenizer: the columns that both have, as one side may have a special token more.
+        sizes = (min(student_vocab_size, size),) * 2 if is_same else (student_vocab_size, size)
         term = build(
             config.term(i),
             projection,

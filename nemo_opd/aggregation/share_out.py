@@ -12,6 +12,7 @@ from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.aggregation.weights import sequence_weights
 from nemo_opd.config.aggregation import Aggregation
 from nemo_opd.data.collate import only_chosen
+from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 
 
@@ -29,6 +30,25 @@ def share_out(
         weights = sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha, priors=priors)
         return weighted(batch, weights)
     return batch
+
+
+def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+    """By teacher: `kd_coverage/`, the share of the student's scored tokens that its KD says something about.
+
+    names: of all teachers. Of teachers that share the texts out among them, each is measured on its own; one without
+    any is left out.
+    """
+    metrics: dict[str, Metric] = {}
+    for part in parts.parts:
+        rows = batch.teachers[part.teacher]
+        scored = count_label_tokens(batch.student.loss_mask)
+        covered = part.term.num_covered(rows.student_side(batch.student), rows, batch.sampled)
+        if parts.count_together:
+            scored = scored * (rows.tokens.lengths > 0)
+        if total := int(scored.sum()):
+            named = names if part.name is None else [part.name]
+            metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in named}
+    return metrics
 
 
 def chosen(batch: Batch, scores: Sequence[SequenceScores], per: Literal["sequence", "batch"]) -> Batch:

@@ -1,10 +1,19 @@
 """Losses: what is compared with a teacher, and the objective it is part of."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from nemo_opd.config.base import Settings
+
+Value = TypeVar("Value")
+
+
+def refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
+    """The value, or ValueError where it is not the default and has no effect: "… with `reason`, or leave it out"."""
+    if not has_effect and value != of.model_fields[str(info.field_name)].default:
+        raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
+    return value
 
 
 class DivergenceTerm(Settings):
@@ -17,6 +26,13 @@ class DivergenceTerm(Settings):
     """mixed: the share of forward KL."""
     temperature: float = Field(1.0, gt=0)
     """Applied to both sides; the term is multiplied by its square."""
+
+    @field_validator("beta", "mixed_weight")
+    @classmethod
+    def weights_of_a_divergence_need_it(cls, weight: float, info: ValidationInfo) -> float:
+        needed = {"beta": "jsd", "mixed_weight": "mixed"}[str(info.field_name)]
+        divergence = info.data.get("divergence", needed)
+        return refused_unless(divergence == needed, weight, info, cls, f"divergence={divergence}; write {needed}")
 
 
 class SameVocabTerm(DivergenceTerm):
@@ -31,6 +47,12 @@ class SameVocabTerm(DivergenceTerm):
     """A support other than full: what becomes of the tokens left out. rest: they are one cell together; support: both
     sides are renormalised without them; full: they are left out of the sum, for parity with systems that do so.
     """
+
+    @field_validator("normalization")
+    @classmethod
+    def normalization_needs_a_truncated_support(cls, normalization: str, info: ValidationInfo) -> str:
+        is_truncated = info.data.get("support") != "full"
+        return refused_unless(is_truncated, normalization, info, cls, "support=full; choose another support")
 
     @field_validator("top_k")
     @classmethod
@@ -101,6 +123,11 @@ class PairedTerm(ChunkTerm):
     """Others that are compared on either side, the likeliest; 8192 when not given."""
 
     _preset = field_validator("merge")(fixed_by_compat)
+
+    @field_validator("uncommon_topk")
+    @classmethod
+    def uncommon_topk_needs_a_weight(cls, top_k: int | None, info: ValidationInfo) -> int | None:
+        return refused_unless(info.data.get("uncommon_weight") != 0, top_k, info, cls, "uncommon_weight=0; raise it")
 
 
 class GoldTerm(PairedTerm):
@@ -201,6 +228,12 @@ class SampledKLTerm(ImportanceSettings):
     """policy_gradient: for 1 + clip_high at most."""
     dual_clip: float | None = Field(None, gt=1)
     """policy_gradient: for so much at most also where the advantage is negative; null: any."""
+
+    @field_validator("clip_low", "clip_high", "dual_clip")
+    @classmethod
+    def clipping_needs_a_ratio(cls, clip: float | None, info: ValidationInfo) -> float | None:
+        is_clipped = info.data.get("update") != "direct"
+        return refused_unless(is_clipped, clip, info, cls, "update=direct; write update=policy_gradient")
 
     @field_validator("update")
     @classmethod

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
 
@@ -25,3 +25,12 @@ class Scheduler(Settings):
     """Steps of linear rise from zero."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak (cosine only)."""
+
+    @model_validator(mode="after")
+    def min_lr_ratio_needs_cosine(self) -> "Scheduler":
+        if self.min_lr_ratio and self.type != "cosine":
+            raise ValueError(
+                f"min_lr_ratio={self.min_lr_ratio:g} has no effect with type={self.type}; write type=cosine, or leave "
+                "min_lr_ratio out"
+            )
+        return self

@@ -9,6 +9,7 @@ from nemo_opd.config.aggregation import Aggregation, AveragedLogits, Routed, Sel
 from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
+from nemo_opd.config.effects import check_effects
 from nemo_opd.config.environment import Environment
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
@@ -219,6 +220,11 @@ class RunConfig(Settings):
     def settings_suit_where_the_texts_come_from(self) -> Self:
         check = check_off_policy if self.rollout is None else check_on_policy
         check(self)
+        return self
+
+    @model_validator(mode="after")
+    def settings_have_an_effect(self) -> Self:
+        check_effects(self)
         return self
 
     @property

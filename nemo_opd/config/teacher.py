@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
@@ -46,7 +46,9 @@ class CrossTokenizerTeacher(TeacherBase):
     what is found out.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; `train.max_length` when not given."""
+    """Longest sequence in the teacher's tokens; what is longer is cut, and the student learns nothing of the rest from
+    this teacher. When not given it reads all of the student's text, as far as its model has positions.
+    """
     equal_history: EqualHistory = "text"
     """What the student and the teacher must both have read before a chunk that is compared. Their templates and
     tokenizers may drop or rewrite contents: earlier turns' thinking, white space, accents. text: the same contents up
@@ -54,6 +56,15 @@ class CrossTokenizerTeacher(TeacherBase):
     """
     loss: LossTerm | None = None
     """This teacher's own term instead of the one `loss` gives it."""
+
+    @model_validator(mode="after")
+    def top_k_needs_a_projection_to_build(self) -> "CrossTokenizerTeacher":
+        if self.projection != "auto" and self.top_k != type(self).model_fields["top_k"].default:
+            raise ValueError(
+                f"top_k={self.top_k} has no effect with projection={self.projection}, which has its own; write "
+                "projection=auto, or leave top_k out"
+            )
+        return self
 
     @property
     def roles_by_token(self) -> dict[str, tuple[str, ...]]:

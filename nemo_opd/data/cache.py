@@ -116,8 +116,9 @@ def encoded(sample: Sample) -> bytes:
     arrays = named(sample.student, "student")
     for i, teacher in enumerate(sample.teachers):
         arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)
-        if teacher.chunks is not None:
+        if teacher.tokens is not sample.student:
             arrays |= named(teacher.tokens, f"{i}")
+        if teacher.chunks is not None:
             arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
             arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
     return zlib.compress(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), level=1)
@@ -129,11 +130,12 @@ def decoded(value: bytes) -> Sample:
     num_teachers = sum(name.endswith(".cross") for name in arrays)
 
     def teacher(i: int) -> TeacherSample:
+        own = tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
         if not arrays[f"{i}.cross"]:
-            return TeacherSample(student, None)
+            return TeacherSample(own, None)
         changed_from, stop = arrays[f"{i}.limits"].tolist()
         chunks = Chunks(arrays[f"{i}.student_chunk"], arrays[f"{i}.teacher_chunk"], changed_from, stop)
-        return TeacherSample(tokens(arrays, f"{i}"), chunks)
+        return TeacherSample(own, chunks)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
 

@@ -105,7 +105,7 @@ def teacher_sample(
     teacher: SameTokenizer | CrossTokenizerChat,
 ) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
-        return TeacherSample(student, None)
+        return teacher.sample(student)
     whole = teacher.encoder(conversation)
     alignment = align_chat(teacher.aligner, kept, whole)
     last = int(alignment.bounds[:, 3].max(initial=0)) if is_cut else len(whole.ids)

@@ -72,7 +72,7 @@ class RolloutSampleMaker:
 
 def teacher_sample(rollout: Rollout, student: Tokens, teacher: SameTokenizer | CrossTokenizerReader) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
-        return TeacherSample(student, None)
+        return teacher.sample(student)
     if isinstance(teacher, CrossTokenizerText):
         return text_sample(rollout, student, teacher)
     return chat_sample(rollout, student, teacher)

@@ -68,7 +68,9 @@ class Chunks:
 class TeacherSample:
     tokens: Tokens
     chunks: Chunks | None
-    """None where the teacher shares the student's tokenizer; `tokens` are then the student's."""
+    """None where the teacher shares the student's tokenizer; `tokens` are then the student's, but for those that the
+    teacher does not have.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,24 @@ class Aligner(Protocol):
 
 @dataclass(frozen=True)
 class SameTokenizer:
-    """A teacher that reads the student's ids."""
+    """A teacher that reads the student's ids, but for those that it does not have."""
+
+    lacking: tuple[int, ...] = ()
+    """Ids of the student that are no tokens of the teacher: nothing is learned from it where they stand."""
+    substitute: int = 0
+    """What the teacher reads in their place, where its embeddings may have no row."""
+
+    @property
+    def identity(self) -> tuple[object, ...] | None:
+        return (self.lacking, self.substitute) if self.lacking else None
+
+    def sample(self, student: Tokens) -> TeacherSample:
+        """What the teacher reads of the student's tokens: those themselves where it has all of them."""
+        is_lacking = np.isin(student.ids, self.lacking)
+        if not is_lacking.any():
+            return TeacherSample(student, None)
+        ids = np.where(is_lacking, np.int32(self.substitute), student.ids)
+        return TeacherSample(Tokens(ids, student.loss_mask & ~is_lacking, student.num_bytes), None)
 
 
 class SampleMaker(Protocol):
@@ -127,7 +146,7 @@ class Aligned(Protocol):
 def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
     """The identity of a sample maker of these."""
     parts = [
-        None
+        teacher.identity
         if isinstance(teacher, SameTokenizer)
         else (*teacher.encoder.identity, teacher.aligner.fingerprint, teacher.equal_history)
         for teacher in teachers

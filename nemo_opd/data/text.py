@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import fingerprint, pieces_of
 from nemo_opd.config.teacher import EqualHistory
+from nemo_opd.data.beginning import beginning, first_tokens
 from nemo_opd.data.documents import Document
 from nemo_opd.data.samples import (
     Aligner,
@@ -104,12 +105,14 @@ class TextSampleMaker:
         return identity_of("text", self.student, self.teachers)
 
     def __call__(self, text: Document) -> Sample:
-        """The text cut to each side's length; a teacher keeps no token that starts where a cut student ends.
+        """The text cut to the student's length; a teacher reads as much of it, as far as its own length goes.
+
+        It keeps no token that starts where a cut student ends. Of a long text only the beginning is tokenized.
 
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
-        whole = self.student(text)
+        whole = first_tokens(self.student, text, self.student.max_length)
         kept = whole.cut(self.student.max_length)
         student = kept.tokens()
         is_cut = len(kept.ids) < len(whole.ids)
@@ -121,8 +124,8 @@ def teacher_sample(
     text: str, student: Tokens, num_bytes: int | None, teacher: SameTokenizer | CrossTokenizer
 ) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
-        return TeacherSample(student, None)
-    whole = teacher.encoder(text)
+        return teacher.sample(student)
+    whole = teacher.encoder(text if num_bytes is None else beginning(text, num_bytes))
     inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
     tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
     alignment = teacher.aligner.align(student.ids, tokens.ids)

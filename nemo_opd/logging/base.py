@@ -43,6 +43,8 @@ class RunSummary:
     micro_batch_size: int
     max_length: int
     output_dir: Path
+    warnings: tuple[str, ...] = ()
+    """What is suspicious about it, in sentences."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -286,6 +286,8 @@ def header(run: RunSummary, step: int) -> Panel:
     batch = f"{run.global_batch_size} sequences, {run.micro_batch_size} at a time per rank"
     facts.add_row("batch", Text(f"{batch}, up to {run.max_length:,} tokens"))
     facts.add_row("output", Text(str(run.output_dir)))
+    for warning in run.warnings:
+        facts.add_row("warning", Text(warning, "yellow"))
     title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
     return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
 

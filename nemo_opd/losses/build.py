@@ -19,7 +19,7 @@ from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.planned import Loss, PlannedLoss
-from nemo_opd.losses.reduction import count_chunks, count_label_tokens
+from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
 from nemo_opd.losses.sampled_kl import sampled_kl
@@ -51,6 +51,8 @@ class TermLoss:
     """What it reads of a batch besides the logits, by keyword."""
     count: Callable[[Arguments], Tensor]
     """Its units among such arguments, int64 [B]."""
+    covered: Callable[[Arguments], Tensor]
+    """The student's tokens that are in a unit, int64 [B]."""
     unit: Unit
 
     def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
@@ -66,6 +68,10 @@ class TermLoss:
         if teacher.rollout_weights is None:
             return int(units.sum())
         return float((units * teacher.rollout_weights.double()).sum())
+
+    def num_covered(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
+        """The student's scored tokens that this loss says something about: int64 [B]. Raises as `num_units`."""
+        return self.covered(self.batch_arguments(student, teacher, sampled))
 
     def plan(
         self,
@@ -106,16 +112,18 @@ def build(
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    count = kind.count
+    count, covered = kind.count, kind.covered
     if kind.needs_projection:
         if projection is None:
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
-        count = partial(count, projection=projection)
+        count, covered = partial(count, projection=projection), partial(covered, projection=projection)
     if isinstance(term, StrictTerm):
-        count = partial(count, has_continuation=term.continuation_weight > 0)
-    is_weighted = isinstance(term, TCADTerm) and term.power_alpha is not None
-    return TermLoss(plan, partial(kind.batch_arguments, term.type), count, "prompt" if is_weighted else kind.unit)
+        has_continuation = term.continuation_weight > 0
+        count = partial(count, has_continuation=has_continuation)
+        covered = partial(covered, has_continuation=has_continuation)
+    unit: Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else kind.unit
+    return TermLoss(plan, partial(kind.batch_arguments, term.type), count, covered, unit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +133,8 @@ class _Kind:
     """The first argument is the term's type, for messages."""
     count: Callable[..., Tensor]
     """Units among the batch's arguments, int64 [B], given the projection where one is needed."""
+    covered: Callable[..., Tensor]
+    """The student's tokens in those units, likewise."""
     needs_projection: bool = True
     unit: Unit = "place"
 
@@ -181,26 +191,53 @@ def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | None = No
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
+def _count_tokens_in_chunks(arguments: Arguments, projection: ProjectionMatrix | None = None) -> Tensor:
+    student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
+    has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
+    return ((student >= 0) & ~has_no_predictor).sum(1)
+
+
+def _strict(arguments: Arguments, projection: ProjectionMatrix, has_continuation: bool) -> tuple[ChunkUnits, Tensor]:
+    """The units, and the sequence of each: int64 [U]."""
+    units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
+    return units, units.student_rows // arguments["student_ids"].shape[1]
+
+
 def _count_strict_units(
     arguments: Arguments, projection: ProjectionMatrix, *, has_continuation: bool = False
 ) -> Tensor:
-    num_rows, width = arguments["student_ids"].shape
-    units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
-    return torch.bincount(units.student_rows // width, minlength=num_rows)
+    _, sequences = _strict(arguments, projection, has_continuation)
+    return torch.bincount(sequences, minlength=len(arguments["student_ids"]))
+
+
+def _count_strict_tokens(
+    arguments: Arguments, projection: ProjectionMatrix, *, has_continuation: bool = False
+) -> Tensor:
+    units, sequences = _strict(arguments, projection, has_continuation)
+    tokens = torch.zeros(len(arguments["student_ids"]), dtype=torch.int64, device=sequences.device)
+    return tokens.index_add_(0, sequences, units.student_lengths.long())
 
 
 _KINDS = {
-    "same_vocab": _Kind(same_vocab, _scored_tokens, _count_scored_tokens, needs_projection=False),
-    "tcad": _Kind(tcad, _scored_tokens, _count_scored_sequences, needs_projection=False, unit="sequence"),
-    "sampled_kl": _Kind(sampled_kl, _sampled_tokens, _count_scored_tokens, needs_projection=False),
-    "p_kl": _Kind(p_kl, _aligned_chunks, _count_chunks),
-    "gold": _Kind(gold, _aligned_chunks, _count_chunks),
-    "h_kl": _Kind(h_kl, _aligned_chunks, _count_chunks),
-    "strict": _Kind(strict, _aligned_chunks, _count_strict_units),
-    "byte_prefix": _Kind(byte_prefix, _aligned_chunks, _count_chunks),
-    "shared_prefix": _Kind(shared_prefix, _aligned_chunks, _count_chunks),
-    "alm": _Kind(alm, _aligned_chunks, _count_chunks, needs_projection=False),
-    "uld": _Kind(uld, _aligned_chunks, _count_chunks, needs_projection=False),
+    "same_vocab": _Kind(same_vocab, _scored_tokens, _count_scored_tokens, _count_scored_tokens, needs_projection=False),
+    "tcad": _Kind(
+        tcad, _scored_tokens, _count_scored_sequences, _count_scored_tokens, needs_projection=False, unit="sequence"
+    ),
+    "sampled_kl": _Kind(
+        sampled_kl, _sampled_tokens, _count_scored_tokens, _count_scored_tokens, needs_projection=False
+    ),
+    "p_kl": _Kind(p_kl, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
+    "gold": _Kind(gold, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
+    "h_kl": _Kind(h_kl, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
+    "strict": _Kind(strict, _aligned_chunks, _count_strict_units, _count_strict_tokens),
+    "byte_prefix": _Kind(byte_prefix, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
+    "shared_prefix": _Kind(shared_prefix, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
+    "alm": _Kind(alm, _aligned_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False),
+    "uld": _Kind(uld, _aligned_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False),
 }
-_KINDS_ACROSS = _KINDS | {"sampled_kl": _Kind(sampled_chunk_kl, _sampled_chunks, _count_chunks, needs_projection=False)}
+_KINDS_ACROSS = _KINDS | {
+    "sampled_kl": _Kind(
+        sampled_chunk_kl, _sampled_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False
+    )
+}
 """The same for a teacher with another tokenizer."""

@@ -6,13 +6,13 @@ import torch
 
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Sides
 from nemo_opd.handoff.reach import Payload, check_reach, planned_readers, planned_traffic
 from nemo_opd.training.layout import resolve_layout
 from nemo_opd.training.plan import Delivery
-from nemo_opd.training.sides import Side, longest
+from nemo_opd.training.side import Side
 
 
 def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tuple[Layout, ...]]:
@@ -26,25 +26,41 @@ def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tu
     return student, tuple(teachers)
 
 
-def plan_deliveries(
+def check_deliveries(
     config: RunConfig,
     transport: str,
     placement: Placement,
     layouts: tuple[Layout, Sequence[Layout]],
     teachers: Sequence[Side],
-) -> tuple[Delivery, ...]:
-    """Of each active teacher; layouts: the student's and the teachers'.
+) -> None:
+    """Raises ConfigError where logits would have to be sent to a rank of the student on another node.
 
-    Raises ConfigError where logits would have to be sent to a rank of the student on another node.
+    layouts: the student's and the teachers'. Before the data are read, so sequences count as long as the student's.
     """
-    student, of_teachers = layouts
+    for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        payload = payload_of(config, settings, teacher, config.train.max_length)
+        check_reach(transport, settings.name, sides_of(i, placement, layouts), payload)
+
+
+def plan_deliveries(
+    config: RunConfig,
+    placement: Placement,
+    layouts: tuple[Layout, Sequence[Layout]],
+    teachers: Sequence[Side],
+    *,
+    lengths: Sequence[int],
+) -> tuple[Delivery, ...]:
+    """Of each active teacher, whose longest sequence has `lengths` tokens; layouts: the student's and the teachers'."""
     deliveries = []
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
-        sides = Sides(student, of_teachers[i], placement.student, placement.teachers[i])
-        payload = payload_of(config, settings, teacher)
-        check_reach(transport, settings.name, sides, payload)
+        sides, payload = sides_of(i, placement, layouts), payload_of(config, settings, teacher, lengths[i])
         deliveries.append(Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload)))
     return tuple(deliveries)
+
+
+def sides_of(i: int, placement: Placement, layouts: tuple[Layout, Sequence[Layout]]) -> Sides:
+    student, teachers = layouts
+    return Sides(student, teachers[i], placement.student, placement.teachers[i])
 
 
 def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
@@ -53,11 +69,10 @@ def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
     return max((sum(buffers * each.output + each.head for each in own) for own in by_rank), default=0)
 
 
-def payload_of(config: RunConfig, settings: Teacher, teacher: Side) -> Payload:
-    length = config.train.max_length
+def payload_of(config: RunConfig, settings: Teacher, teacher: Side, length: int) -> Payload:
     return Payload(
         num_rows=config.train.global_batch_size,
-        length=longest(config, settings) if isinstance(settings, CrossTokenizerTeacher) else length,
+        length=length,
         vocab_size=teacher.vocab_size,
         hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
         itemsize=getattr(torch, settings.dtype).itemsize,

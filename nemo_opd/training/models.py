@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from nemo_opd.aggregation import build_parts, joined, share_metrics, share_out, weighted_by_confidence
+from nemo_opd.aggregation import build_parts, coverage_metrics, joined, share_metrics, share_out, weighted_by_confidence
 from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
@@ -66,7 +66,7 @@ class Models:
         """Returns when all models are loaded. Raises WorkerError or ClusterError."""
         self._grid = plan.grid
         self._deliveries = plan.deliveries
-        self._aggregation = plan.config.aggregation
+        self._aggregation, self._names = plan.config.aggregation, plan.config.active_names
         self._priors = [teacher.weight for teacher in plan.config.active_teachers]
         self._parts = build_parts(
             plan.config,
@@ -144,7 +144,8 @@ class Models:
         """Have the student read what the teachers wrote, whose buffers are free afterwards."""
         metrics = reduced(self.student.call(method, arguments, about=taught.about), self._grid.student)
         self._free_slots.append(taught.slot)
-        return metrics | share_metrics(self._parts, taught.batch)
+        shared = share_metrics(self._parts, taught.batch)
+        return metrics | shared | coverage_metrics(self._parts, taught.batch, self._names)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """A continuation of each prompt by the student, in order; each data-parallel index samples its own part."""

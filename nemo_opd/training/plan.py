@@ -14,6 +14,7 @@ from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.sides import TeacherPlan
+from nemo_opd.training.survey import Survey
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +56,10 @@ class Plan:
     teachers: tuple[TeacherPlan, ...]
     """One per active teacher."""
     data: Corpus | Prompts
+    survey: Survey
+    """Of a few of the training texts."""
+    warnings: tuple[str, ...]
+    """What is suspicious, in sentences."""
     steps_per_epoch: int
     total_steps: int
     memory: MemoryEstimate

@@ -1,11 +1,13 @@
 """Every check that can be made before a process starts. Each failure is one message: key, value, reason, way out."""
 
+from nemo_opd.aggregation import build_parts
 from nemo_opd.config.run import RunConfig
 from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.training.corpus import load_corpus
-from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
+from nemo_opd.training.findings import check_positions, of_the_texts, unseen_ends
 from nemo_opd.training.layout import (
     progress_to_resume,
     require_batch_divides,
@@ -16,7 +18,9 @@ from nemo_opd.training.layout import (
 from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import load_prompts
-from nemo_opd.training.sides import load_side, plan_teacher
+from nemo_opd.training.side import load_side
+from nemo_opd.training.sides import plan_teacher
+from nemo_opd.training.survey import survey
 from nemo_opd.workers.student import compute_dtype
 
 
@@ -36,12 +40,19 @@ def preflight(config: RunConfig) -> Plan:
         dtype = compute_dtype(settings.dtype, device)
         model = load_config(settings.model, key=f"{key}.model")
         check_head_precision(model, dtype, key=key, reference=settings.model)
-    deliveries = plan_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
-    teacher_plans = tuple(
-        plan_teacher(i, settings, student, teacher)
-        for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
-    )
+    warnings = [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
+    check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
+    teacher_plans = tuple(plan_teacher(config, i, student, teacher) for i, teacher in enumerate(teachers))
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
+    parts = build_parts(
+        config,
+        [teacher.projection for teacher in teacher_plans],
+        student_vocab_size=student.vocab_size,
+        teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
+    )
+    found = survey(config, data, student, teachers, parts)
+    warnings += of_the_texts(config, found)
+    deliveries = plan_deliveries(config, placement, (student_layout, teacher_layouts), teachers, lengths=found.widths)
     sequences = 1 if config.rollout is None else config.rollout.n
     steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
@@ -50,6 +61,7 @@ def preflight(config: RunConfig) -> Plan:
         sizes=[side.size for side in (student, *teachers)],
         vocab_sizes=[side.vocab_size for side in (student, *teachers)],
         layouts=(student_layout, *teacher_layouts),
+        lengths=(config.train.max_length, *found.widths),
         machine=machine,
         transport=transport,
         lookahead=config.cluster.prefetch if placement.is_separate else 0,
@@ -71,6 +83,8 @@ def preflight(config: RunConfig) -> Plan:
         student=StudentPlan(student.vocab_size),
         teachers=teacher_plans,
         data=data,
+        survey=found,
+        warnings=tuple(warnings),
         steps_per_epoch=steps_per_epoch,
         total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
         memory=memory,

@@ -9,7 +9,7 @@ from datasets import Dataset
 from nemo_opd.config.data import Source
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data import layout as columns
 from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
 from nemo_opd.data.collate import collate
@@ -23,7 +23,9 @@ from nemo_opd.rewards.build import check_answers, compares_answers
 from nemo_opd.rollout.prompts import Renderer, drop_long
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
-from nemo_opd.training.sides import Side, aligner, longest
+from nemo_opd.training.same_tokenizer import same_tokenizer_reader
+from nemo_opd.training.side import Side
+from nemo_opd.training.sides import aligner, longest
 from nemo_opd.types import Batch
 
 
@@ -120,7 +122,6 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         evaluation = prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
         if config.evaluation.teachers:
             asked = asked_teachers(config, teachers, evaluation.all())
-    both = zip(config.active_teachers, teachers, strict=True)
     return Prompts(
         train=train,
         validation=validation,
@@ -129,7 +130,7 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         asked_teachers=asked,
         sample_maker=RolloutSampleMaker(
             student.pieces.lengths[: student.vocab_size],
-            tuple(reader(config, settings, student, side) for settings, side in both),
+            tuple(reader(config, i, student, teachers) for i in range(len(teachers))),
         ),
         teachers=config.active_names if config.routing is not None else (),
     )
@@ -165,11 +166,12 @@ def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:
             )
 
 
-def reader(config: RunConfig, settings: Teacher, student: Side, teacher: Side) -> SameTokenizer | CrossTokenizerReader:
-    """How a teacher reads what the student sampled."""
+def reader(config: RunConfig, i: int, student: Side, teachers: Sequence[Side]) -> SameTokenizer | CrossTokenizerReader:
+    """How teacher i reads what the student sampled."""
+    settings, teacher = config.active_teachers[i], teachers[i]
     if not isinstance(settings, CrossTokenizerTeacher):
-        return SameTokenizer()
-    length, between = longest(config, settings), aligner(settings, student, teacher)
+        return same_tokenizer_reader(config, i, student, teachers)
+    length, between = longest(settings, teacher), aligner(settings, student, teacher)
     if config.data.messages_key is None:
         return CrossTokenizerText.of(teacher.tokenizer, length, between, teacher.vocab_size, settings.equal_history)
     encoder = ChatEncoder.of(teacher.tokenizer, length, settings.chat_template_kwargs, teacher.vocab_size)

@@ -11,11 +11,11 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.chat import ConversationRenderer
-from nemo_opd.rollout.hf import end_ids, max_positions
+from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.prompts import Renderer
 from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import TextRenderer
-from nemo_opd.training.sides import Side, longest
+from nemo_opd.training.side import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +55,10 @@ def asked_teachers(config: RunConfig, teachers: Sequence[Side], questions: Seque
 
 
 def _asked(config: RunConfig, i: int, settings: Teacher, side: Side, questions: Sequence[Prompt]) -> Respondent:
-    length = longest(config, settings) if isinstance(settings, CrossTokenizerTeacher) else config.train.max_length
-    positions = max_positions(load_config(settings.model, key=f"teachers.{i}.model")) or length
+    own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    length = own or config.train.max_length
     try:
-        asked = respondent(config, settings, side, f"teachers.{i}", min(length, positions))
+        asked = respondent(config, settings, side, f"teachers.{i}", min(length, side.positions or length))
         require_room(asked, questions)
     except (AlignmentError, DataError) as error:
         raise type(error)(

@@ -18,6 +18,7 @@ from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.survey import Survey
 
 
 def run_summary(plan: Plan) -> RunSummary:
@@ -29,7 +30,7 @@ def run_summary(plan: Plan) -> RunSummary:
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
-            coverage=audit_lines(teacher.audit) if teacher.audit else (),
+            coverage=(*(audit_lines(teacher.audit) if teacher.audit else ()), *coverage_lines(plan.survey, i)),
             warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
         )
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
@@ -45,7 +46,13 @@ def run_summary(plan: Plan) -> RunSummary:
         micro_batch_size=config.train.micro_batch_size,
         max_length=config.train.max_length,
         output_dir=plan.output_dir,
+        warnings=plan.warnings,
     )
+
+
+def coverage_lines(found: Survey, teacher: int) -> list[str]:
+    share = found.coverage[teacher]
+    return [] if share is None else [f"{share:.1%} of the scored tokens in {found.num_texts} texts get KD from it"]
 
 
 def layout_of(plan: Plan) -> str:
@@ -70,6 +77,8 @@ def print_plan(plan: Plan, console: Console) -> None:
             console.print(audit_table(teacher.audit))
             for warning in fit_warnings(teacher.audit, plan.config.term(i).type):
                 console.print(Text(f"warning: {warning}", "yellow"))
+    for warning in plan.warnings:
+        console.print(Text(f"warning: {warning}", "yellow"))
     console.print(batch_grid(plan))
     for shown in memory_report(plan.memory, plan.config):
         console.print(shown)
@@ -93,7 +102,8 @@ def batch_grid(plan: Plan) -> Table:
         "steps": f"{plan.total_steps:,}",
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
-    } | between_nodes(plan)
+    }
+    rows |= between_nodes(plan) | readings(plan)
     for name, value in rows.items():
         table.add_row(name, value)
     return table
@@ -109,6 +119,16 @@ def between_nodes(plan: Plan) -> dict[str, str]:
             rows[f"{name}, between nodes"] = (
                 f"{amount(total.output)} of hidden states a step, {amount(total.head)} of heads once, by {by}"
             )
+    return rows
+
+
+def readings(plan: Plan) -> dict[str, str]:
+    """How much of the texts each teacher says something about, and the longest that it reads, by a few of the texts."""
+    rows = {}
+    for name, share, width in zip(plan.config.active_names, plan.survey.coverage, plan.survey.widths, strict=True):
+        if share is not None:
+            rows[f"{name}, KD coverage"] = f"{share:.1%} of the scored tokens in {plan.survey.num_texts} texts"
+        rows[f"{name}, longest sequence"] = f"about {width:,} of its tokens"
     return rows
 
 

@@ -5,7 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.aggregation import PART, SHARE, Divisor, build_parts, kd_of, share_metrics, weighted_by_confidence
+from nemo_opd.aggregation import (
+    PART,
+    SHARE,
+    Divisor,
+    build_parts,
+    coverage_metrics,
+    kd_of,
+    share_metrics,
+    weighted_by_confidence,
+)
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
 from nemo_opd.losses.planned import compute_together
@@ -225,3 +234,20 @@ def test_what_is_said_of_the_shares(tiny: Tiny) -> None:
     assert {name: metric.value() for name, metric in said.items()} == pytest.approx(
         {"weight/cross": 0.3, "weight/same": 0.7}
     )
+
+
+def test_the_share_of_tokens_that_get_kd(tiny: Tiny) -> None:
+    """4 + 1 + 3 scored tokens: token 2 of row 0 and all of row 2 are in no chunk. Pooled parts add up to the whole."""
+    names, whole = ["cross", "same"], batch()
+    cross, same = whole.teachers
+    assert cross.chunks is not None
+    fewer = cross.chunks.student.clone()
+    fewer[0, 2], fewer[2] = -1, -1
+    whole = replace(whole, teachers=(replace(cross, chunks=replace(cross.chunks, student=fewer)), same))
+    found = coverage_metrics(parts_of(tiny), whole, names)
+    assert found == {"kd_coverage/cross": Mean(3 + 1, 8), "kd_coverage/same": Mean(8, 8)}
+    parts = [coverage_metrics(parts_of(tiny), part, names) for part in shards(pad_rows(whole, 4), 2)]
+    assert parts[0]["kd_coverage/cross"].merge(parts[1]["kd_coverage/cross"]) == Mean(4, 8)
+    chosen = only_chosen(whole, torch.tensor([1, 0, 0]))
+    shared = coverage_metrics(parts_of(tiny, "aggregation=select_teacher"), chosen, names)
+    assert shared == {"kd_coverage/cross": Mean(1, 4), "kd_coverage/same": Mean(4, 4)}, "each in its own texts"

@@ -36,7 +36,10 @@ NEEDED = {
 }
 """What an option needs beside it."""
 OF_A_RECIPE = {
-    "off_policy": {option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
+    "off_policy": {
+        **{option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
+        "data=arithmetic": ["data.response_key=null"],
+    },
     "on_policy": {
         **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},
         "aggregation=averaged_logits": ["teachers=demo_multi", "teachers.0.type=same_tokenizer"],

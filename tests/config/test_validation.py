@@ -38,6 +38,7 @@ def test_settings_that_name_their_own_keys_are_frozen_too() -> None:
     config = from_dict(
         changed("teachers.0.roles", {"eos": ["<a>"], "x": ["<b>", "<a>"]})
         | {"student": {"model": "/m", "chat_template_kwargs": {"enable_thinking": False}}}
+        | {"data": VALID["data"] | {"messages_key": "messages"}}
     )
     roles = config.teachers[0].roles
     assert roles == {"eos": ("<a>",), "x": ("<b>", "<a>")}

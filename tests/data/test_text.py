@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.alignment.pieces import byte_level_bytes
+from nemo_opd.data.cache import decoded, encoded
 from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, Tokens, usable_chunks
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.types import Alignment
@@ -189,3 +190,62 @@ def test_a_pickled_maker_makes_the_same_sample(coarse: Any, fine: Any) -> None:
         return [side.ids.tolist() for side in tokens] + [chunks.student.tolist(), chunks.teacher.tolist()]
 
     assert arrays(copy(TEXT)) == arrays(original(TEXT))
+
+
+@pytest.mark.parametrize("length", [1, 7, 60])
+def test_of_a_long_text_the_beginning_is_read(coarse: Any, fine: Any, length: int) -> None:
+    """The sample is that of the whole text, and what is tokenized does not grow with the text."""
+    read: list[int] = []
+
+    class Counting(Encoder):
+        def __call__(self, text: str) -> Any:
+            read.append(len(text))
+            return super().__call__(text)
+
+    def sample_of(text: str) -> Sample:
+        own = Counting.of(coarse, length, True), CrossTokenizer(Counting.of(fine, 10**6, True), aligner)
+        return TextSampleMaker(own[0], (own[1],))(text)
+
+    aligner, long = TokenAligner(coarse, fine), TEXT * 200
+    cut, whole = sample_of(long), coarse(long)["input_ids"][:length]
+    assert cut.student.ids.tolist() == whole
+    assert sum(read) < len(long) / 2
+    read.clear()
+    longer = sample_of(long * 30)
+    assert longer.student.ids.tolist() == whole
+    assert longer.teachers[0].tokens.ids.tolist() == cut.teachers[0].tokens.ids.tolist()
+    assert sum(read) < len(long) / 2, "not with the text"
+    seen = b"".join(piece(coarse, i) for i in whole)
+    assert b"".join(piece(fine, i) for i in cut.teachers[0].tokens.ids.tolist()).startswith(seen)
+
+
+def test_a_teacher_reads_as_much_as_the_student(coarse: Any, fine: Any) -> None:
+    """Also in more tokens than the student's length; bug: cut at that number of its own, it says nothing of the rest.
+
+    The last token may end behind the student's, and its chunk is then outside.
+    """
+    sample = maker(coarse, fine, 20, 10**6)(TEXT * 9)
+    teacher = sample.teachers[0]
+    assert len(sample.student) == 20
+    assert len(teacher.tokens) > 30
+    assert teacher.chunks is not None
+    assert (teacher.chunks.student[2:19] >= 0).all()
+    cut = maker(coarse, fine, 20, 20)(TEXT * 9).teachers[0]
+    assert cut.chunks is not None
+    assert (cut.chunks.student >= 0).sum() < 15
+
+
+def test_tokens_that_a_teacher_lacks_are_not_learned_from_it(coarse: Any) -> None:
+    """The student's ids are kept for everybody else, also in the cache of samples."""
+    student = Encoder.of(coarse, 30, True)
+    lacked = int(student(TEXT).ids[4])
+    sample = TextSampleMaker(student, (SameTokenizer((lacked,), 3), SameTokenizer()))(TEXT)
+    fewer, same = sample.teachers
+    is_lacked = sample.student.ids == lacked
+    assert (fewer.tokens.ids == np.where(is_lacked, 3, sample.student.ids)).all()
+    assert (fewer.tokens.loss_mask == sample.student.loss_mask & ~is_lacked).all()
+    assert same.tokens is sample.student
+    again = decoded(encoded(sample))
+    assert (again.teachers[0].tokens.ids == fewer.tokens.ids).all()
+    assert again.teachers[1].tokens is again.student
+    assert SameTokenizer((lacked,), 3).identity != SameTokenizer().identity

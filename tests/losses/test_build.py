@@ -28,7 +28,7 @@ from nemo_opd.types import ChunkRows, SampledRows, TeacherRows, TokenRows
 from . import oracle, oracle_prefix
 
 SUPPORT = {"support": "union", "top_k": 2, "normalization": "rest"}
-SETTINGS = {"divergence": "jsd", "beta": 0.2, "mixed_weight": 0.7, "temperature": 1.5}
+SETTINGS = {"divergence": "jsd", "beta": 0.2, "temperature": 1.5}
 CHUNKS = oracle.random_chunk_ids(np.random.default_rng(3), 2, 7, 6)
 
 

@@ -32,7 +32,7 @@ from nemo_opd.models.load import load_model
 from nemo_opd.projection import build_projection
 from nemo_opd.training.preflight import preflight
 from tests.composition import ROOT, compose, nothing_is_created
-from tests.tiny import SENTENCES, Tiny, save_model, train_tokenizer
+from tests.tiny import SENTENCES, Tiny, train_tokenizer
 
 Configure = Callable[..., RunConfig]
 Refused = Callable[..., str]
@@ -283,18 +283,6 @@ def test_a_same_tokenizer_teacher_with_another_tokenizer(refused: Refused, tiny:
 
     assert message.startswith("teachers.1.type=same_tokenizer: the tokenizer of same differs from the student's in ")
     assert message.endswith("write type: cross_tokenizer")
-
-
-def test_a_same_tokenizer_teacher_with_too_few_embeddings(refused: Refused, tiny: Tiny, inputs: Path) -> None:
-    """The student's tokenizer has a token more, and its own model has room for it."""
-    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
-    size = len(tokenizer)
-    tokenizer.add_tokens(["<more>"])
-    student = save_model(inputs / "student", tokenizer, width=16, seed=1)
-    message = refused(ModelError, f"student.model={student}")
-
-    assert message.startswith(f"teachers.1.type=same_tokenizer: same has {size} token embeddings")
-    assert message.endswith(f"has ids up to {size}; write type: cross_tokenizer")
 
 
 def test_a_cross_tokenizer_teacher_with_the_students_tokenizer(refused: Refused, tiny: Tiny) -> None:

@@ -1,13 +1,24 @@
 """What preflight settles: directory, device, ranks, steps, memory; and what a dry run prints of it."""
 
+import json
+import re
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
@@ -15,13 +26,14 @@ from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.training import layout as module
+from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.layout import default_output_dir, require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.sides import require_same_tokenizer
+from nemo_opd.training.same_tokenizer import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
-from tests.tiny import Tiny
+from tests.tiny import Tiny, save_model, train_tokenizer
 
 Configure = Callable[..., RunConfig]
 NUM_DOCUMENTS = 24
@@ -348,3 +360,161 @@ def test_a_head_in_fp32_is_refused_before_a_process_starts(
     with pytest.raises(ModelError, match=r"teachers.1.model=.*write teachers.1.dtype=float32"):
         preflight(configure("teachers.0.dtype=float32", "teachers.1.dtype=bfloat16"))
     preflight(configure("teachers.0.dtype=float32", "teachers.1.dtype=float32"))
+
+
+# What is said of texts and teachers
+
+
+def write_texts(folder: Path, column: str, rows: list[object]) -> str:
+    file = folder / f"{column}.jsonl"
+    file.write_text("".join(json.dumps({column: row}) + "\n" for row in rows))
+    return str(file)
+
+
+def from_file(file: str, *more: str) -> list[str]:
+    no_validation = "data.validation.arrow_files=null"
+    return ["data.train.arrow_files=null", f"data.train.jsonl_files={file}", no_validation, *more]
+
+
+def test_a_teacher_of_another_tokenizer_reads_all_of_the_students_text(configure: Configure, tmp_path: Path) -> None:
+    """Its digits are tokens of their own; bug: cut at train.max_length of its tokens, half of the text had no KD."""
+    file = write_texts(tmp_path, "text", ["123" * 80] * 3)
+    plan = preflight(configure(*from_file(file, "train.max_length=32")))
+    cut = preflight(configure(*from_file(file, "train.max_length=32", "teachers.0.max_length=32")))
+    cross, same = plan.survey.coverage
+    assert cross is not None
+    assert cross > 0.9
+    assert same == 1
+    assert plan.survey.widths[0] > 40
+    assert plan.warnings == ()
+    short = cut.survey.coverage[0]
+    assert short is not None
+    assert short < 0.7
+    assert cut.survey.widths == (32, 32)
+    (warning,) = cut.warnings
+    assert re.match(
+        rf"teachers\.0 \(cross\): only {short:.0%} of the scored tokens in 3 texts get KD from it; "
+        r"teachers\.0\.max_length=32 may cut it: leave it out",
+        warning,
+    )
+
+
+def test_a_teacher_is_bounded_by_its_positions(configure: Configure, tmp_path: Path) -> None:
+    """128 of the tiny models; the student reads more than it is made for, which is said of each model that does."""
+    file = write_texts(tmp_path, "text", [" ".join(str(123456 * i) for i in range(200))] * 2)
+    plan = preflight(configure(*from_file(file, "train.max_length=160")))
+    assert plan.survey.widths == (128, 160)
+    assert len(plan.data.make_sample("1 " * 300).teachers[0].tokens) == 128
+    assert [warning.split(":")[0] for warning in plan.warnings][:2] == ["train.max_length=160"] * 2
+    assert "is made for 128 positions" in plan.warnings[0]
+    assert "teachers.0 (cross): only" in plan.warnings[2]
+
+
+def test_a_table_of_positions_has_no_more(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: such a student failed at its first long text."""
+    config = GPT2Config(vocab_size=500, n_positions=40, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    AutoTokenizer.from_pretrained(tiny.student).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(ConfigError, match=r"train\.max_length=48: .*gpt2 has a table of 40 positions .* write train"):
+        preflight(configure(f"student.model={tmp_path / 'gpt2'}"))
+
+
+def test_there_is_room_to_sample() -> None:
+    demo = compose("train.max_length=600", config_name="on_policy_demo")
+    with pytest.raises(ConfigError, match=r"may have 600 tokens, and demo:arithmetic_student has 512 positions"):
+        require_room_to_sample(demo, 512)
+    require_room_to_sample(
+        compose("train.max_length=600", "rollout.max_prompt_length=99", config_name="on_policy_demo"), 512
+    )
+
+
+CHAT = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|stop|>{% endfor %}"
+
+
+def conversations(tmp_path: Path, *roles: str) -> list[str]:
+    rows: list[object] = [[{"role": role, "content": f"The quick brown fox {i}"} for role in roles] for i in range(3)]
+    (tmp_path / "chat.jinja").write_text(CHAT)
+    template = f"student.chat_template={tmp_path / 'chat.jinja'}"
+    return from_file(write_texts(tmp_path, "messages", rows), "data.messages_key=messages", template)
+
+
+def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
+    """Bug: a whole run learned nothing."""
+    own = conversations(tmp_path, "system", "user")
+    with pytest.raises(
+        DataError, match=r"in none of 3 conversations the assistant says anything \(roles: system, user"
+    ):
+        preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
+
+
+def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
+    own = conversations(tmp_path, "user", "assistant")
+    template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
+    with pytest.raises(DataError, match=r"3 of 3 texts of data\.train that were looked at have no token to learn with"):
+        preflight(configure(*own, template, "train.max_length=4"))
+
+
+def test_one_tokenizer_with_two_templates_is_cross_tokenizer(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its projection is the identity; with the student's template there is nothing to align."""
+    monkeypatch.chdir(tmp_path)
+    own = [*conversations(tmp_path, "user", "assistant"), f"teachers.0.model={tiny.teacher_same}"]
+
+    def configure(*more: str) -> RunConfig:
+        return compose(*tiny.overrides(*own, *more, teachers=1))
+
+    with pytest.raises(ModelError, match="so there is nothing to align"):
+        preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"))
+    (tmp_path / "other.jinja").write_text(CHAT.replace("<|stop|>", "<|over|>"))
+    plan = preflight(configure(*own, f"teachers.0.chat_template={tmp_path / 'other.jinja'}"))
+    matrix, (coverage,) = plan.teachers[0].projection, plan.survey.coverage
+    assert matrix is not None
+    assert (matrix.indices[:, 0] == np.arange(len(matrix.indices))).mean() > 0.99
+    assert coverage is not None
+    assert coverage > 0.5
+
+
+def with_more_tokens(source: Path, folder: Path, **tokens: list[str]) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens.get("special", [])})
+    tokenizer.add_tokens(tokens.get("added", []))
+    model = AutoModelForCausalLM.from_pretrained(source)
+    model.resize_token_embeddings(len(tokenizer))
+    model.config.eos_token_id = tokenizer.eos_token_id
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("side", ["student", "teachers.1"])
+def test_either_side_may_have_further_tokens(configure: Configure, tiny: Tiny, tmp_path: Path, side: str) -> None:
+    source = tiny.student if side == "student" else tiny.teacher_same
+    plan = preflight(
+        configure(f"{side}.model={with_more_tokens(source, tmp_path / 'm', special=['<i>'], added=['<t>'])}")
+    )
+    sizes = plan.student.vocab_size, plan.teachers[1].vocab_size
+    assert abs(sizes[0] - sizes[1]) == 2
+    sample = plan.data.make_sample("a <i> and <t> b")
+    assert sample.teachers[1].tokens.ids.max() < sizes[1]
+
+
+def test_tokens_of_ordinary_text_may_not_be_missing(configure: Configure, tmp_path: Path) -> None:
+    """A vocabulary that was trained on cuts texts in another way."""
+    smaller = train_tokenizer(r"\p{N}{1,3}| ?\p{L}+|\s+|[^\s\p{L}\p{N}]+", 300, "<|end|>")
+    model = save_model(tmp_path / "smaller", smaller, width=24, seed=2)
+    with pytest.raises(
+        ModelError, match=r"the student's tokenizer has \d+ tokens of ordinary text that same lacks .* cross_"
+    ):
+        preflight(configure(f"teachers.1.model={model}"))
+
+
+def test_a_teacher_that_ends_in_another_way_is_told(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:
+    """A base student and an instruct teacher; of another tokenizer the ends are aligned by role."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.teacher_same)
+    other = tokenizer.convert_ids_to_tokens(5)
+    tokenizer.eos_token = other
+    tokenizer.save_pretrained(tmp_path / "instruct")
+    (warning,) = preflight(configure(f"teachers.1.tokenizer={tmp_path / 'instruct'}")).warnings
+    assert warning.startswith(f"teachers.1 (same) ends what it says with {other}, and the student ends with <|end|>")
+    assert f"write student.tokenizer={tmp_path / 'instruct'}" in warning

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
-from nemo_opd.aggregation import joined, share_metrics, share_out, weighted_by_confidence
+from nemo_opd.aggregation import coverage_metrics, joined, share_metrics, share_out, weighted_by_confidence
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.distributed.layout import Layout
@@ -92,12 +92,17 @@ class LocalModels:
         taught, windows = self.teach(batch)
         normalizers = self.student.parts.normalizers(taught)
         step = StudentStep(self.own(taught), windows, normalizers, kd_scale, compare_gradients)
-        return values(self.reduced(self.student.train_step(step)) | share_metrics(self.student.parts, taught))
+        return values(self.reduced(self.student.train_step(step)) | self.shared(taught))
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         taught, windows = self.teach(batch)
         own = self.reduced(self.student.evaluate(self.own(taught), windows))
-        return values(own | share_metrics(self.student.parts, taught))
+        return values(own | self.shared(taught))
+
+    def shared(self, taught: Batch) -> dict[str, Metric]:
+        """What the driver says of a global batch."""
+        parts = self.student.parts
+        return share_metrics(parts, taught) | coverage_metrics(parts, taught, self.student.config.active_names)
 
     def reduced(self, own: dict[str, Metric]) -> dict[str, Metric]:
         """Metrics of all ranks as one, on every rank; times are no result of training."""

@@ -44,7 +44,7 @@ def answers(job: TeacherJob) -> Drawing:
     """The most of any batch. A question is taken to be so much longer in its own tokens as its sequences may be; of
     turns behind the first it may be all but one token.
     """
-    config, longest = job.config, job.width
+    config, longest = job.config, job.asked_width
     questions, rollout = config.evaluation, config.rollout
     assert questions is not None
     assert rollout is not None

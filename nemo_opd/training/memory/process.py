@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import prod
 
 from nemo_opd.config.run import RunConfig
@@ -26,6 +27,8 @@ class ModelSetup:
     """Ids of its tokenizer; losses and buffers leave out what the head has beyond."""
     layout: Layout
     sequence_parallel: bool = False
+    stretch: Fraction | None = None
+    """Tokens of its longest sequence for each of `train.max_length`, as an estimate; None: not known."""
 
     @property
     def fsdp_ranks(self) -> int:

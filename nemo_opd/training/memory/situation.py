@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import psutil
 import torch
@@ -71,6 +72,7 @@ class Situation:
         sizes: Sequence[ModelSize],
         vocab_sizes: Sequence[int],
         layouts: Sequence[Layout],
+        lengths: Sequence[int] | None = None,
         machine: Machine,
         transport: str,
         lookahead: int,
@@ -78,11 +80,15 @@ class Situation:
         gives_back: bool,
         arriving: int = 0,
     ) -> Situation:
-        """sizes, vocab_sizes (of the tokenizers), layouts: of the student first, and of every active teacher."""
+        """sizes, vocab_sizes (of the tokenizers), layouts, lengths (tokens of the longest sequence): of the student
+        first, and of every active teacher.
+        """
+        whole = config.train.max_length
+        stretches = [None if lengths is None else Fraction(lengths[i], whole) for i in range(len(sizes))]
         student, *teachers = (
-            ModelSetup(size, vocab_size, layout, settings.parallelism.sequence_parallel)
-            for settings, size, vocab_size, layout in zip(
-                (config.student, *config.active_teachers), sizes, vocab_sizes, layouts, strict=True
+            ModelSetup(size, vocab_size, layout, settings.parallelism.sequence_parallel, stretch)
+            for settings, size, vocab_size, layout, stretch in zip(
+                (config.student, *config.active_teachers), sizes, vocab_sizes, layouts, stretches, strict=True
             )
         )
         return Situation(student, tuple(teachers), machine, transport, lookahead, headless, gives_back, arriving)

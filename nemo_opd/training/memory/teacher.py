@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 
@@ -44,7 +45,13 @@ class TeacherJob:
 
     @property
     def width(self) -> int:
-        """Positions of a sequence."""
+        """Positions of a sequence of a batch."""
+        stretch = self.setup.stretch
+        return self.asked_width if stretch is None else ceil(stretch * self.config.train.max_length)
+
+    @property
+    def asked_width(self) -> int:
+        """Positions of a question with its answer."""
         own = self.settings.max_length if isinstance(self.settings, CrossTokenizerTeacher) else None
         return own or self.config.train.max_length
 

@@ -1,0 +1,119 @@
+"""Settings that would be accepted and then ignored, because of others: each is refused, with a way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.teacher import CrossTokenizerTeacher
+
+if TYPE_CHECKING:
+    from nemo_opd.config.run import RunConfig
+
+Ignored = Iterator[tuple[str, str]]
+"""Key, and why it has no effect and what to do."""
+
+
+def check_effects(config: RunConfig) -> None:
+    """Raises ValueError for the first setting that was changed from its default and has no effect."""
+    for of in (of_templates, of_data, of_steps, of_sampling, of_cluster, of_loss):
+        for key, reason in of(config):
+            value, default = value_and_default(config, key)
+            if value != default:
+                # null turns a setting off, which is no wish that would go unheard.
+                if value is None:
+                    continue
+                shown = str(value).lower() if isinstance(value, bool) else value
+                raise ValueError(f"{key}={shown} has no effect: {reason}")
+
+
+def value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
+    owner: Any = config
+    *path, name = key.split(".")
+    for part in path:
+        owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
+    assert isinstance(owner, BaseModel)
+    return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
+
+
+def of_templates(config: RunConfig) -> Ignored:
+    is_chat = config.data.messages_key is not None
+    asks_teachers = config.evaluation is not None and config.evaluation.teachers
+    if not is_chat:
+        texts = "the data are texts, which no chat template renders; set data.messages_key for conversations"
+        yield "student.chat_template_kwargs", texts
+    for i, teacher in enumerate(config.teachers):
+        for name in ("chat_template", "chat_template_kwargs"):
+            if not is_chat:
+                yield f"teachers.{i}.{name}", texts
+            elif not isinstance(teacher, CrossTokenizerTeacher) and not asks_teachers:
+                yield (
+                    f"teachers.{i}.{name}",
+                    f"{teacher.name} is of type same_tokenizer and reads the student's ids, as student.{name} renders "
+                    f"them; leave it out, or write teachers.{i}.type=cross_tokenizer, which renders conversations in "
+                    "the teacher's own way also where the tokenizers are the same",
+                )
+
+
+def of_data(config: RunConfig) -> Ignored:
+    is_chat, is_on_policy = config.data.messages_key is not None, config.rollout is not None
+    if is_chat:
+        yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
+        yield "data.append_eos", "the chat template writes what ends a conversation; leave it out"
+    if is_on_policy:
+        yield "data.append_eos", "a response ends where the student ends it; leave it out"
+    else:
+        yield "data.response_key", "the student learns from data.text_key whole; add rollout=hf, or leave it out"
+
+
+def of_steps(config: RunConfig) -> Ignored:
+    if config.run.output_dir is None:
+        yield "run.resume", "a run without run.output_dir has a new directory each time; name that of the first run"
+    if config.loss.scaling == "fixed":
+        yield "loss.scaling_decay", "it is of loss.scaling=dynamic; write that, or leave it out"
+
+
+def of_sampling(config: RunConfig) -> Ignored:
+    if config.rollout is None:
+        for name in type(config.health).model_fields:
+            yield f"health.{name}", "it watches what the student samples; add rollout=hf, or leave it out"
+    if isinstance(config.rollout, ServerRollout) and config.rollout.url is not None:
+        for name in ("command", "options", "environment"):
+            yield f"rollout.{name}", "rollout.url names a server that runs already; leave one of the two out"
+    if config.reward is not None and not config.active_teachers:
+        yield "reward.weighting_beta", "it weighs distillation, and loss.kd_weight=0; raise it, or leave this out"
+    if config.evaluation is not None and not config.evaluation.teachers:
+        yield "evaluation.teacher_batch_size", "no teacher is asked; write evaluation.teachers=true, or leave it out"
+
+
+def of_cluster(config: RunConfig) -> Ignored:
+    cluster = config.cluster
+    if cluster.placement == "colocated":
+        yield "cluster.prefetch", "teachers take turns with the student; write cluster.placement=separate"
+    if cluster.device == "cpu":
+        yield "cluster.gpus_per_node", "cluster.device=cpu; set cluster.cpu_ranks, or leave it out"
+    if cluster.device == "cuda":
+        yield "cluster.cpu_ranks", "cluster.device=cuda; set cluster.gpus_per_node, or leave it out"
+
+
+def of_loss(config: RunConfig) -> Ignored:
+    """Of terms that no teacher has."""
+    followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
+    is_chunked = isinstance(config.loss, ChunkTerm)
+    if is_chunked and followers and not any(isinstance(each, CrossTokenizerTeacher) for each in followers):
+        common = {*DivergenceTerm.model_fields, *Objective.model_fields, "type"}
+        for name in type(config.loss).model_fields.keys() - common:
+            yield (
+                f"loss.{name}",
+                f"it is of teachers with another tokenizer, and none takes loss.type={config.loss.type} from here; "
+                "leave it out",
+            )
+    if config.rollout is None:
+        for i, teacher in enumerate(config.active_teachers):
+            key = "loss" if teacher.loss is None else f"teachers.{i}.loss"
+            if isinstance(config.loss if teacher.loss is None else teacher.loss, TCADTerm):
+                yield f"{key}.power_alpha", "it weighs the rollouts of a prompt; add rollout=hf, or leave it out"

@@ -1,0 +1,123 @@
+"""What is suspicious about a run, in sentences, and what makes it impossible (a ConfigError or DataError)."""
+
+from collections.abc import Iterator, Sequence
+
+from transformers import GenerationConfig
+
+from nemo_opd.alignment.template_roles import template_roles
+from nemo_opd.config.model import Model
+from nemo_opd.config.on_policy import longest_prompt
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.models.load import load_config
+from nemo_opd.rollout.hf import end_ids
+from nemo_opd.training.side import Side
+from nemo_opd.training.survey import GOOD_COVERAGE, Survey
+
+
+def check_positions(config: RunConfig, student: Side, teachers: Sequence[Side]) -> list[str]:
+    """Warnings where sequences go beyond what a model with rotary positions is made for.
+
+    Raises ConfigError where a model has no more positions, or the student would be asked to sample beyond its own.
+    """
+    warnings = []
+    if config.rollout is not None and student.positions is not None:
+        require_room_to_sample(config, student.positions)
+    asked = [("train.max_length", config.train.max_length, config.student.model, student)]
+    for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        if not isinstance(settings, CrossTokenizerTeacher):
+            asked.append(("train.max_length", config.train.max_length, settings.model, side))
+        elif settings.max_length is not None:
+            asked.append((f"teachers.{i}.max_length", settings.max_length, settings.model, side))
+    for key, length, model, side in asked:
+        if side.positions is None or length <= side.positions:
+            continue
+        if not side.has_rotary_positions:
+            raise ConfigError(
+                f"{key}={length}: {model} has a table of {side.positions} positions (max_position_embeddings) and can "
+                f"read no more; write {key}={side.positions} or less"
+            )
+        warnings.append(
+            f"{key}={length}: {model} is made for {side.positions} positions (max_position_embeddings) and says "
+            f"little of value beyond; write {key}={side.positions} or less, unless its config.json is behind the times"
+        )
+    return warnings
+
+
+def require_room_to_sample(config: RunConfig, positions: int) -> None:
+    """Raises ConfigError where a prompt and what is sampled may need more positions than the student has."""
+    rollout, longest = config.rollout, config.train.max_length
+    assert rollout is not None
+    asked = 0 if config.evaluation is None else config.evaluation.max_new_tokens or 0
+    new = max(rollout.max_new_tokens, asked)
+    needed = longest if config.environment is not None else min(longest, longest_prompt(config) + new)
+    if needed > positions:
+        raise ConfigError(
+            f"train.max_length={longest}: prompts and what is sampled (rollout.max_new_tokens={rollout.max_new_tokens})"
+            f" may have {needed} tokens, and {config.student.model} has {positions} positions "
+            f"(max_position_embeddings); write train.max_length={positions} or less"
+        )
+
+
+def unseen_ends(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Iterator[str]:
+    """A warning for each teacher with the student's tokenizer that ends with a token which does not end the student."""
+    ours = end_ids(student.tokenizer, generation_config(config.student, "student"))
+    for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        theirs = own_ends(side)
+        if isinstance(settings, CrossTokenizerTeacher) or not ours or not theirs - ours:
+            continue
+        names, own = (
+            " and ".join(str(side.tokenizer.convert_ids_to_tokens(index)) for index in sorted(ids))
+            for ids in (theirs - ours, ours)
+        )
+        yield (
+            f"teachers.{i} ({settings.name}) ends what it says with {names}, and the student ends with {own}: what it "
+            f"learns from that teacher would not stop it; write student.tokenizer={settings.tokenizer_source[1]} if "
+            "the student is to end so too"
+        )
+
+
+def own_ends(side: Side) -> frozenset[int]:
+    """What a model writes last by its tokenizer: the end of a turn where there is a template, else of a text."""
+    tokenizer = side.tokenizer
+    turns = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
+    ends = turns or ([] if tokenizer.eos_token is None else [tokenizer.eos_token])
+    return frozenset(tokenizer.get_vocab()[content] for content in ends)
+
+
+def generation_config(settings: Model, key: str) -> GenerationConfig:
+    return GenerationConfig.from_model_config(load_config(settings.model, key=f"{key}.model"))
+
+
+def of_the_texts(config: RunConfig, found: Survey) -> list[str]:
+    """Warnings of texts without a token to learn, and of teachers that say nothing about much of them.
+
+    Raises DataError where there is nothing to learn at all.
+    """
+    warnings = []
+    if found.num_without_label:
+        empty = f"{found.num_without_label} of {found.num_texts} texts of data.train that were looked at have no token "
+        empty += f"to learn within train.max_length={config.train.max_length}"
+        if found.is_complete and found.num_without_label == found.num_texts:
+            raise DataError(f"{empty}, and there are no others; raise train.max_length, or use other texts")
+        warnings.append(f"{empty}; raise train.max_length, or leave them out")
+    for i, (settings, share) in enumerate(zip(config.active_teachers, found.coverage, strict=True)):
+        if share is not None and share < GOOD_COVERAGE:
+            warnings.append(f"teachers.{i} ({settings.name}): {low_coverage(config, i, share, found.num_texts)}")
+    return warnings
+
+
+def low_coverage(config: RunConfig, i: int, share: float, num_texts: int) -> str:
+    settings = config.active_teachers[i]
+    reason = "the inspect tool shows how the tokenizers differ"
+    if isinstance(settings, CrossTokenizerTeacher) and settings.max_length is not None:
+        reason = f"teachers.{i}.max_length={settings.max_length} may cut it: leave it out"
+    elif config.term(i).type == "strict":
+        reason = "loss.type=strict reads only tokens that are the same on both sides; p_kl reads the others too"
+    elif isinstance(settings, CrossTokenizerTeacher) and config.data.messages_key is not None:
+        reason = (
+            f"with teachers.{i}.equal_history={settings.equal_history} what lies behind contents that the two chat "
+            "templates write differently is left out (train/changed_history); another chat_template may keep it"
+        )
+    return f"only {share:.0%} of the scored tokens in {num_texts} texts get KD from it; {reason}"

@@ -1,0 +1,98 @@
+"""Settings that another setting would leave without effect are refused, not ignored."""
+
+import re
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.load import from_dict
+from tests.config.settings import HF, SAME, VALID, changed, message_of, on_policy
+
+CHAT = {"messages_key": "messages"}
+
+
+def off_policy(**sections: Any) -> dict[str, Any]:
+    return VALID | sections
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (changed("teachers.0.chat_template", "/t"), r"teachers\.0\.chat_template=/t has no effect: the data are texts"),
+        (changed("student.chat_template_kwargs", {"a": 1}), r"student\.chat_template_kwargs=\{'a': 1\} has no effect"),
+        (
+            off_policy(teachers=[SAME | {"chat_template_kwargs": {"a": 1}}], data=VALID["data"] | CHAT),
+            r"teachers\.0\.chat_template_kwargs=.* same is of type same_tokenizer and reads the student's ids, .*"
+            r"write teachers\.0\.type=cross_tokenizer",
+        ),
+        (changed("data", VALID["data"] | CHAT | {"text_key": "body"}), r"data\.text_key=body has no effect"),
+        (changed("data", VALID["data"] | CHAT | {"append_eos": False}), r"data\.append_eos=false has no effect"),
+        (changed("data.response_key", "answer"), r"data\.response_key=answer has no effect: .* add rollout=hf"),
+        (on_policy(data={"append_eos": False}), r"data\.append_eos=false has no effect: a response ends where"),
+        (changed("run.resume", "auto"), r"run\.resume=auto has no effect: a run without run\.output_dir"),
+        (changed("loss.scaling_decay", 0.5), r"loss\.scaling_decay=0\.5 has no effect"),
+        (changed("health.patience", 2), r"health\.patience=2 has no effect"),
+        (
+            on_policy(rollout={"type": "server", "url": "http://x", "options": ["--a"]}),
+            r"rollout\.options=\('--a',\) has no effect: rollout\.url names a server",
+        ),
+        (
+            on_policy(
+                reward={"type": "exact", "weighting_beta": 1}, loss={"type": "grpo"}, rollout=HF, teachers=[SAME]
+            ),
+            r"reward\.weighting_beta=1\.0 has no effect: it weighs distillation, and loss\.kd_weight=0",
+        ),
+        (
+            on_policy(reward={"type": "exact"}, evaluation={"teacher_batch_size": 2}),
+            r"evaluation\.teacher_batch_size=2 has no effect: no teacher is asked",
+        ),
+        (changed("cluster.prefetch", 3), r"cluster\.prefetch=3 has no effect"),
+        (changed("cluster", {"device": "cpu", "gpus_per_node": 2}), r"cluster\.gpus_per_node=2 has no effect"),
+        (changed("cluster", {"device": "cuda", "cpu_ranks": 2}), r"cluster\.cpu_ranks=2 has no effect"),
+        (
+            off_policy(teachers=[SAME], loss={"type": "p_kl", "vocab_topk": 5}),
+            r"loss\.vocab_topk=5 has no effect: it is of teachers with another tokenizer",
+        ),
+        (
+            off_policy(teachers=[SAME], loss={"type": "tcad", "power_alpha": 2}),
+            r"loss\.power_alpha=2\.0 has no effect: it weighs the rollouts",
+        ),
+        (changed("loss.beta", 0.9), r"0\.9 has no effect with divergence=forward_kl; write jsd, or leave beta out"),
+        (changed("loss.mixed_weight", 0.9), r"0\.9 has no effect with divergence=forward_kl; write mixed"),
+        (
+            off_policy(teachers=[SAME], loss={"type": "same_vocab", "normalization": "support"}),
+            "support has no effect with support=full; choose another support",
+        ),
+        (
+            changed("loss", {"type": "gold", "uncommon_weight": 0, "uncommon_topk": 5}),
+            r"5 has no effect with uncommon_weight=0; raise it",
+        ),
+        (
+            on_policy(loss={"type": "sampled_kl", "estimator": "k2", "update": "direct", "clip_high": 0.9}),
+            r"0\.9 has no effect with update=direct; write update=policy_gradient, or leave clip_high out",
+        ),
+        (
+            changed("student.scheduler", {"type": "linear", "min_lr_ratio": 0.1}),
+            r"min_lr_ratio=0\.1 has no effect with type=linear",
+        ),
+        (
+            off_policy(teachers=[VALID["teachers"][0] | {"projection": "/p", "top_k": 8}]),
+            r"top_k=8 has no effect with projection=/p",
+        ),
+    ],
+)
+def test_a_setting_without_effect_is_refused(data: dict[str, Any], says: str) -> None:
+    assert re.search(says, message_of(data))
+
+
+def test_what_has_an_effect_is_taken() -> None:
+    """A teacher that is asked answers in its own template; a resolved config names all defaults."""
+    asked = on_policy(
+        teachers=[SAME | {"chat_template": "/t"}],
+        data=CHAT,
+        reward={"type": "exact"},
+        evaluation={"teachers": True, "teacher_batch_size": 2, "data": {"jsonl_files": "/q.jsonl"}},
+    )
+    for data in (asked, on_policy(health={"patience": 2}), changed("loss", {"type": "p_kl", "vocab_topk": 5})):
+        config = from_dict(data)
+        assert from_dict(config.model_dump(mode="json")) == config

@@ -1,0 +1,151 @@
+"""Teachers with the student's tokenizer but for a special token: what both have is compared, in every way there is.
+
+The student has `<|image|>`, one teacher has not, and the other has one token more.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nemo_opd.config.load import from_dict
+from nemo_opd.training.preflight import preflight
+from tests.tiny import SENTENCES, Tiny, save_model
+from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
+
+JOBS = {
+    "weighted_sum": [],
+    "averaged_logits": ["aggregation=averaged_logits"],
+    "averaged_logits, logits": ["aggregation=averaged_logits", "handoff=logits"],
+    "weighted_sum, logits": ["handoff=logits"],
+    "tcad": ["teachers.0.loss={type: tcad, support_size: 7}", "teachers.1.loss={type: tcad, support_size: 7}"],
+    "chosen": ["aggregation=select_teacher"],
+}
+ON_TWO_RANKS = ("averaged_logits", "weighted_sum, logits", "tcad")
+TEXTS = [SENTENCES[0], f"see <|image|>{SENTENCES[1]}", f"{SENTENCES[2]}<|image|> and <|image|>", SENTENCES[3]]
+
+
+def overrides(tiny: Tiny, folder: Path) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
+    fewer = save_model(folder / "fewer", tokenizer, width=16, seed=4)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+    student = save_model(folder / "student", tokenizer, width=16, seed=5)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|image|>", "<|sound|>"]})
+    more = save_model(folder / "more", tokenizer, width=24, seed=6)
+    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return [
+        *tiny.overrides(),
+        f"student.model={student}",
+        "loss=same_vocab",
+        *(
+            f"teachers.0.{key}"
+            for key in (f"model={fewer}", "type=same_tokenizer", "name=fewer", "dtype=float32", "weight=0.5")
+        ),
+        *(f"teachers.1.{key}" for key in (f"model={more}", "name=more", "dtype=float32", "weight=0.5")),
+        "data.train.arrow_files=null",
+        f"data.train.jsonl_files={folder / 'texts.jsonl'}",
+        "data.validation.arrow_files=null",
+        "data.shuffle=false",
+        "student.optimizer.eps=1e-3",
+    ]
+
+
+@pytest.fixture(scope="module")
+def jobs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Training]:
+    own = overrides(tiny, tmp_path_factory.mktemp("models"))
+    made = {}
+    for name, options in JOBS.items():
+        plan = plan_of([*own, *options])
+        made[name] = Training(plan, first_batches(plan, 1))
+    return made
+
+
+@pytest.fixture(scope="module")
+def trained(jobs: dict[str, Training], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
+    found = in_world(1, train, list(jobs.values()), tmp_path_factory.mktemp("world") / "one")
+    return dict(zip(jobs, found, strict=True))
+
+
+def test_ids_are_those_that_a_teacher_can_read(jobs: dict[str, Training]) -> None:
+    """Catches a lookup beyond the embeddings, and tokens that only one of averaged teachers is asked about."""
+    for name, job in jobs.items():
+        (batch,) = job.batches
+        image = job.plan.student.vocab_size - 1
+        is_image = batch.student.ids == image
+        assert is_image.sum() == 3
+        assert batch.student.loss_mask[is_image].all(), "cross-entropy learns it"
+        fewer, more = batch.teachers
+        assert fewer.tokens.ids.max() < job.plan.teachers[0].vocab_size == image
+        assert not fewer.tokens.loss_mask[is_image].any()
+        assert torch.equal(more.tokens.loss_mask[is_image], torch.full((3,), "averaged" not in name))
+
+
+@pytest.mark.parametrize("name", ["weighted_sum", "weighted_sum, logits"])
+def test_each_teacher_is_compared_on_what_both_have(
+    jobs: dict[str, Training], trained: dict[str, Trained], name: str
+) -> None:
+    """fp32 against float64: rounding of sums of 400 numbers. CE has the student's whole vocabulary."""
+    (batch,), (found,) = jobs[name].batches, trained[name].curve
+    student, fewer, more = read(jobs[name])
+    ids, masks = batch.student.ids, [batch.student.loss_mask, *(each.tokens.loss_mask for each in batch.teachers)]
+    size = fewer.shape[2]
+    assert found["kd/fewer"] == pytest.approx(divergence(fewer, student[..., :size], masks[1]), rel=1e-5)
+    assert found["kd/more"] == pytest.approx(divergence(more[..., : size + 1], student, masks[2]), rel=1e-5)
+    log_p = student[:, :-1].log_softmax(2).gather(2, ids[:, 1:, None]).squeeze(2)
+    assert found["ce"] == pytest.approx(float(-log_p[masks[0][:, 1:]].mean()), rel=1e-5)
+    scored = int(masks[0].sum())
+    assert found["kd_coverage/fewer"] == (scored - 3) / scored
+    assert found["kd_coverage/more"] == 1
+
+
+@pytest.mark.parametrize("name", ["averaged_logits", "averaged_logits, logits"])
+def test_a_mean_is_of_what_all_have(jobs: dict[str, Training], trained: dict[str, Trained], name: str) -> None:
+    (batch,), (found,) = jobs[name].batches, trained[name].curve
+    student, fewer, more = read(jobs[name])
+    size, mask = fewer.shape[2], batch.teachers[0].tokens.loss_mask
+    mean = (fewer + more[..., :size]) / 2
+    assert found["kd"] == pytest.approx(divergence(mean, student[..., :size], mask), rel=1e-5)
+    assert found["kd_coverage/fewer"] == found["kd_coverage/more"] < 1
+
+
+@pytest.mark.parametrize("name", ["tcad", "chosen"])
+def test_other_ways_to_compare_train(trained: dict[str, Trained], name: str) -> None:
+    (found,) = trained[name].curve
+    assert sum(value for key, value in found.items() if key.startswith("kd/")) > 0
+    assert found["grad_norm"] > 0
+
+
+def test_columns_on_two_ranks(
+    jobs: dict[str, Training], trained: dict[str, Trained], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Heads of 3 sizes are cut in different places; tolerance as in test_layouts."""
+    laid_out = []
+    for name in ON_TWO_RANKS:
+        config = jobs[name].plan.config.model_dump()
+        for model in (config["student"], *config["teachers"]):
+            model["parallelism"]["tp"] = 2
+        config["cluster"]["cpu_ranks"] = 2
+        laid_out.append(Training(preflight(from_dict(config)), jobs[name].batches))
+    found = in_world(2, train, laid_out, tmp_path_factory.mktemp("world") / "two")
+    for name, both in zip(ON_TWO_RANKS, found, strict=True):
+        for key in ("ce", "grad_norm", *(key for key in both.curve[0] if key.startswith("kd"))):
+            assert both.curve[0][key] == pytest.approx(trained[name].curve[0][key], rel=2e-5), (name, key)
+
+
+def read(job: Training) -> list[Tensor]:
+    """Logits in float64 of student and teachers, each of the ids that it is given."""
+    (batch,) = job.batches
+    sides = [(job.plan.config.student.model, batch.student)]
+    sides += [(own.model, rows.tokens) for own, rows in zip(job.plan.config.teachers, batch.teachers, strict=True)]
+    with torch.no_grad():
+        return [AutoModelForCausalLM.from_pretrained(model).double()(rows.ids).logits for model, rows in sides]
+
+
+def divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> float:
+    """Mean forward KL of the tokens in the mask."""
+    each = F.kl_div(student.log_softmax(2), teacher.log_softmax(2), reduction="none", log_target=True).sum(2)
+    return float(each[:, :-1][mask[:, 1:]].mean())
