@@ -448,7 +448,7 @@ def test_an_output_directory_that_the_kernel_refuses(refused: Refused) -> None:
 def save_checkpoint(folder: Path, configure: Configure, *overrides: str) -> CheckpointManager:
     checkpoints = CheckpointManager(folder / "checkpoints", keep_last=2)
     settings = identity(configure(*overrides))
-    with checkpoints.writing(Progress(3, {}, None, {}, settings)):
+    with checkpoints.writing(Progress(3, {}, settings)):
         pass
     return checkpoints
 
