@@ -10,7 +10,9 @@ import hydra
 from hydra import initialize_config_dir
 
 from nemo_opd.config import RunConfig
-from nemo_opd.config.load import composition_errors, from_omegaconf, hydra_arguments, run_with_hydra
+from nemo_opd.config.command_line import read_command_line
+from nemo_opd.config.composition import composition_errors
+from nemo_opd.config.load import from_omegaconf, run_with_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -21,8 +23,9 @@ PRODUCTION = "off_policy_distillation"
 @cache
 def compose(*overrides: str, config_name: str = DEMO) -> RunConfig:
     """By Hydra's interface for this, in half the time of its command line."""
-    with composition_errors(overrides), initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        found = hydra.compose(config_name, hydra_arguments(overrides, CONFIGS))
+    command = read_command_line(overrides, CONFIGS, config_name)
+    with composition_errors(command), initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        found = hydra.compose(config_name, command.for_hydra)
     return from_omegaconf(found, RunConfig)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable
 from typing import Annotated, Never, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, field_validator
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V", bound=Hashable)
@@ -15,6 +15,22 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+    @field_validator("*")
+    @classmethod
+    def no_value_is_empty(cls, value: object) -> object:
+        if is_blank(value):  # `key=`, or a shell variable that is not set
+            raise ValueError(EMPTY)
+        if isinstance(value, tuple) and any(map(is_blank, value)):
+            raise ValueError("an element is empty; write a value, or leave the element out")
+        return value
+
+
+EMPTY = "it is empty; write a value, or leave the key out"
+
+
+def is_blank(value: object) -> bool:
+    return isinstance(value, str) and not value.strip()
 
 
 class FrozenDict(dict[K, V]):

@@ -2,7 +2,7 @@
 
 from pydantic import Field, field_validator, model_validator
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import Settings, is_blank
 
 
 class HubDataset(Settings):
@@ -28,7 +28,7 @@ class Source(Settings):
     def one_path_is_a_list_of_one(cls, value: object) -> object:
         if value is None:
             return ()
-        return (value,) if isinstance(value, str) else value
+        return (value,) if isinstance(value, str) and not is_blank(value) else value
 
     @property
     def given(self) -> dict[str, tuple[str, ...] | HubDataset]:

@@ -1,0 +1,146 @@
+"""The command line as Hydra needs it: options, then overrides."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from nemo_opd.errors import ConfigError
+
+PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
+INLINE = "_inline_"
+"""Begins the name of an option that the command line itself gives a group."""
+
+# A run owns one directory, run.output_dir; Hydra adds no folders or log files of its own.
+QUIET_HYDRA = (
+    "hydra.run.dir=.",
+    "hydra.sweep.dir=outputs/multirun",
+    "hydra.sweep.subdir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+)
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Arguments, as typed and as Hydra reads them."""
+
+    options: tuple[str, ...]
+    settings: tuple[str, ...]
+    """Overrides that no one typed."""
+    typed: tuple[str, ...]
+    """Overrides as they were written."""
+    overrides: tuple[str, ...]
+    """The same as Hydra reads them."""
+    config_file: Path
+    """The primary config."""
+
+    @property
+    def for_hydra(self) -> list[str]:
+        return [*self.options, *self.settings, *self.overrides]
+
+
+def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: str) -> CommandLine:
+    """Sort the arguments and make overrides of Hydra's grammar of them. Raises ConfigError for a missing `--config`.
+
+    `--config FILE` becomes the folder and the name of the primary config, with `config_dir` still searched for groups.
+    A plain `key=value` becomes `++key=value`: the YAML files name only what differs from the defaults, so a key's
+    absence there says nothing, and pydantic is what refuses unknown keys. The value of a whole group becomes an option
+    of the group, which takes the place of the one that the config names.
+    """
+    options: list[str] = []
+    settings = [*QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
+    typed: list[str] = []
+    primary = config_dir / f"{config_name}.yaml"
+    remaining = iter(arguments)
+    for argument in remaining:
+        flag, _, value = argument.partition("=")
+        if flag == "--config":
+            primary = config_file(value or next(remaining, ""), config_dir)
+            options += ["--config-path", str(primary.parent), "--config-name", primary.stem]
+            settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
+        elif OVERRIDE.match(argument):
+            typed.append(argument)
+        else:
+            options.append(argument)
+    groups = Groups.of(config_dir, primary)
+    overrides = tuple(groups.override(argument) for argument in typed)
+    return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)
+
+
+def config_file(name: str, config_dir: Path) -> Path:
+    file = Path(name)
+    if not file.is_file():
+        raise ConfigError(
+            f"--config={name}: there is no such file; give the path of a YAML file like those in {config_dir}"
+        )
+    return file.resolve()
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Config groups, and what the primary config says of them."""
+
+    config_dir: Path
+    listed: frozenset[str]
+    """Groups in its defaults."""
+    keys: frozenset[str]
+    """What it sets itself."""
+
+    @classmethod
+    def of(cls, config_dir: Path, primary: Path) -> "Groups":
+        content = top_level(primary)
+        entries = content.get("defaults") or []
+        listed = [str(key).removeprefix("override ") for entry in entries if isinstance(entry, dict) for key in entry]
+        return cls(config_dir, frozenset(listed), frozenset(map(str, content)))
+
+    def override(self, argument: str) -> str:
+        """Return the argument as Hydra needs it."""
+        key = argument.partition("=")[0]
+        group = key.lstrip("+")
+        if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
+            return f"++{argument}" if PLAIN_OVERRIDE.match(argument) else argument
+        value = whole_value(argument)
+        if not isinstance(value, str) and value is not NO_VALUE:
+            return f"{'' if group in self.listed else '+'}{group}={inline_option(group, value)}"
+        plain = argument.lstrip("+") if key.startswith("++") else argument
+        is_new = group not in self.listed and group not in self.keys
+        return f"+{plain}" if is_new and not plain.startswith("+") else plain
+
+
+def top_level(primary: Path) -> dict[str, Any]:
+    """Return what the file says; nothing where it cannot be read, which is Hydra's to report."""
+    try:
+        content = yaml.safe_load(primary.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+NO_VALUE = object()
+
+
+def whole_value(argument: str) -> object:
+    """Return the value of an override; NO_VALUE where it is malformed or a sweep, which Hydra deals with."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+        return NO_VALUE if override.is_sweep_override() else override.value()
+    except HydraException:
+        return NO_VALUE
+
+
+def inline_option(group: str, value: object) -> str:
+    """Store a value as an option of the group and return the option's name."""
+    store = ConfigStore.instance()
+    name = f"{INLINE}{len(store.list(group)) if group in store.repo else 0}"
+    store.store(name=name, group=group, node={group: value}, package="_global_")
+    return name

@@ -1,0 +1,94 @@
+"""What Hydra and OmegaConf refuse, as one line that names the override or the file."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from yaml import MarkedYAMLError
+
+from nemo_opd.config.command_line import INLINE, CommandLine
+from nemo_opd.errors import ConfigError
+
+
+@contextmanager
+def composition_errors(command: CommandLine) -> Iterator[None]:
+    """What Hydra and OmegaConf raise inside becomes a ConfigError; Hydra's own report has no clear last line."""
+    previous = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises only when asked to
+    try:
+        yield
+    except Exception as error:
+        raise ConfigError(explain_composition(error, command)) from error
+    finally:
+        if previous is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+        else:
+            os.environ["HYDRA_FULL_ERROR"] = previous
+
+
+def explain_composition(error: Exception, command: CommandLine) -> str:
+    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
+        return (
+            f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: no valid YAML: "
+            f"{error.problem or error.context}; correct the file"
+        )
+    if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        options = ", ".join(option for option in error.options if not option.startswith(INLINE))
+        if not name:
+            return f"{group}=: it is empty; choose one of {options}"
+        return f"{group}={name}: there is no such file in the group; choose one of {options}"
+    if isinstance(error, OverrideParseException):
+        override = error.override.removeprefix("++")
+        return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
+    wrong, before = first_refused(command)
+    if wrong is not None and before is not None and (reason := missing_element(wrong, before)):
+        return f"{wrong}: {reason}"
+    lines = [line.strip().rstrip(".") for line in str(error.__cause__ or error).splitlines() if line.strip()]
+    reason = "; ".join(lines[:2]).replace("++", "") or type(error).__name__
+    if wrong is None:
+        return f"{command.config_file}: the configuration cannot be composed ({reason}); correct the file"
+    return f"{wrong}: cannot be applied ({reason}); correct it, or leave it out"
+
+
+def first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
+    """The first override, as typed, with which composing fails, and the configuration without it.
+
+    None for an override where composing fails without any.
+    """
+    before = None
+    for number in range(len(command.typed) + 1):
+        try:
+            composed = recomposed(command, command.overrides[:number])
+        except Exception:
+            return (command.typed[number - 1] if number else None), before
+        before = composed
+    return (" ".join(command.typed) or None), None
+
+
+def recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
+    file = command.config_file
+    searched = [setting for setting in command.settings if setting.startswith("hydra.searchpath")]
+    with initialize_config_dir(str(file.parent), version_base="1.3"):
+        return compose(file.stem, [*searched, *overrides])
+
+
+def missing_element(override: str, config: DictConfig) -> str | None:
+    """Return what is wrong with a key whose path goes through an element that a list does not have."""
+    key = override.lstrip("~+").partition("=")[0]
+    *path, _ = parts = key.split(".")
+    for depth in range(1, len(path) + 1):
+        name, index = ".".join(parts[:depth]), parts[depth]
+        found = OmegaConf.select(config, name)
+        if not isinstance(found, ListConfig):
+            continue
+        if index.isdigit() and int(index) < len(found):
+            continue
+        known = " and ".join(filter(None, (", ".join(f"{name}.{i}" for i in range(len(found) - 1)), f"{name}.{len(found) - 1}")))
+        if not len(found):
+            return f"{name} is an empty list; write {name}=[…]"
+        return f"{name} is a list of {len(found)}, {known}; write one of these, or the whole list as {name}=[…]"
+    return None

@@ -1,0 +1,112 @@
+"""What pydantic refuses, as a line for each problem with the key as it is typed."""
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from nemo_opd.config.base import EMPTY, is_blank
+
+
+def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]) -> Iterator[str]:
+    """Yield a line for each value that is wrong.
+
+    Of a value that may be of several types, each type has refused it, and of a list the elements that are wrong are
+    missing in its count: such problems are told once, at the innermost place.
+    """
+    by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
+    for problem in problems:
+        path = real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
+        by_path.setdefault(tuple(path), []).append(problem)
+    for path, same in by_path.items():
+        if not any(other[: len(path)] == path for other in by_path if len(other) > len(path)):
+            yield explain(list(path), same, data, model)
+
+
+def explain(
+    path: list[int | str], problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]
+) -> str:
+    """`key=value: reason; way out`, with the key as it is written on the command line."""
+    problem = problems[0]
+    kind, value = problem["type"], problem["input"]
+    key = ".".join(map(str, path))
+    shown = "null" if value is None else repr(value)
+    reason = " or ".join(dict.fromkeys(map(reason_of, problems))).replace(" or must be", " or")
+    if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
+        return f"{key}: {EMPTY}"
+    if kind == "extra_forbidden":
+        return f"{key}={shown}: there is no such key{suggestion(path, data, model)}"
+    if kind in ("missing", "union_tag_not_found"):
+        return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
+    if kind == "union_tag_invalid":
+        return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
+    if kind in ("model_type", "model_attributes_type"):
+        known = ", ".join(known_keys(path, data, model))
+        return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
+    if kind == "value_error":
+        return f"{key}: {reason}" if key else reason
+    if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
+        reason += f"; to make text of it, write {key}=\"'{value}'\""
+    return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
+
+
+def reason_of(problem: ErrorDetails) -> str:
+    """Return pydantic's reason in the words of our messages."""
+    reason = problem["msg"].removeprefix("Value error, ")
+    reason = re.sub("^(Input|String) should", "must", reason)
+    return reason.replace("valid tuple", "list").replace("Tuple should", "must")
+
+
+def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
+    """The location without what pydantic adds for members of a union: tags, and names of types.
+
+    ends_in_key: its end is no tag, but may be a key that is missing.
+    """
+    path: list[int | str] = []
+    for i, part in enumerate(location):
+        may_be_tag = i + 1 < len(location) or not ends_in_key
+        if may_be_tag and isinstance(data, Mapping) and part not in data and data.get("type") == part:
+            continue
+        if isinstance(part, str) and path and not isinstance(data, Mapping) and data is not None:
+            continue
+        path.append(part)
+        if isinstance(data, Mapping):
+            data = data.get(part)
+        elif isinstance(data, Sequence) and isinstance(part, int):
+            data = data[part] if part < len(data) else None  # an element that is missing has a place too
+    return path
+
+
+def suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
+    siblings = known_keys(path[:-1], data, model)
+    close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
+    if close:
+        return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
+    return f"; known here: {', '.join(siblings)}" if siblings else ""
+
+
+def known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """The keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
+    models = [model]
+    for part in path:
+        data = data[part]
+        if isinstance(part, str):
+            fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
+            models = [model for annotation in fields for model in models_in(annotation)]
+        tag = data.get("type") if isinstance(data, Mapping) else None
+        models = [model for model in models if tag is None or accepts_tag(model, tag)] or models
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for argument in get_args(annotation) for model in models_in(argument)]
+
+
+def accepts_tag(model: type[BaseModel], tag: object) -> bool:
+    field = model.model_fields.get("type")
+    return field is not None and tag in get_args(field.annotation)
