@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.training.cli import busy, main_with
+from nemo_opd.training.cli import loading, main_with
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def evaluate(config: EvaluationConfig) -> None:
     # Imported once the settings are known to be valid: PyTorch takes seconds.
-    with busy("loading PyTorch"):
+    with loading("PyTorch"):
         from nemo_opd.evaluation.standalone import evaluate
 
     evaluate(config)

@@ -3,14 +3,16 @@
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.training.cli import busy, main
+from nemo_opd.training.cli import loading, main
+from nemo_opd.training.inputs import check_inputs
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def distil(config: RunConfig) -> None:
-    # Imported once the settings are known to be valid: PyTorch and Ray take seconds.
-    with busy("loading PyTorch and Ray"):
+    check_inputs(config)
+    # Imported once settings and paths are known to be right: PyTorch and Ray take seconds.
+    with loading("PyTorch and Ray"):
         from nemo_opd.training.off_policy import distil
 
     distil(config)

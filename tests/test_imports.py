@@ -121,7 +121,8 @@ def test_importing_config_and_alignment_leaves_torch_out() -> None:
     """Also through a library: a command line's mistakes are to be told before seconds of imports."""
     script = (
         "import sys, nemo_opd.config, nemo_opd.config.load, nemo_opd.alignment, nemo_opd.training.cli\n"
-        "print([name for name in ('torch', 'transformers', 'ray') if name in sys.modules])"
+        "import nemo_opd.training.inputs\n"
+        "print([name for name in ('torch', 'transformers', 'ray', 'datasets') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 

@@ -28,7 +28,8 @@ from nemo_opd.config.model import Student
 from nemo_opd.distributed.finite import find_not_finite_here
 from nemo_opd.errors import CheckpointError
 from nemo_opd.models.export import stored
-from nemo_opd.models.load import first_line, load_config, load_model, resolve, tokenizer_of
+from nemo_opd.models.folder import first_line, resolve
+from nemo_opd.models.load import load_config, load_model, tokenizer_of
 from nemo_opd.models.lora import NAME, PEFT_PREFIX, Adapters, adapter_parameters, keep_adapters_only
 
 STATE = "state"

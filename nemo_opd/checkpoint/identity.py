@@ -3,50 +3,26 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from nemo_opd.checkpoint.free_settings import FREE_KEYS
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError
 
-# Speed, placement, reporting and length may change between the parts of a run; what is learned may not.
-MAY_CHANGE = (
-    "run.name",
-    "run.output_dir",
-    "run.resume",
-    "run.dry_run",
-    "train.max_steps",
-    "train.epochs",
-    "train.micro_batch_size",
-    "train.validate_every",
-    "train.save_every",
-    "train.keep_last",
-    "train.max_skipped_steps",
-    "data.cache",
-    "data.num_workers",
-    "data.validation",
-    "student.activation_checkpointing",
-    "student.compile",
-    "student.lora.export",
-    "student.offload",
-    "student.parallelism",
-    "handoff.transport",
-    "cluster",
-    "logging",
-)
-
-MAY_CHANGE_OF_TEACHERS = ("offload", "parallelism")
-
 
 def identity(config: RunConfig) -> dict[str, object]:
     """Dotted key → value of every setting that a run's results depend on."""
-    flat = dict(flatten(config.model_dump(mode="json")))
-    return {key: value for key, value in flat.items() if not may_change(key)}
+    return bound(dict(flatten(config.model_dump(mode="json"))))
+
+
+def bound(settings: Mapping[str, object]) -> dict[str, object]:
+    """Return the settings, by dotted key, that must be the same to continue."""
+    return {key: value for key, value in settings.items() if not may_change(key)}
 
 
 def may_change(key: str) -> bool:
-    changeable: tuple[str, ...] = MAY_CHANGE
-    if key.startswith("teachers."):
-        changeable, key = MAY_CHANGE_OF_TEACHERS, key.split(".", 2)[2]
-    return any(key == free or key.startswith(f"{free}.") for free in changeable)
+    """True for a dotted key that is free itself or in a free section."""
+    parts = ["*" if part.isdigit() else part for part in key.split(".")]
+    return any(".".join(parts[:depth]) in FREE_KEYS for depth in range(1, len(parts) + 1))
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -73,6 +49,7 @@ def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig) -> Pro
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
     """Raises CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
+    saved = bound(saved)  # an older version may have stored what is free now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return

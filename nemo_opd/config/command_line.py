@@ -50,12 +50,13 @@ class CommandLine:
 
 
 def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: str) -> CommandLine:
-    """Sort the arguments and make overrides of Hydra's grammar of them. Raises ConfigError for a missing `--config`.
+    """Sort the arguments and make overrides of Hydra's grammar of them.
 
     `--config FILE` becomes the folder and the name of the primary config, with `config_dir` still searched for groups.
     A plain `key=value` becomes `++key=value`: the YAML files name only what differs from the defaults, so a key's
     absence there says nothing, and pydantic is what refuses unknown keys. The value of a whole group becomes an option
-    of the group, which takes the place of the one that the config names.
+    of the group, which takes the place of the one that the config names. Raises ConfigError for a `--config` without a
+    file and an override without a key.
     """
     options: list[str] = []
     settings = [*QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
@@ -70,6 +71,8 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
             settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
         elif OVERRIDE.match(argument):
             typed.append(argument)
+        elif argument.startswith("="):
+            raise ConfigError(f"{argument}: the key is empty; write key=value")
         else:
             options.append(argument)
     groups = Groups.of(config_dir, primary)

@@ -44,9 +44,13 @@ def explain_composition(error: Exception, command: CommandLine) -> str:
     if isinstance(error, OverrideParseException):
         override = error.override.removeprefix("++")
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
+    if isinstance(error, MissingConfigException):
+        return f"{str(error).splitlines()[0].rstrip('.')}; the files are in {command.config_file.parent}"
     wrong, before = first_refused(command)
     if wrong is not None and before is not None and (reason := missing_element(wrong, before)):
         return f"{wrong}: {reason}"
+    if wrong is not None and "--multirun" in str(error):
+        return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each"
     lines = [line.strip().rstrip(".") for line in str(error.__cause__ or error).splitlines() if line.strip()]
     reason = "; ".join(lines[:2]).replace("++", "") or type(error).__name__
     if wrong is None:
@@ -87,8 +91,9 @@ def missing_element(override: str, config: DictConfig) -> str | None:
             continue
         if index.isdigit() and int(index) < len(found):
             continue
-        known = " and ".join(filter(None, (", ".join(f"{name}.{i}" for i in range(len(found) - 1)), f"{name}.{len(found) - 1}")))
         if not len(found):
             return f"{name} is an empty list; write {name}=[…]"
+        *others, last = (f"{name}.{i}" for i in range(len(found)))
+        known = f"{', '.join(others)} and {last}" if others else last
         return f"{name} is a list of {len(found)}, {known}; write one of these, or the whole list as {name}=[…]"
     return None

@@ -41,6 +41,8 @@ def explain(
         return f"{key}={shown}: there is no such key{suggestion(path, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
+    if kind == "union_tag_invalid" and is_blank(value["type"]):
+        return f"{key}.type: {EMPTY}"
     if kind == "union_tag_invalid":
         return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
@@ -57,6 +59,7 @@ def reason_of(problem: ErrorDetails) -> str:
     """Return pydantic's reason in the words of our messages."""
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
+    reason = reason.partition(", unable to parse")[0]
     return reason.replace("valid tuple", "list").replace("Tuple should", "must")
 
 

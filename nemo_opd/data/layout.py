@@ -1,16 +1,20 @@
 """Which columns hold the documents, and what they have to be."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import datasets
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
 from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT, TOOLS
 from nemo_opd.errors import DataError
+
+if TYPE_CHECKING:
+    import datasets
 
 
 class Layout(Protocol):

@@ -1,67 +1,13 @@
 """Rows of a dataset as prompts."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import datasets
-import pyarrow as pa
-
 from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.config.data import Data
 from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS, Columns, parsed
-from nemo_opd.data.layout import Layout, is_string, layout_of, type_of
+from nemo_opd.data.prompt_layout import ANSWER, RESPONSE
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.rollout.record import Message, Prompt
-
-ANSWER = "answer"
-RESPONSE = "response"
-"""Columns of a dataset of prompts, beside those of documents."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptLayout:
-    """Texts or conversations, with what a verifiable reward compares with and what continues a text, where named."""
-
-    documents: Layout
-    answer_key: str | None = None
-    response_key: str | None = None
-
-    @property
-    def columns(self) -> Mapping[str, str]:
-        """Raises DataError where one column is to be two things."""
-        columns = dict(self.documents.columns)
-        for setting, name, ours in self._own:
-            if name in columns:
-                raise DataError(f"{setting}={name}: that column is the {columns[name]} of the prompts; name another")
-            columns[name] = ours
-        return columns
-
-    @property
-    def _own(self) -> list[tuple[str, str, str]]:
-        """Setting, the user's name, our name."""
-        named = (("reward.answer_key", self.answer_key, ANSWER), ("data.response_key", self.response_key, RESPONSE))
-        return [(setting, name, ours) for setting, name, ours in named if name is not None]
-
-    def require_columns(self, schema: pa.Schema, source: str) -> None:
-        self.documents.require_columns(schema, source)
-        for setting, name, ours in self._own:
-            dtype = type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (ours == ANSWER and is_number(dtype))):
-                kinds = "strings or numbers" if ours == ANSWER else "strings"
-                raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
-
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
-        self.documents.require_content(documents, source)
-
-
-def prompt_layout(data: Data, answer_key: str | None = None, response_key: str | None = None) -> PromptLayout:
-    """`answer_key`: None where no reward reads an answer."""
-    return PromptLayout(layout_of(data), answer_key, response_key)
-
-
-def is_number(dtype: pa.DataType) -> bool:
-    return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)
 
 
 def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:

@@ -8,8 +8,7 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -19,9 +18,9 @@ import pyarrow.parquet as pq
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.files import resolve_files
 from nemo_opd.data.layout import Layout
+from nemo_opd.data.schema import is_ipc_file, reading, require_source, shown
 from nemo_opd.errors import DataError
 
-_ARROW_FILE_MAGIC = b"ARROW1"
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
 _PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
 
@@ -34,9 +33,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
     `key` is where the source stands in the config (`data.train`). Raises DataError, naming the key and the value, for a
     source that is absent, missing, unreadable, without the layout's columns, or without content.
     """
-    if not source.given:
-        choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
-        raise DataError(f"{key} names no data; set one of {choices}")
+    require_source(source, key=key)
     ((kind, value),) = ((kind, source.given[kind]) for kind in source.given)
     key = f"{key}.{kind}"
     if isinstance(value, HubDataset):
@@ -44,7 +41,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         layout.require_content(documents, f"{key}.path={value.path!r}")
     else:
         documents = _READERS[kind](resolve_files(value, key=key), layout, key)
-        layout.require_content(documents, f"{key}={_shown(value)}")
+        layout.require_content(documents, f"{key}={shown(value)}")
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))
     return documents
@@ -63,8 +60,8 @@ def _read_arrow(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset
 
 
 def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
-    with _reading(key, path):
-        if _is_ipc_file(path):
+    with reading(key, path):
+        if is_ipc_file(path):
             dataset = _read_ipc_file(path)
         else:
             dataset = datasets.Dataset.from_file(str(path))
@@ -82,28 +79,23 @@ def _read_ipc_file(path: Path) -> datasets.Dataset:
     return _convert("arrow", [path])
 
 
-def _is_ipc_file(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
-
-
 def _warn_without_end(path: Path, key: str) -> None:
     """A stream may lack its end mark, but one whose writer was interrupted between two batches looks the same."""
     with path.open("rb") as file:
         file.seek(-len(_ARROW_END), os.SEEK_END)
         if file.read() != _ARROW_END:
-            _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, _shown(path))
+            _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, shown(path))
 
 
 def _read_parquet(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
     filled = []
     for path in paths:
-        with _reading(key, path):
+        with reading(key, path):
             metadata = pq.read_metadata(path)
-        layout.require_columns(metadata.schema.to_arrow_schema(), f"{key}={_shown(path)}")
+        layout.require_columns(metadata.schema.to_arrow_schema(), f"{key}={shown(path)}")
         filled += [path] * (metadata.num_rows > 0)
     _require_rows(filled, key, paths)
-    with _reading(key, *paths):
+    with reading(key, *paths):
         dataset = _convert("parquet", filled, columns=list(layout.columns))
     return _selected(dataset, layout, key, *paths)
 
@@ -112,7 +104,7 @@ def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset
     filled = [path for path in paths if _has_lines(path, key)]
     _require_rows(filled, key, paths)
     try:
-        with _reading(key, *paths):
+        with reading(key, *paths):
             dataset = _convert("json", filled)
     except DataError as error:
         # The reader counts rows within its own blocks; users need the line of the file.
@@ -122,7 +114,7 @@ def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset
 
 
 def _has_lines(path: Path, key: str) -> bool:
-    with _reading(key, path), path.open("rb") as file:
+    with reading(key, path), path.open("rb") as file:
         return any(line.strip() for line in file)
 
 
@@ -134,7 +126,7 @@ def _refuse_malformed_line(paths: list[Path], key: str, cause: DataError) -> Non
             for number, line in enumerate(file, start=1):
                 if reason := _malformation(line):
                     raise DataError(
-                        f"{key}={_shown(path)}: line {number} is malformed: {reason};"
+                        f"{key}={shown(path)}: line {number} is malformed: {reason};"
                         " write one JSON object a line, in UTF-8"
                     ) from cause
 
@@ -153,16 +145,16 @@ def _malformation(line: bytes) -> str | None:
 
 def _read_text(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
     for path in paths:
-        with _reading(key, path), path.open(encoding="utf-8") as file:
+        with reading(key, path), path.open(encoding="utf-8") as file:
             for _ in file:
                 pass
-    with _reading(key, *paths):
+    with reading(key, *paths):
         return _convert("text", paths, sample_by="document")
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
-    with _reading(f"{key}.path", hub.path, way_out=way_out):
+    with reading(f"{key}.path", hub.path, way_out=way_out):
         dataset = datasets.load_dataset(hub.path, hub.name, split=hub.split)
     return _selected(dataset, layout, f"{key}.path", hub.path)
 
@@ -178,7 +170,7 @@ _READERS: dict[str, Callable[[list[Path], Layout, str], datasets.Dataset]] = {
 def _require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
     """`datasets` refuses to convert nothing."""
     if not filled:
-        raise DataError(f"{key}={_shown(paths)}: no documents; the files have no rows")
+        raise DataError(f"{key}={shown(paths)}: no documents; the files have no rows")
 
 
 def _convert(builder: str, paths: list[Path], **options: object) -> datasets.Dataset:
@@ -188,31 +180,6 @@ def _convert(builder: str, paths: list[Path], **options: object) -> datasets.Dat
 
 
 def _selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
-    layout.require_columns(dataset.data.schema, f"{key}={_shown(value)}")
+    layout.require_columns(dataset.data.schema, f"{key}={shown(value)}")
     renamed = {name: column for name, column in layout.columns.items() if name != column}
     return dataset.select_columns(list(layout.columns)).rename_columns(renamed)
-
-
-@contextmanager
-def _reading(key: str, *value: object, way_out: str = "check that it is complete and of this format") -> Iterator[None]:
-    """Whatever a reader raises becomes a DataError: the libraries' errors share no base class."""
-    try:
-        yield
-    except DataError:
-        raise
-    except Exception as error:
-        raise DataError(f"{key}={_shown(value)} cannot be read: {_root_cause(error)}; {way_out}") from error
-
-
-def _root_cause(error: BaseException) -> str:
-    while cause := error.__cause__ or error.__context__:
-        error = cause
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
-def _shown(value: object) -> str:
-    """One value as it is, several as the first and a count."""
-    if not isinstance(value, (list, tuple)):
-        return repr(str(value))
-    more = f" and {len(value) - 1} more" if len(value) > 1 else ""
-    return f"{str(value[0])!r}{more}"

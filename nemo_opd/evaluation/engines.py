@@ -10,8 +10,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedTokenizer
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError
+from nemo_opd.models.folder import read_template, resolve
 from nemo_opd.models.generation import generating
-from nemo_opd.models.load import load_model, load_tokenizer, read_template, resolve
+from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids, max_positions
 from nemo_opd.rollout.server import ServerEngine

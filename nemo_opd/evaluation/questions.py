@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.data.layout import ChatLayout, TextLayout
-from nemo_opd.data.prompts import PromptLayout, read_prompts
+from nemo_opd.data.prompt_layout import PromptLayout
+from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.sources import load_documents
 from nemo_opd.rewards import check_answers
 from nemo_opd.rollout.prompts import Kept, Renderer, drop_long

@@ -1,11 +1,8 @@
 """Models and tokenizers from a folder, the hub, or the demo."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -17,21 +14,9 @@ from transformers import (
 )
 
 from nemo_opd.config.model import Model
-from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
-
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
-
-
-def resolve(reference: str) -> str:
-    """A folder or hub name; `demo:NAME` becomes the folder that comes with the package."""
-    return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
+from nemo_opd.models.folder import check_folder, first_line, read_template, resolve
 
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
@@ -63,14 +48,6 @@ def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def read_template(path: str, *, key: str) -> str:
-    """Raises ModelError, naming `key`, for a file that cannot be read."""
-    try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
-
-
 def load_config(reference: str, *, key: str) -> PretrainedConfig:
     """The configuration of a causal language model whose folder, where it is one, holds whole weights.
 
@@ -89,46 +66,6 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
             f"{key}={reference}: {config.model_type} is no causal language model; name a model that continues text"
         )
     return config
-
-
-def check_folder(reference: str, *, key: str) -> None:
-    folder = Path(resolve(reference))
-    if not folder.is_dir():
-        if folder.is_absolute() or reference.startswith("."):
-            raise ModelError(f"{key}={reference}: there is no such folder; check the path")
-        return
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")
-    if not any((folder / name).is_file() for name in WEIGHT_FILES):
-        raise ModelError(
-            f"{key}={reference}: the folder has no weights (none of {', '.join(WEIGHT_FILES)}); copy them there or "
-            "name another folder"
-        )
-    try:
-        files = safetensors_files(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{key}={reference}: {WEIGHT_FILES[1]} is damaged ({first_line(error)}); copy it there again"
-        ) from error
-    for file in files:
-        try:
-            with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{key}={reference}: {file.name} is missing or damaged ({first_line(error)}); copy it there again"
-            ) from error
-
-
-def safetensors_files(folder: Path) -> list[Path]:
-    """The files that the weights are read from; none where they are in another format."""
-    if (folder / WEIGHT_FILES[0]).is_file():
-        return [folder / WEIGHT_FILES[0]]
-    index = folder / WEIGHT_FILES[1]
-    if not index.is_file():
-        return []
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / shard for shard in sorted(set(shards))]
 
 
 def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
@@ -168,7 +105,3 @@ def not_finite(reference: str, found: NotFinite, dtype: torch.dtype, *, key: str
         f"{key}={reference}: {found} in {name}, and a model computes nothing with them; copy the weights there again, "
         f"or name another model{rounded if dtype == torch.float16 else ''}"
     )
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -17,7 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from nemo_opd.config.lora import ALL_LINEAR, Lora
 from nemo_opd.errors import ModelError
-from nemo_opd.models.load import resolve
+from nemo_opd.models.folder import resolve
 
 NAME = "default"
 """Of the adapter, in the names of its parameters."""

@@ -24,15 +24,8 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.finite import find_not_finite
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
-from nemo_opd.models.load import (
-    check_nothing_missing,
-    load_config,
-    load_model,
-    not_finite,
-    resolve,
-    safetensors_files,
-    unreadable,
-)
+from nemo_opd.models.folder import resolve, safetensors_files
+from nemo_opd.models.load import check_nothing_missing, load_config, load_model, not_finite, unreadable
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
 from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
 from nemo_opd.models.tensor_styles import part_of

@@ -1,5 +1,6 @@
 """A command: configuration in, exit status out."""
 
+import gc
 import io
 import os
 import sys
@@ -76,6 +77,24 @@ def busy(what: str) -> Iterator[None]:
     """Shows in a terminal what takes a while, and removes it afterwards."""
     with Console(stderr=True).status(what):
         yield
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Shows that libraries are imported inside, with the garbage collector paused.
+
+    What modules define stays as long as the process, and the collector would walk all of it again and again: pausing it
+    saves about an eighth of the time. Afterwards it leaves these objects alone.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with busy(f"loading {what}"):
+            yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
 
 
 def notes(error: BaseException | None) -> Iterator[str]:

@@ -7,12 +7,12 @@ from datasets import Dataset
 
 from nemo_opd.aggregation.routed import RoutedSampleMaker
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data import layout as columns
 from nemo_opd.data.documents import MESSAGES, parsed, read_documents
 from nemo_opd.data.loader import validation_batches
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.training.columns import layout_of
 from nemo_opd.training.side import Side
 from nemo_opd.training.sides import build_sample_maker
 from nemo_opd.types import Batch
@@ -35,10 +35,9 @@ class Corpus:
 
 def load_corpus(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Corpus:
     """Raises DataError for documents that cannot be read or used."""
-    layout: columns.Layout = columns.layout_of(config.data)
+    layout = layout_of(config)
     make_sample = build_sample_maker(config, student, teachers)
     if config.routing is not None:
-        layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
         make_sample = RoutedSampleMaker(make_sample, config.active_names)
     train = load_documents(config.data.train, layout, key="data.train")
     require_answers(train, "data.train")

@@ -1,20 +1,14 @@
-"""Where a run happens: device, ranks, batch grid, directory."""
+"""Where a run happens: device, ranks, batch grid."""
 
-import os
-import tempfile
 from collections.abc import Sequence
-from datetime import datetime
 from math import lcm
-from pathlib import Path
 
 import torch
 
-from nemo_opd.checkpoint.identity import newest_of_same_run
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.virtual_cluster import num_cores
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 
@@ -189,46 +183,3 @@ def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequ
         f"train.global_batch_size={size} is no multiple of {reason}; "
         f"write train.global_batch_size={nearest_size}, or change the microbatch or the number of ranks"
     )
-
-
-def resolve_output_dir(run: Run) -> Path:
-    """The run's directory, not yet created. Raises ConfigError where it cannot be written."""
-    folder = run.output_dir or default_output_dir(run.name)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error
-        raise ConfigError(
-            f"run.output_dir={folder}: {existing} is not writable ({reason}); name another directory, or change its "
-            "permissions"
-        ) from error
-    return folder
-
-
-def progress_to_resume(config: RunConfig, output_dir: Path) -> Progress | None:
-    """Where the run continues; None where it starts anew.
-
-    Raises ConfigError where the directory holds a run that is not to be continued, and CheckpointError where it is to
-    be continued and cannot be.
-    """
-    checkpoints = CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
-    if config.run.resume == "auto":
-        return newest_of_same_run(checkpoints, config)
-    if steps := checkpoints.steps():
-        raise ConfigError(
-            f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
-            "continue it, or another run.output_dir"
-        )
-    return None
-
-
-def default_output_dir(name: str) -> Path:
-    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = Path("outputs") / name / stamp
-    for number in range(1, 1000):
-        if not folder.exists():
-            break
-        folder = folder.with_name(f"{stamp}_{number}")
-    return folder

@@ -177,7 +177,7 @@ def scores(first: Mapping[str, float], last: Mapping[str, float], teachers: Sequ
     return tuple(
         ScoreRow(
             name.removeprefix(PREFIX),
-            score(first, name) if has_before else None,
+            score(first, name) if has_before and name in first else None,
             score(last, name),
             {teacher: score(first, name, f"/{teacher}") for teacher in teachers if f"{name}/{teacher}" in first},
         )

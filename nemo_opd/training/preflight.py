@@ -9,15 +9,14 @@ from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
 from nemo_opd.training.findings import check_positions, of_the_texts, unseen_ends
 from nemo_opd.training.layout import (
-    progress_to_resume,
     require_batch_divides,
     resolve_device,
-    resolve_output_dir,
     resolve_placement,
 )
 from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import load_prompts
+from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 from nemo_opd.training.side import load_side
 from nemo_opd.training.sides import plan_teacher
 from nemo_opd.training.survey import survey

@@ -10,11 +10,10 @@ from nemo_opd.config.data import Source
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
-from nemo_opd.data import layout as columns
 from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import TEACHER
-from nemo_opd.data.prompts import prompt_layout, read_prompts
+from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker, dataset_rollout
 from nemo_opd.data.samples import SameTokenizer, Sample
 from nemo_opd.data.sources import load_documents
@@ -22,6 +21,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.rewards.build import check_answers, compares_answers
 from nemo_opd.rollout.prompts import Renderer, drop_long
 from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.training.columns import layout_of
 from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
 from nemo_opd.training.same_tokenizer import same_tokenizer_reader
 from nemo_opd.training.side import Side
@@ -145,14 +145,6 @@ def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) 
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
     return PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
-
-
-def layout_of(config: RunConfig) -> columns.Layout:
-    answer_key = None if config.reward is None else config.reward.answer_key
-    layout: columns.Layout = prompt_layout(config.data, answer_key, config.data.response_key)
-    if config.routing is not None:
-        layout = columns.RoutedLayout(layout, config.routing.key, config.active_names)
-    return layout
 
 
 def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:

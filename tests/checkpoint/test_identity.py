@@ -99,19 +99,55 @@ def test_what_is_learned_may_not(override: str, before: RunConfig) -> None:
 
 
 def test_every_setting_is_on_one_of_the_two_sides(before: RunConfig) -> None:
-    """A section added to the settings is bound until someone decides otherwise; these sections are free as a whole."""
+    """The decisions of single fields come out as whole sections where that is meant."""
     everything = dict(flatten(before.model_dump(mode="json")))
     free = everything.keys() - identity(before).keys()
 
     touched = {key.split(".")[0] for key in free}
-    assert touched == {"run", "train", "data", "student", "teachers", "handoff", "cluster", "logging"}
-    assert {key for key in everything if key.split(".")[0] in ("cluster", "logging")} <= free
+    assert touched == {
+        "run",
+        "train",
+        "data",
+        "student",
+        "teachers",
+        "handoff",
+        "evaluation",
+        "health",
+        "cluster",
+        "logging",
+    }
+    assert {key for key in everything if key.split(".")[0] in ("health", "cluster", "logging")} <= free
     assert not any(key.startswith(("loss.", "aggregation.", "student.optimizer.")) for key in free)
 
 
 def test_another_number_of_teachers_is_another_run(before: RunConfig) -> None:
     with pytest.raises(CheckpointError, match=r"and \d+ more; restore these settings"):
         require_same_run(identity(before), identity(compose("teachers=demo_single")), "step_000001")
+
+
+def test_how_samples_are_obtained_and_judged_may_change() -> None:
+    """A server that is restarted elsewhere, or an evaluation that is added, is no reason to lose a run."""
+    server = ("rollout=server", "rollout.staleness=1")
+    before = compose(*server, config_name="on_policy_demo")
+    after = compose(
+        *server,
+        "rollout.url=http://other:8000",
+        "rollout.concurrency=7",
+        "rollout.retries=9",
+        "rollout.request_timeout_s=9",
+        "rollout.start_timeout_s=9",
+        "evaluation=null",
+        "health.action=stop",
+        "logging.console.interval_s=1",
+        config_name="on_policy_demo",
+    )
+    require_same_run(identity(before), identity(after), "step_000001")
+    stored_by_an_older_version = dict(flatten(before.model_dump(mode="json")))
+    require_same_run(stored_by_an_older_version, identity(after), "step_000001")
+
+    other = compose(*server, "rollout.temperature=0.5", "rollout.program=sglang", config_name="on_policy_demo")
+    with pytest.raises(CheckpointError, match=r"rollout\.program='sglang', there 'vllm'; rollout\.temperature=0\.5"):
+        require_same_run(identity(before), identity(other), "step_000001")
 
 
 def test_it_survives_the_file() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.config.load import hydra_arguments, run_with_hydra, to_yaml
+from nemo_opd.config.command_line import read_command_line
+from nemo_opd.config.load import run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, ModelError
-from tests.composition import CONFIGS, PRODUCTION, ROOT, command_line, compose_all, configured
+from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, compose_all, configured
 
 
 def test_overrides_reach_their_keys() -> None:
@@ -111,9 +112,8 @@ def test_a_config_file_that_is_not_there(arguments: list[str]) -> None:
 
 
 def test_options_of_hydra_are_not_taken_for_overrides() -> None:
-    arguments = hydra_arguments(
-        ["--cfg", "job", "train.max_steps=1", "-m", "teachers=demo_single", "~run.name"], CONFIGS
-    )
+    typed = ["--cfg", "job", "train.max_steps=1", "-m", "teachers=demo_single", "~run.name"]
+    arguments = read_command_line(typed, CONFIGS, DEMO).for_hydra
 
     assert arguments[:3] == ["--cfg", "job", "-m"]
     assert arguments[-3:] == ["++train.max_steps=1", "teachers=demo_single", "~run.name"]
@@ -178,9 +178,22 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
         (["run.output_dir=/runs/a(b"], r"^run\.output_dir=/runs/a\(b: cannot be read .* quote a value"),
         (["train"], r"^train: cannot be read as key=value"),
         (["~train.nope"], r"^~train\.nope: .*'train\.nope' does not exist"),
-        (["teachers.7.weight=1"], r"^teachers\.7\.weight=1: "),
-        (["teachers.weight=1"], r"^teachers\.weight=1: "),
-        (["loss=null"], r"^loss=null: "),
+        (
+            ["teachers.7.weight=1"],
+            r"^teachers\.7\.weight=1: teachers is a list of 2, teachers\.0 and teachers\.1; write",
+        ),
+        (["train.max_steps=3", "teachers.weight=1", "run.seed=1"], r"^teachers\.weight=1: teachers is a list of 2, "),
+        (["~teachers.5"], r"^~teachers\.5: teachers is a list of 2, "),
+        (["train.max_steps=3", "+loss=gold"], r"^\+loss=gold: cannot be applied \(Multiple values for loss"),
+        (
+            ["train.max_steps=1,2"],
+            r"^train\.max_steps=1,2: several values; write key=\[a,b\] for a list, or add --multirun",
+        ),
+        (["=5"], r"^=5: the key is empty; write key=value$"),
+        (["--config-name=zzz"], r"^Cannot find primary config 'zzz'.*; the files are in "),
+        (["loss=null"], r"^loss=null: a group of keys, not one value"),
+        (["++teachers=5"], r"^teachers=5: must be a list$"),
+        (["loss="], r"^loss=: it is empty; choose one of alm, "),
         (["student.model=???"], r"^student\.model: required, but not given"),
         (["student.model=${nope}"], r"^student\.model: Interpolation key 'nope' not found"),
     ],
@@ -190,6 +203,34 @@ def test_what_hydra_refuses_is_one_line_of_ours(arguments: list[str], message: s
     with pytest.raises(ConfigError, match=message) as caught:
         configured(*arguments)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("plus", ["", "++"])
+def test_a_whole_group_is_written_on_the_command_line(plus: str) -> None:
+    """In place of the option that the config names, not merged with it; also where the config names none."""
+    teachers = "teachers=[{name: a, model: X, type: cross_tokenizer}]"
+    config = configured(plus + teachers, "teachers.0.weight=0.3")
+    assert [(teacher.model, teacher.weight) for teacher in config.teachers] == [("X", 0.3)]
+    data = configured(f"{plus}data={{train: {{jsonl_files: /x.jsonl}}}}").data
+    assert data.train.given == {"jsonl_files": ("/x.jsonl",)}
+    assert data.validation.given == {}
+    assert configured("rollout={type: hf, n: 2, max_new_tokens: 8}").rollout is not None
+    assert configured("rollout=hf", "rollout.max_new_tokens=8").rollout is not None
+    assert configured("environment=null", config_name="on_policy_demo").environment is None
+
+
+def test_broken_yaml_is_told_by_its_file_and_line(tmp_path: Path) -> None:
+    """Not by the command line, and not by where the construct began."""
+    primary = (CONFIGS / "off_policy_demo.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(primary)
+    (tmp_path / "teachers").mkdir()
+    (tmp_path / "teachers" / "own.yaml").write_text("# @package _global_\nteachers:\n  - name: [a\n    model: b\n")
+    arguments = ["--config", str(tmp_path / "mine.yaml"), "train.max_steps=2"]
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/teachers/own\.yaml, line 4, column \d+: no valid YAML: "):
+        configured(*arguments, "teachers=own")
+    (tmp_path / "mine.yaml").write_text(primary + "  max_steps: 3\n x: 4\n")
+    with pytest.raises(ConfigError, match=rf"^{tmp_path}/mine\.yaml, line {len(primary.splitlines()) + 2}, "):
+        configured(*arguments)
 
 
 def test_the_environment_is_as_before(monkeypatch) -> None:

@@ -132,7 +132,7 @@ def test_a_key_of_the_other_loss_is_unknown() -> None:
         ("run.output_dir", "", "run.output_dir: it is empty; name a directory"),
         ("cluster.device", "tpu", "cluster.device='tpu': must be 'auto', 'cuda' or 'cpu'"),
         ("cluster.cpu_ranks", 0, "cluster.cpu_ranks=0: must be greater than or equal to 1"),
-        ("data.train.arrow_files", 7, "data.train.arrow_files=7: must be a valid"),
+        ("data.train.arrow_files", 7, "data.train.arrow_files=7: must be a list"),
         ("data.train.arrow_files", ["/a", 7], "data.train.arrow_files.1=7: must be a valid string"),
         ("handoff.type", "hidden", "handoff.type='hidden': choose one of 'hidden_states', 'logits'"),
         ("teachers", [], "teachers=[]: "),
@@ -193,6 +193,48 @@ def test_every_problem_has_a_line() -> None:
         "teachers.0.wieght=1",
         "train.max_steps=0",
     ]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("cluster.teacher_ranks", "abc", "cluster.teacher_ranks='abc': must be a valid integer or a list"),
+        ("cluster.teacher_ranks", [1, "x"], "cluster.teacher_ranks.1='x': must be a valid integer"),
+        ("student.lora", {"target_modules": 5}, "student.lora.target_modules=5: must be 'all-linear' or a list"),
+        (
+            "student.chat_template_kwargs",
+            {"a": [1]},
+            "student.chat_template_kwargs.a=[1]: must be a valid boolean or a ",
+        ),
+        ("teachers", [SAME | {"weight": -1}], "teachers.0.weight=-1: must be greater than or equal to 0"),
+    ],
+)
+def test_one_wrong_value_is_one_problem(key: str, value: Any, says: str) -> None:
+    """Every type that a value may have, and the count of the list around it, would add a line."""
+    message = message_of(changed(key, value))
+
+    assert message.startswith(says)
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "student.model",
+        "student.tokenizer",
+        "train.max_steps",
+        "data.text_key",
+        "data.train.arrow_files",
+        "run.name",
+        "cluster.address",
+        "cluster.device",
+        "teachers.0.name",
+        "handoff.type",
+    ],
+)
+def test_an_empty_value_is_called_empty(key: str) -> None:
+    """`key=$UNSET` on a command line: an empty model would be looked for in the current folder."""
+    assert message_of(changed(key, "")).startswith(f"{key}: it is empty; write a value, or leave the key out")
 
 
 def test_it_is_one_of_our_errors_and_a_value_error() -> None:

@@ -9,7 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Data, Source
-from nemo_opd.data.prompts import prompt_layout, read_prompts
+from nemo_opd.data.prompt_layout import prompt_layout
+from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.rollout.record import Prompt

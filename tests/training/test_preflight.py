@@ -27,10 +27,11 @@ from nemo_opd.config.train import Train
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.training import layout as module
 from nemo_opd.training.findings import require_room_to_sample
-from nemo_opd.training.layout import default_output_dir, require_batch_divides, resolve_device, resolve_ranks
+from nemo_opd.training.layout import require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.run_directory import default_output_dir
 from nemo_opd.training.same_tokenizer import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
 from tests.tiny import Tiny, save_model, train_tokenizer

@@ -17,7 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.errors import ModelError
-from nemo_opd.models.load import first_line, load_config, resolve, safetensors_files
+from nemo_opd.models.folder import first_line, resolve, safetensors_files
+from nemo_opd.models.load import load_config
 from nemo_opd.projection import EmbeddingSource, add_embeddings
 from tools.projection import command
 

@@ -1,0 +1,125 @@
+"""Columns of files from their headers, before anything is converted and without PyTorch."""
+
+import io
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.parquet
+
+from nemo_opd.config.data import HubDataset, Source
+from nemo_opd.data.files import resolve_files
+from nemo_opd.data.layout import Layout
+from nemo_opd.errors import DataError
+
+ARROW_FILE_MAGIC = b"ARROW1"
+PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
+JSON_BLOCK = 10 << 20
+"""Bytes from whose rows the columns are taken, as `datasets` does."""
+
+
+def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
+    """Check that the files exist, can be opened and have the layout's columns; the hub is not asked.
+
+    Refuses nothing that `load_documents` takes. Raises DataError, naming the key and the value.
+    """
+    require_source(source, key=key)
+    for kind, value in source.given.items():
+        if isinstance(value, HubDataset):
+            continue
+        named = f"{key}.{kind}"
+        for path in resolve_files(value, key=named):
+            with reading(named, path):
+                schema = SCHEMAS[kind](path)
+            if schema is not None:
+                layout.require_columns(plain(schema), f"{named}={shown(path)}")
+
+
+def require_source(source: Source, *, key: str) -> None:
+    """Raises DataError where the source names nothing."""
+    if not source.given:
+        choices = ", ".join(f"{key}.{kind}" for kind in Source.model_fields)
+        raise DataError(f"{key} names no data; set one of {choices}")
+
+
+def arrow_schema(path: Path) -> pa.Schema:
+    with pa.memory_map(str(path)) as file:
+        return pa.ipc.open_file(file).schema if is_ipc_file(path) else pa.ipc.open_stream(file).schema
+
+
+def parquet_schema(path: Path) -> pa.Schema:
+    return pa.parquet.read_schema(path)
+
+
+def json_schema(path: Path) -> pa.Schema | None:
+    """None where the first rows do not tell: the loader, which reads all of them, names a malformed line."""
+    if path.suffix not in PLAIN_JSON:
+        return None
+    with path.open("rb") as file:
+        block = file.read(JSON_BLOCK)
+        has_more = bool(file.read(1))
+    if has_more:
+        block = block[: block.rfind(b"\n") + 1]
+    if not block.strip():
+        return None
+    try:
+        options = pa.json.ReadOptions(block_size=len(block) + 1)
+        return pa.json.read_json(io.BytesIO(block), read_options=options).schema
+    except pa.ArrowInvalid:
+        return None
+
+
+def text_schema(path: Path) -> pa.Schema:
+    with path.open("rb"):
+        return pa.schema([("text", pa.string())])
+
+
+SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
+    "arrow_files": arrow_schema,
+    "parquet_files": parquet_schema,
+    "jsonl_files": json_schema,
+    "text_files": text_schema,
+}
+
+
+def plain(schema: pa.Schema) -> pa.Schema:
+    """Return the schema with encodings of text as text: what becomes of them is the loader's to say."""
+
+    def of(dtype: pa.DataType) -> pa.DataType:
+        if pa.types.is_dictionary(dtype):
+            return dtype.value_type
+        return pa.string() if pa.types.is_null(dtype) or pa.types.is_string_view(dtype) else dtype
+
+    return pa.schema([(field.name, of(field.type)) for field in schema])
+
+
+def is_ipc_file(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
+
+
+@contextmanager
+def reading(key: str, *value: object, way_out: str = "check that it is complete and of this format") -> Iterator[None]:
+    """Whatever a reader raises becomes a DataError: the libraries' errors share no base class."""
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{key}={shown(value)} cannot be read: {root_cause(error)}; {way_out}") from error
+
+
+def root_cause(error: BaseException) -> str:
+    while cause := error.__cause__ or error.__context__:
+        error = cause
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def shown(value: object) -> str:
+    """One value as it is, several as the first and a count."""
+    if not isinstance(value, (list, tuple)):
+        return repr(str(value))
+    more = f" and {len(value) - 1} more" if len(value) > 1 else ""
+    return f"{str(value[0])!r}{more}"

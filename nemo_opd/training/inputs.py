@@ -1,0 +1,51 @@
+"""Checks of a run's paths before PyTorch is imported, which takes seconds. Preflight makes the others."""
+
+import os
+from pathlib import Path
+
+from nemo_opd.config.model import Model
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.data.schema import require_suitable
+from nemo_opd.errors import ProjectionError
+from nemo_opd.models.folder import check_folder, read_template
+from nemo_opd.training.columns import layout_of
+from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
+
+
+def check_inputs(config: RunConfig) -> None:
+    """Check that what the settings name is there and of the right form. Raises an OPDError for what is not."""
+    progress_to_resume(config, resolve_output_dir(config.run))
+    check_model(config.student, "student")
+    for i, teacher in enumerate(config.active_teachers):
+        check_model(teacher, f"teachers.{i}")
+        if isinstance(teacher, CrossTokenizerTeacher) and teacher.projection != "auto":
+            check_projection(teacher.projection, f"teachers.{i}.projection")
+    check_data(config)
+
+
+def check_model(settings: Model, key: str) -> None:
+    check_folder(settings.model, key=f"{key}.model")
+    if settings.chat_template is not None:
+        read_template(settings.chat_template, key=f"{key}.chat_template")
+
+
+def check_projection(path: str, key: str) -> None:
+    """Raises ProjectionError where there is no such file. What it holds is compared with the tokenizers later."""
+    try:
+        with Path(path).open("rb"):
+            pass
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ProjectionError(
+            f"{key}: cannot read the projection {path}: {reason}; correct the path, or write projection: auto"
+        ) from error
+
+
+def check_data(config: RunConfig) -> None:
+    layout = layout_of(config)
+    require_suitable(config.data.train, layout, key="data.train")
+    if config.data.validation.given:
+        require_suitable(config.data.validation, layout, key="data.validation")
+    if config.evaluation is not None:
+        require_suitable(config.evaluation.data, layout, key="evaluation.data")

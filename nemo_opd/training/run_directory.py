@@ -1,0 +1,54 @@
+"""The directory of a run, and what of a run it holds already."""
+
+import os
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+from nemo_opd.checkpoint.identity import newest_of_same_run
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.errors import ConfigError
+
+
+def resolve_output_dir(run: Run) -> Path:
+    """The run's directory, not yet created. Raises ConfigError where it cannot be written."""
+    folder = run.output_dir or default_output_dir(run.name)
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ConfigError(
+            f"run.output_dir={folder}: {existing} is not writable ({reason}); name another directory, or change its "
+            "permissions"
+        ) from error
+    return folder
+
+
+def progress_to_resume(config: RunConfig, output_dir: Path) -> Progress | None:
+    """Where the run continues; None where it starts anew.
+
+    Raises ConfigError where the directory holds a run that is not to be continued, and CheckpointError where it is to
+    be continued and cannot be.
+    """
+    checkpoints = CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
+    if config.run.resume == "auto":
+        return newest_of_same_run(checkpoints, config)
+    if steps := checkpoints.steps():
+        raise ConfigError(
+            f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "
+            "continue it, or another run.output_dir"
+        )
+    return None
+
+
+def default_output_dir(name: str) -> Path:
+    stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    folder = Path("outputs") / name / stamp
+    for number in range(1, 1000):
+        if not folder.exists():
+            break
+        folder = folder.with_name(f"{stamp}_{number}")
+    return folder

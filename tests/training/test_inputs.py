@@ -1,0 +1,96 @@
+"""What is checked of a run's paths before PyTorch is imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_opd.errors import DataError, ModelError, OPDError, ProjectionError
+from nemo_opd.training.inputs import check_inputs
+from tests.composition import compose
+
+SCRIPT = """
+import sys
+from nemo_opd.errors import OPDError
+from tests.composition import ROOT
+sys.argv = ["distil", *sys.argv[1:]]
+import runpy
+try:
+    runpy.run_path(str(ROOT / "examples" / "run_off_policy_distillation.py"), run_name="__main__")
+finally:
+    print([name for name in ("torch", "transformers", "ray", "datasets", "numba") if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize("name", ["off_policy_demo", "on_policy_demo"])
+def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
+    check_inputs(compose(f"run.output_dir={tmp_path}", config_name=name))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "says"),
+    [
+        (["student.model=/nowhere"], ModelError, "student.model=/nowhere: there is no such folder"),
+        (["teachers.1.model=/nowhere"], ModelError, "teachers.1.model=/nowhere: there is no such folder"),
+        (["student.chat_template=/no.jinja"], ModelError, "student.chat_template=/no.jinja: "),
+        (["teachers.0.projection=/no.safetensors"], ProjectionError, "teachers.0.projection: cannot read the"),
+        (["data.train.arrow_files=/no/*.arrow"], DataError, "data.train.arrow_files='/no/*.arrow' matches no file"),
+        (["data.validation.arrow_files=/no"], DataError, "data.validation.arrow_files='/no' does not exist"),
+        (["data.train.arrow_files=null"], DataError, "data.train names no data"),
+        (["data.text_key=body"], DataError, "data.train.arrow_files="),
+    ],
+)
+def test_a_wrong_path_or_column(overrides: list[str], kind: type[OPDError], says: str) -> None:
+    with pytest.raises(kind) as caught:
+        check_inputs(compose(*overrides))
+    assert str(caught.value).startswith(says)
+
+
+def write(folder: Path, kind: str, rows: dict[str, list[object]]) -> Path:
+    path, table = folder / f"rows.{kind.partition('_')[0]}", pa.table(rows)
+    if kind == "arrow_files":
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif kind == "parquet_files":
+        pq.write_table(table, path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["arrow_files", "parquet_files", "jsonl_files"])
+def test_columns_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
+    good = write(tmp_path, kind, {"text": ["a", "b"], "n": [1, 2]})
+    override = f"data={{train: {{{kind}: {good}}}}}"
+    check_inputs(compose(override))
+    with pytest.raises(DataError, match=rf"^data\.train\.{kind}='{good}': column 'n' is of type int64, not string"):
+        check_inputs(compose(override, "data.text_key=n"))
+    with pytest.raises(DataError, match=r"has no column 'body'; set data.text_key to one of its columns: text, n"):
+        check_inputs(compose(override, "data.text_key=body"))
+
+
+def test_a_malformed_line_is_left_to_the_loader(tmp_path: Path) -> None:
+    """It names the line. A column that the first rows lack as null is no wrong type either."""
+    (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "b"\n')
+    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'a.jsonl'}}}}}"))
+    (tmp_path / "b.jsonl").write_text('{"text": null}\n')
+    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'b.jsonl'}}}}}"))
+
+
+def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
+    for key in ("reward.answer_key=nope", "data.text_key=nope"):
+        with pytest.raises(DataError, match="has no column 'nope'"):
+            check_inputs(compose(key, config_name="on_policy_demo"))
+
+
+def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
+    """Seconds of imports for a typo: what pulls them in is easily added and seen by nobody."""
+    arguments = [sys.executable, "-c", SCRIPT, "data.train.arrow_files=/nowhere.arrow"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+
+    assert done.stdout.strip() == "[]"
+    assert done.stderr.strip() == "error: data.train.arrow_files='/nowhere.arrow' does not exist; correct the path"
