@@ -21,9 +21,9 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
     for problem in problems:
         path = real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
         by_path.setdefault(tuple(path), []).append(problem)
-    for path, same in by_path.items():
-        if not any(other[: len(path)] == path for other in by_path if len(other) > len(path)):
-            yield explain(list(path), same, data, model)
+    for place, same in by_path.items():
+        if not any(other[: len(place)] == place for other in by_path if len(other) > len(place)):
+            yield explain(list(place), same, data, model)
 
 
 def explain(
