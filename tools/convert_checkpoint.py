@@ -33,7 +33,7 @@ from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import CheckpointError, OPDError
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.prompts import load_prompts
-from nemo_opd.training.sides import load_side
+from nemo_opd.training.side import load_side
 from nemo_opd.workers.student import build_optimizer, build_scheduler
 
 DTYPES = ("float32", "bfloat16", "float16")

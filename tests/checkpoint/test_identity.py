@@ -57,7 +57,7 @@ BOUND = {
 
 @pytest.fixture(scope="module")
 def before() -> RunConfig:
-    return compose()
+    return compose("run.output_dir=/run")
 
 
 def changed(config: RunConfig, override: str) -> RunConfig:

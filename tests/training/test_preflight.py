@@ -26,6 +26,7 @@ from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.training import layout as module
+from nemo_opd.training import run_directory
 from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.layout import require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.memory import Phase
@@ -64,7 +65,7 @@ class Noon(datetime):
 
 def test_the_default_directory_is_named_after_run_and_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "datetime", Noon)
+    monkeypatch.setattr(run_directory, "datetime", Noon)
 
     assert default_output_dir("mine") == Path("outputs/mine/2031-02-03_12-00-05")
 
@@ -72,7 +73,7 @@ def test_the_default_directory_is_named_after_run_and_time(tmp_path: Path, monke
 def test_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The jobs of a --multirun, for example."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "datetime", Noon)
+    monkeypatch.setattr(run_directory, "datetime", Noon)
     names = []
     for _ in range(3):
         folder = default_output_dir("mine")
