@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import CheckpointError
 from nemo_opd.training import engines
@@ -69,7 +70,9 @@ class FakeModels:
 def plan(folder: Path, **rollout: Any) -> Any:
     prompts = Prompts(*[None] * 3, Respondent(None, frozenset({2}), 8), (), None, ())  # type: ignore[arg-type]
     config = SimpleNamespace(
-        rollout=ServerRollout(**rollout) if rollout else HFRollout(), train=SimpleNamespace(max_length=8)
+        rollout=ServerRollout(**rollout) if rollout else HFRollout(),
+        train=SimpleNamespace(max_length=8),
+        handoff=HiddenStatesHandoff(),
     )
     return SimpleNamespace(
         config=config, data=prompts, output_dir=folder, device="cpu", student=SimpleNamespace(vocab_size=9)
