@@ -27,7 +27,7 @@ SHARE = "kd_share/"
 
 @dataclass(frozen=True, slots=True)
 class Divisor:
-    """What the sum over a part's units is divided by, of some rows: units / share."""
+    """Divisor of a part's sum over some rows: units / share."""
 
     units: float
     """Those of the part, or of all parts whose units count alike."""
@@ -55,15 +55,15 @@ class Part:
     """From the logits of all teachers to those that it reads."""
 
     overlap: Overlap | None = None
-    """None where nothing says which of its tokens are the student's."""
+    """None without a map from its tokens to the student's."""
 
     def num_units(self, batch: Batch) -> float:
-        """Of a sequence, times its rollout weight."""
+        """Return the number of units in the batch, those of a sequence times its rollout weight."""
         rows = batch.teachers[self.teacher]
         return self.term.num_units(rows.student_side(batch.student), rows, batch.sampled)
 
     def num_texts(self, batch: Batch) -> int:
-        """That have a unit."""
+        """Return the number of texts that have a unit."""
         rows = batch.teachers[self.teacher]
         return self.term.num_texts(rows.student_side(batch.student), rows, batch.sampled)
 

@@ -35,8 +35,8 @@ def share_out(
 def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
     """By teacher: `kd_coverage/`, the share of the student's scored tokens that its KD says something about.
 
-    names: of all teachers. Of teachers that share the texts out among them, each is measured on its own; one without
-    any is left out.
+    names: of all teachers. With `select_teacher` and `routed` a teacher is measured on its own texts, and
+    left out if it has none.
     """
     metrics: dict[str, Metric] = {}
     for part in parts.parts:

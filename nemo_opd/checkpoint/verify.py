@@ -1,24 +1,26 @@
-"""Whether a checkpoint that was just written is there as a whole."""
+"""Check that a new checkpoint is complete on disk."""
 
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_opd.errors import CheckpointError
+from nemo_opd.models.folder import damage, safetensors_files
 
 STATE = "state"
 STUDENT = "student"
 
 
-def require_whole(checkpoint: Path) -> None:
-    """Raises CheckpointError, naming the file, where one is absent or shorter than what was written to it.
+def require_whole(checkpoint: Path, num_ranks: int) -> None:
+    """Raise CheckpointError, naming the file, where one is absent or shorter than what was written to it.
+
+    num_ranks: that have written.
 
     Reads indices and lengths alone: that values are finite is checked where they are in memory.
     """
-    problems = (*wrong_shards(checkpoint / STATE), *wrong_rank_files(checkpoint / STATE))
+    problems = (*wrong_shards(checkpoint / STATE), *wrong_rank_files(checkpoint / STATE, num_ranks))
     require_none(checkpoint, [*problems, *wrong_safetensors(checkpoint / STUDENT)])
 
 
@@ -50,22 +52,24 @@ def wrong_shards(state: Path) -> Iterator[str]:
             yield f"{STATE}/{name} has {size:,} of {end:,} bytes"
 
 
-def wrong_rank_files(state: Path) -> Iterator[str]:
-    files = sorted(state.glob("rank_*.pt"))
-    if not files:
-        yield f"{STATE} has no rank_00000.pt"
-    for file in files:
-        if not zipfile.is_zipfile(file):  # its directory is at the end
+def wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
+    for rank in range(num_ranks):
+        file = state / f"rank_{rank:05d}.pt"
+        if not file.is_file():
+            yield f"{STATE} has no {file.name}"
+        elif not zipfile.is_zipfile(file):  # its directory is at the end
             yield f"{STATE}/{file.name} is cut"
 
 
 def wrong_safetensors(folder: Path) -> Iterator[str]:
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        # Those of an adapter have other names than a model's.
+        files = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
+    except (OSError, ValueError, KeyError) as error:
+        yield f"{folder.name} has a damaged index of its weights ({error})"
+        return
     if not files:
         yield f"{folder.name} has no weights"
     for file in files:
-        try:
-            with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
-                pass
-        except (OSError, SafetensorError) as error:
-            yield f"{folder.name}/{file.name} is damaged ({error})"
+        if (reason := damage(file)) is not None:
+            yield f"{folder.name}/{file.name} is missing or damaged ({reason})"

@@ -25,9 +25,7 @@ class Train(Settings):
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient."""
     max_skipped_steps: int = Field(5, ge=1)
-    """Steps in a row that may be left out because loss or gradient is not finite; the run ends with an error at this
-    many.
-    """
+    """Number of consecutive steps, skipped because loss or gradient is not finite, after which the run fails."""
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":

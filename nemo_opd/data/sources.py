@@ -18,11 +18,10 @@ import pyarrow.parquet as pq
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
 from nemo_opd.data.files import resolve_files
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.schema import is_ipc_file, reading, require_source, shown
+from nemo_opd.data.schema import PLAIN_JSON, is_ipc_file, reading, require_source, shown
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
-_PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
 
 _log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ def _has_lines(path: Path, key: str) -> bool:
 
 def _refuse_malformed_line(paths: list[Path], key: str, cause: DataError) -> None:
     for path in paths:
-        if path.suffix not in _PLAIN_JSON:
+        if path.suffix not in PLAIN_JSON:
             continue
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):

@@ -12,7 +12,9 @@ from nemo_opd.losses.head_product import linear, product, product_dtype
 from nemo_opd.losses.logit_rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
 LARGEST_FP16_EXPONENT = 14
-"""To which a gradient's largest number is brought before it is rounded to fp16, which has few small numbers."""
+"""Exponent that a gradient's largest entry is scaled to before it is rounded to fp16."""
+SMALLEST_EXPONENT = -100
+"""Of a gradient that is still scaled up in full: the factor itself must be a normal fp32 number."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -128,7 +130,7 @@ class _HeadGradients(Gradients):
 def _within_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """A gradient with numbers that fp16 has, and the power of two that it is to be multiplied with: a scalar."""
     exponent = gradient.abs().amax().frexp().exponent if gradient.numel() else gradient.new_zeros((), dtype=torch.int32)
-    factor = torch.ldexp(gradient.new_ones(()), exponent - LARGEST_FP16_EXPONENT)
+    factor = torch.ldexp(gradient.new_ones(()), exponent.clamp(min=SMALLEST_EXPONENT) - LARGEST_FP16_EXPONENT)
     return gradient / factor, factor
 
 

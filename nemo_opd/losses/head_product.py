@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UPCAST_BYTES = 4 * 2**20
-"""Of the columns that are in fp32 at a time, where a device has no such product: what stays in a core's cache."""
+"""Size of the part of the head that is cast to fp32 at a time, where a device has no such product: fits a cache."""
 
 
 def product_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:
-    """Of `product`: that of the operands if both have it, and fp32 at least."""
+    """Return the dtype of `product`: the promoted dtype of the operands, fp32 at least."""
     return torch.promote_types(torch.promote_types(left, right), torch.float32)
 
 

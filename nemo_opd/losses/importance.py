@@ -24,12 +24,12 @@ NUM_READINGS = 3
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """What becomes of the weights π_train / π_behaviour."""
+    """How the weights π_train / π_behaviour are cut, and when a sequence is dropped."""
 
     level: str = "token"
     """One of LEVELS: the weight of each unit, or the product over all sampled tokens of its sequence."""
     cap: float | None = None
-    """Weights count for so much at most; None: for what they are."""
+    """Upper bound of a weight; None: no bound."""
     veto: float | None = None
     """A sequence with a token of a smaller weight counts for nothing; None: none is dropped."""
 
@@ -48,7 +48,7 @@ class Importance:
     def of_sequences(
         self, student: TrainableRows, *, ids: Tensor, mask: Tensor, behaviour: Tensor | None, vocab_size: int
     ) -> SequenceImportance | None:
-        """What has to be known of whole sequences before their units; None where nothing has.
+        """Compute weights and vetoes of whole sequences; None if the settings need neither.
 
         ids, mask [B, S]: token i counts, by the logits at i−1, of which there may be further positions; behaviour
         [B, S]: its log-probability by the policy that sampled it; None: by this model. One forward product with the
@@ -86,9 +86,14 @@ class Importance:
             log_weight = sequences.log_weight.index_select(0, units).to(own.dtype)
         limit = math.inf if self.cap is None else math.log(self.cap)
         log_used = bounded(log_weight.clamp(max=limit))
-        # Exactly 1 where nothing is warped and nothing cut: own cancels out of a token's own weight.
-        excess = (log_weight - limit).clamp(min=0)
-        factor = bounded(log_used - (own - proximal) if is_whole else proximal - behaviour - excess).exp()
+        if is_whole:
+            log_factor = log_used - (own - proximal)
+        else:
+            # Exactly 0 where nothing is warped and nothing cut: own cancels out of a token's own weight.
+            log_factor = proximal - behaviour
+            if self.cap is not None:
+                log_factor = log_factor - (log_weight - limit).clamp(min=0)
+        factor = bounded(log_factor).exp()
         used = log_used.exp()
         if sequences is not None:
             is_kept = ~sequences.is_vetoed.index_select(0, units)
@@ -134,7 +139,7 @@ class Weighted:
     factor: Tensor
     """Before the clipped ratio."""
     warp: Tensor
-    """What it is without a cut: how much likelier units are to the model that sampled them than to its policy."""
+    """π_old / π_behaviour of each unit, before any cut."""
     weight: Tensor
     """π_train / π_behaviour of the unit or its sequence."""
     used: Tensor

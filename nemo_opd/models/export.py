@@ -78,7 +78,9 @@ def whole_state(model: PreTrainedModel, adapters: Adapters | None, dtype: torch.
 
 
 def merged(adapters: Adapters, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """The base model in `dtype` with these adapters in its weights. Raises NotFiniteError where the sum overflows."""
+    """The base model in `dtype` with these adapters in its weights. Raises NotFiniteError where a sum overflows,
+    on this rank alone.
+    """
     whole = load_model(adapters.base, dtype, key="student.model")
     adapters.merge(state, whole)
     if (found := find_not_finite_here(dict(whole.named_parameters()))) is not None:

@@ -49,13 +49,17 @@ def check_folder(reference: str, *, key: str) -> None:
             f"{key}={reference}: {WEIGHT_FILES[1]} is damaged ({first_line(error)}); copy it there again"
         ) from error
     for file in files:
-        try:
-            with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
-                pass
-        except (OSError, SafetensorError) as error:
-            raise ModelError(
-                f"{key}={reference}: {file.name} is missing or damaged ({first_line(error)}); copy it there again"
-            ) from error
+        if (reason := damage(file)) is not None:
+            raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({reason}); copy it there again")
+
+
+def damage(file: Path) -> str | None:
+    """Return why a safetensors file cannot be read, by its header and length; None where it can."""
+    try:
+        with safe_open(file, framework="numpy"):  # reads the header, and compares the file's length with it
+            return None
+    except (OSError, SafetensorError) as error:
+        return first_line(error)
 
 
 def safetensors_files(folder: Path) -> list[Path]:

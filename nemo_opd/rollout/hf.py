@@ -109,7 +109,7 @@ class Sampler:
         ids = ids[: request.max_new_tokens]
         ends = np.flatnonzero(np.isin(ids, self._end_ids))
         length = int(ends[0]) + 1 if len(ends) else len(ids)
-        if not np.isfinite(logprobs[:length]).all():
+        if not np.isfinite([logprobs[:length], behaviour_logprobs[:length]]).all():
             raise RolloutError(
                 f"the model's logits are not finite after {len(request.prompt_ids)} tokens of a prompt; its weights "
                 "have diverged or do not fit its dtype: lower student.optimizer.lr, or use bfloat16 or float32"

@@ -25,14 +25,14 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
         and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
     }
     named = {f"{phase}/{name}": value for name, value in values(logged).items()}
-    loss = config.loss.ce_weight * named[f"{phase}/ce"]
+    terms = [(config.loss.ce_weight, named[f"{phase}/ce"])]
     if config.active_teachers:
-        kd = kd_of(metrics)
-        named[f"{phase}/kd"] = kd
-        loss += config.loss.kd_weight * kd_scale * kd
+        named[f"{phase}/kd"] = kd = kd_of(metrics)
+        terms.append((config.loss.kd_weight * kd_scale, kd))
     if isinstance(config.loss, GRPOLoss):
-        loss += config.loss.policy_weight * named.get(f"{phase}/policy/loss", 0.0)
-    named[f"{phase}/loss"] = loss
+        terms.append((config.loss.policy_weight, named.get(f"{phase}/policy/loss", 0.0)))
+    # A term without a weight may be infinite.
+    named[f"{phase}/loss"] = sum(weight * value for weight, value in terms if weight)
     return named
 
 

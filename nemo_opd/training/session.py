@@ -127,7 +127,7 @@ class Session:
         return every is not None and self.step % every == 0
 
     def settle(self, metrics: Metrics) -> None:
-        """Take in the step's reduced metrics: a step that was not taken is counted and told, and scales nothing."""
+        """Update the KD scale by the step's reduced metrics, or count and report a step that was skipped."""
         told = self.skipped.observe(self.step, metrics)
         if told is None:
             self.kd_scale.update(metrics)
@@ -185,7 +185,7 @@ class Session:
         with self.checkpoints.writing(progress) as folder:
             self.models.save(folder)
             # Before it becomes the newest, and older ones are removed.
-            require_whole(folder)
+            require_whole(folder, self.plan.student_layout.size)
 
     def say_how_to_continue(self) -> None:
         if not self.step:

@@ -116,7 +116,7 @@ def lengths_of_prompts(prompts: Sequence[Prompt], student: Side, teacher: Side) 
 
 
 def width(config: RunConfig, i: int, side: Side, lengths: Sequence[Lengths]) -> int:
-    """Each text is taken to go on to the student's length as all of them do on average."""
+    """Extrapolate each text to `train.max_length` by the mean ratio of teacher to student tokens."""
     settings, whole = config.active_teachers[i], config.train.max_length
     if not isinstance(settings, CrossTokenizerTeacher):
         return whole

@@ -226,18 +226,15 @@ class StudentWorker:
         if "kd" in objectives:
             parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.divisors, step.normalizers.kd)
             losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
-        if "policy" in objectives and batch.sampled is not None:
-            losses += self._of_rollouts(logits, micro, batch.sampled, step.normalizers)
+            losses += self.parts.plan_statistics(logits, micro.teacher_logits, batch, vocab_size=self.vocab_size)
+        if "policy" in objectives and batch.sampled is not None and isinstance(weights, GRPOLoss):
+            losses.append(self._policy(logits, batch, batch.sampled, weights, step.normalizers.policy))
         return losses
 
-    def _of_rollouts(
-        self, logits: LogitRows, micro: MicroBatch, sampled: SampledRows, normalizers: Normalizers
-    ) -> list[PlannedLoss]:
-        """What is learned from rewards, and what is said of sampled sequences."""
-        settings, batch = self.config.loss, micro.batch
-        said = self.parts.plan_statistics(logits, micro.teacher_logits, batch, vocab_size=self.vocab_size)
-        if not isinstance(settings, GRPOLoss):
-            return said
+    def _policy(
+        self, logits: LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: int
+    ) -> PlannedLoss:
+        """Plan what is learned from rewards."""
         policy = grpo.plan(
             logits,
             ids=batch.student.ids,
@@ -251,10 +248,10 @@ class StudentWorker:
             importance_level=settings.importance_level,
             importance_cap=settings.importance_cap,
             importance_veto=settings.importance_veto,
-            normalizer=normalizers.policy,
+            normalizer=normalizer,
             vocab_size=self.vocab_size,
         )
-        return [*said, policy.times(settings.policy_weight)]
+        return policy.times(settings.policy_weight)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
@@ -313,7 +310,7 @@ class StudentWorker:
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).
 
-        Raises NotFiniteError on all ranks where either would not be finite.
+        Raises NotFiniteError where either would not be finite: on all ranks, or on the one that merges adapters.
         """
         with self._with_model(self.optimizer):
             save_state(folder / "state", self.model, self.optimizer, self.scheduler)
@@ -361,7 +358,7 @@ def compute_dtype(name: str, device: str) -> torch.dtype:
 
 
 def build_optimizer(settings: AdamW, model: nn.Module) -> torch.optim.AdamW:
-    """Of what is trained."""
+    """Build AdamW over the trainable parameters."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings.lr,

@@ -26,7 +26,7 @@ class ObjectiveTerm:
 
 
 def objective_terms(config: RunConfig, metrics: Metrics) -> list[ObjectiveTerm]:
-    """Of the metrics of a step, before or after they are reduced over ranks."""
+    """Return the terms of the objective, from metrics before or after they are reduced over ranks."""
     loss, terms = config.loss, []
     if isinstance(ce := metrics.get("ce"), Mean):
         terms.append(ObjectiveTerm("CE", loss.ce_weight, ce))

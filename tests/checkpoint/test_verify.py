@@ -1,5 +1,6 @@
 """A checkpoint that is not there as it was written is found out before an older one goes."""
 
+import json
 import os
 import re
 import shutil
@@ -27,7 +28,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_what_is_whole_passes(whole: Path) -> None:
-    require_whole(whole)
+    require_whole(whole, 1)
     require_whole_export(whole / "student")
 
 
@@ -47,7 +48,7 @@ DAMAGES = {
     ".metadata is absent": (absent("state/.metadata"), r"state/\.metadata cannot be read"),
     f"{RANK} is cut": (cut(RANK), r"state/rank_00000\.pt is cut"),
     f"{RANK} is absent": (absent(RANK), "state has no rank_00000.pt"),
-    f"{MODEL} is cut": (cut(MODEL), r"student/model\.safetensors is damaged"),
+    f"{MODEL} is cut": (cut(MODEL), r"student/model\.safetensors is missing or damaged"),
     f"{MODEL} is absent": (absent(MODEL), "student has no weights"),
 }
 
@@ -59,4 +60,18 @@ def test_what_is_not_is_named(whole: Path, damage: str, tmp_path: Path) -> None:
     spoil, said = DAMAGES[damage]
     spoil(folder)
     with pytest.raises(CheckpointError, match=f"{re.escape(str(folder))} is not there as it was written: {said}"):
-        require_whole(folder)
+        require_whole(folder, 1)
+
+
+def test_a_checkpoint_without_the_files_of_a_rank_is_not_whole(whole: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state has no rank_00001\.pt"):
+        require_whole(whole, 2)
+
+
+def test_a_model_without_one_of_its_shards_is_not_whole(tmp_path: Path) -> None:
+    """Large models are written in several files."""
+    save_file({"first": torch.rand(2)}, tmp_path / "model-1-of-2.safetensors")
+    shards = {"first": "model-1-of-2.safetensors", "second": "model-2-of-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    with pytest.raises(CheckpointError, match=r"model-2-of-2\.safetensors is missing or damaged"):
+        require_whole_export(tmp_path)
