@@ -23,7 +23,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.training.delivery import arriving_bytes, plan_deliveries, resolve_layouts
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
 from nemo_opd.training.layout import require_batch_divides, resolve_placement
 from nemo_opd.training.memory import (
     Machine,
@@ -149,7 +149,9 @@ def check(example: Example) -> Checked:
         adapters = Adapters(config.student.lora, config.student.model, config.run.seed)
         shape = model_size(CONFIGS[BY_MODEL[config.student.model]][1](), adapters)
         every[0] = Shape(shape, every[0].vocab_size)
-    deliveries = plan_deliveries(config, "cuda_ipc", placement, (student, teachers), every[1:])
+    layouts, lengths = (student, teachers), [config.train.max_length] * len(teachers)
+    check_deliveries(config, "cuda_ipc", placement, layouts, every[1:])
+    deliveries = plan_deliveries(config, placement, layouts, every[1:], lengths=lengths)
     lookahead = config.cluster.prefetch if placement.is_separate else 0
     situation = Situation.of(
         config,

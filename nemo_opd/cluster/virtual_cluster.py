@@ -49,10 +49,15 @@ def probe(address: str) -> None:
 
 @contextmanager
 def own_signal_handlers() -> Iterator[None]:
-    """Put back on leaving what Ray replaces: its handler of SIGTERM would end the process at once."""
+    """Put back on leaving what Ray replaces: its handler of SIGTERM would end the process at once.
+
+    Raises KeyboardInterrupt for a signal that has come meanwhile.
+    """
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
+    except SystemExit as end:  # what Ray's handler raises
+        raise KeyboardInterrupt from end
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -74,7 +74,10 @@ def of_steps(config: RunConfig) -> Ignored:
     if config.run.output_dir is None:
         yield "run.resume", "a run without run.output_dir has a new directory each time; name that of the first run"
     if config.loss.scaling == "fixed":
-        yield "loss.scaling_decay", "it is of loss.scaling=dynamic; write that, or leave it out"
+        for name in ("scaling_decay", "scaling_cap"):
+            yield f"loss.{name}", "loss.scaling=fixed; write loss.scaling=dynamic, or leave it out"
+    elif not (config.loss.ce_weight and config.loss.kd_weight):
+        yield "loss.scaling", "it balances KD with CE, and one of loss.kd_weight and loss.ce_weight is 0; raise it"
 
 
 def of_sampling(config: RunConfig) -> Ignored:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: s
     if dtype == torch.float32:
         return
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=dtype)  # it writes the dtype there
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return

@@ -93,31 +93,44 @@ def generation_config(settings: Model, key: str) -> GenerationConfig:
 def of_the_texts(config: RunConfig, found: Survey) -> list[str]:
     """Warnings of texts without a token to learn, and of teachers that say nothing about much of them.
 
-    Raises DataError where there is nothing to learn at all.
+    Raises DataError where there is nothing to learn at all, or from no teacher.
     """
     warnings = []
     if found.num_without_label:
-        empty = f"{found.num_without_label} of {found.num_texts} texts of data.train that were looked at have no token "
-        empty += f"to learn within train.max_length={config.train.max_length}"
+        what = "token to learn" if config.data.messages_key is None else "turn of the assistant"
+        empty = (
+            f"{found.num_without_label} of {found.num_texts} texts of data.train that were looked at have no {what} "
+        )
+        empty += f"within train.max_length={config.train.max_length}"
         if found.is_complete and found.num_without_label == found.num_texts:
             raise DataError(f"{empty}, and there are no others; raise train.max_length, or use other texts")
-        warnings.append(f"{empty}; raise train.max_length, or leave them out")
-    for i, (settings, share) in enumerate(zip(config.active_teachers, found.coverage, strict=True)):
-        if share is not None and share < GOOD_COVERAGE:
-            warnings.append(f"teachers.{i} ({settings.name}): {low_coverage(config, i, share, found.num_texts)}")
-    return warnings
+        warnings.append(f"{empty}; leave them out, or raise train.max_length where they are longer")
+    low = {i: share for i, share in enumerate(found.coverage) if share is not None and share < GOOD_COVERAGE}
+    said = {
+        i: f"teachers.{i} ({config.active_names[i]}): {low_coverage(config, i, low[i], found.num_texts)}" for i in low
+    }
+    if found.coverage and all(share == 0 for share in found.coverage):
+        raise DataError("; ".join(said.values()))
+    return [*warnings, *said.values()]
 
 
 def low_coverage(config: RunConfig, i: int, share: float, num_texts: int) -> str:
+    return f"only {share:.0%} of the scored tokens in {num_texts} texts get KD from it; {reason_of_low(config, i)}"
+
+
+def reason_of_low(config: RunConfig, i: int) -> str:
     settings = config.active_teachers[i]
-    reason = "the inspect tool shows how the tokenizers differ"
-    if isinstance(settings, CrossTokenizerTeacher) and settings.max_length is not None:
-        reason = f"teachers.{i}.max_length={settings.max_length} may cut it: leave it out"
-    elif config.term(i).type == "strict":
-        reason = "loss.type=strict reads only tokens that are the same on both sides; p_kl reads the others too"
-    elif isinstance(settings, CrossTokenizerTeacher) and config.data.messages_key is not None:
-        reason = (
-            f"with teachers.{i}.equal_history={settings.equal_history} what lies behind contents that the two chat "
-            "templates write differently is left out (train/changed_history); another chat_template may keep it"
-        )
-    return f"only {share:.0%} of the scored tokens in {num_texts} texts get KD from it; {reason}"
+    if isinstance(settings, CrossTokenizerTeacher):
+        if settings.max_length is not None:
+            return f"teachers.{i}.max_length={settings.max_length} may cut it: leave it out"
+        if config.data.messages_key is not None and settings.equal_history != "none":
+            return (
+                f"teachers.{i}.equal_history={settings.equal_history} leaves out what lies behind contents that the "
+                "chat templates write differently, such as the thinking of earlier turns; write "
+                f"teachers.{i}.equal_history=none to compare it all the same, or give a chat_template that keeps them"
+            )
+        if config.data.messages_key is not None:
+            return "the chat templates write different contents, such as thinking; give a chat_template that keeps them"
+    if config.term(i).type == "strict":
+        return "loss.type=strict reads only tokens that are the same on both sides; p_kl reads the others too"
+    return "the inspect tool shows how the tokenizers differ"

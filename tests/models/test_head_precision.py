@@ -1,5 +1,6 @@
 """A head in another precision than the rest of its model is named before anything runs."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -77,5 +78,5 @@ def test_heads_are_looked_at_in_every_family() -> None:
     """Bug: a check that passes everything, since a model's own code did not run without data."""
     for config in FAMILIES.values():
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model: Any = AutoModelForCausalLM.from_config(deepcopy(config), dtype=torch.bfloat16)
         assert dtype_before(model, model.get_output_embeddings()) == torch.bfloat16

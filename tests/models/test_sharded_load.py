@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -190,7 +190,10 @@ class Memory:
 def save_large(folder: Path) -> Path:
     with torch.device("meta"):
         model = LlamaForCausalLM(LARGE)
-    model.to_empty(device="cpu").save_pretrained(folder, max_shard_size="50MB")
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.save_pretrained(folder, max_shard_size="50MB")
     return folder
 
 

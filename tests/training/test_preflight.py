@@ -452,7 +452,9 @@ def test_conversations_without_an_answer_are_refused(configure: Configure, tmp_p
 def test_texts_that_are_cut_before_their_answer_are_refused(configure: Configure, tmp_path: Path) -> None:
     own = conversations(tmp_path, "user", "assistant")
     template = f"teachers.0.chat_template={tmp_path / 'chat.jinja'}"
-    with pytest.raises(DataError, match=r"3 of 3 texts of data\.train that were looked at have no token to learn with"):
+    with pytest.raises(
+        DataError, match=r"3 of 3 texts of data\.train that were looked at have no turn of the assistant "
+    ):
         preflight(configure(*own, template, "train.max_length=4"))
 
 

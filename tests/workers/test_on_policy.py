@@ -157,8 +157,12 @@ def in_order(batch: Batch, order: torch.Tensor) -> Batch:
     def of_tokens(rows: TokenRows) -> TokenRows:
         return TokenRows(rows.ids[order], rows.lengths[order], rows.loss_mask[order], rows.num_bytes[order])
 
+    def of_chunks(rows: ChunkRows) -> ChunkRows:
+        assert rows.histories is not None
+        return ChunkRows(rows.student[order], rows.teacher[order], rows.histories[order])
+
     def of_teacher(rows: TeacherRows) -> TeacherRows:
-        chunks = None if rows.chunks is None else ChunkRows(rows.chunks.student[order], rows.chunks.teacher[order])
+        chunks = None if rows.chunks is None else of_chunks(rows.chunks)
         weights = None if rows.rollout_weights is None else rows.rollout_weights[order]
         return TeacherRows(of_tokens(rows.tokens), chunks, None, weights)
 

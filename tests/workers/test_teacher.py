@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
+from nemo_opd.losses.head_logits import HeadLogits
 from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
@@ -49,7 +50,7 @@ def score(job: Scoring) -> Scored:
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
             ]
             logits.append([whole(rows, size) for rows, size in zip(made, sizes, strict=True)])
-            dtypes.append([rows.dtype for rows in made])
+            dtypes.append([rows.hidden.dtype if isinstance(rows, HeadLogits) else rows.dtype for rows in made])
     models.close()
     return Scored(handles, logits, dtypes)
 
