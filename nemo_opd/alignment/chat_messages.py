@@ -31,7 +31,9 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 def said_by(message: Message) -> tuple[str, ...]:
     """The texts that the author of a plain message wrote: its content, thinking, and the functions that it calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
-    written = [message["content"], *map(message.get, THINKING), *(call.get("name") for call in calls)]
+    # Some files have one thought under several keys, of which a template reads one.
+    thoughts = dict.fromkeys(text for text in map(message.get, THINKING) if isinstance(text, str))
+    written = [message["content"], *thoughts, *(call.get("name") for call in calls)]
     return tuple(text for text in written if isinstance(text, str) and text)
 
 

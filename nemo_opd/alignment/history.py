@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Sequence
+from typing import AnyStr
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,25 +61,47 @@ def chunk_histories(
 def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
     """What two sides have read where each holds its rendering of a message that says these texts.
 
-    HISTORY_SAME: the same bytes, or all texts as they are among different marks of the templates. HISTORY_REWRITTEN:
-    likewise up to white space and Unicode form, also where both leave out the same. Else HISTORY_CHANGED.
+    HISTORY_SAME: the same bytes, or all texts as they are, each in a place that no other takes, among different marks
+    of the templates. HISTORY_REWRITTEN: likewise up to white space and Unicode form, also where both leave out the
+    same. Else HISTORY_CHANGED.
     """
     if student == teacher:
         return HISTORY_SAME
-    if said and all(text.encode() in side for text in said for side in (student, teacher)):
+    spelled = [(text.encode(),) for text in said]
+    if said and all(holds_all(side, spelled) for side in (student, teacher)):
         return HISTORY_SAME
     ours, theirs = plain_text(student), plain_text(teacher)
-    all_ours, all_theirs = (bool(said) and all(holds(side, text) for text in said) for side in (ours, theirs))
+    plain = [plain_forms(text) for text in said]
+    all_ours, all_theirs = (bool(said) and holds_all(side, plain) for side in (ours, theirs))
     leaves_out_the_same = not (all_ours or all_theirs) and ours and theirs and (ours in theirs or theirs in ours)
     if ours == theirs or (all_ours and all_theirs) or leaves_out_the_same:
         return HISTORY_REWRITTEN
     return HISTORY_CHANGED
 
 
-def holds(plain: str, text: str) -> bool:
-    """A message's plain text has this text in it, as it is or quoted as JSON, as templates write what tools answer."""
-    forms = text, json.dumps(text, ensure_ascii=False)[1:-1]
-    return any(plain_text(form.encode()) in plain for form in forms)
+def holds_all(whole: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
+    """Each text stands in the whole in one of its forms, apart from the others: an answer that repeats a thought does
+    not hold the thought. The longest are looked for first.
+    """
+    rest = [whole]
+    for forms in sorted(texts, key=lambda forms: len(forms[0]), reverse=True):
+        found = next(((i, form) for form in forms for i, part in enumerate(rest) if form in part), None)
+        if found is None:
+            return False
+        i, form = found
+        before, after = _around(rest[i], form)
+        rest[i : i + 1] = before, after
+    return True
+
+
+def _around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
+    start = part.index(form)
+    return part[:start], part[start + len(form) :]
+
+
+def plain_forms(text: str) -> tuple[str, ...]:
+    """Plain text of a text as it is and quoted as JSON, as templates write what tools answer."""
+    return plain_text(text.encode()), plain_text(json.dumps(text, ensure_ascii=False)[1:-1].encode())
 
 
 def plain_text(data: bytes) -> str:

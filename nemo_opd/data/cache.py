@@ -20,7 +20,7 @@ from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """For another process to finish writing."""
@@ -120,6 +120,7 @@ def encoded(sample: Sample) -> bytes:
             arrays |= named(teacher.tokens, f"{i}")
         if teacher.chunks is not None:
             arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
+            arrays[f"{i}.marks"] = teacher.chunks.marks
             arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
     return zlib.compress(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), level=1)
 
@@ -134,7 +135,8 @@ def decoded(value: bytes) -> Sample:
         if not arrays[f"{i}.cross"]:
             return TeacherSample(own, None)
         changed_from, stop = arrays[f"{i}.limits"].tolist()
-        chunks = Chunks(arrays[f"{i}.student_chunk"], arrays[f"{i}.teacher_chunk"], changed_from, stop)
+        ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
+        chunks = Chunks(ours, theirs, changed_from, stop, marks)
         return TeacherSample(own, chunks)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))

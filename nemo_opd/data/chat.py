@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, fingerprint, pieces_of
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.documents import Conversation, Document
-from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, identity_of, require_ids, usable_chunks
+from nemo_opd.data.samples import (
+    SameTokenizer,
+    Sample,
+    TeacherSample,
+    Tokens,
+    exact_length,
+    identity_of,
+    require_ids,
+    usable_chunks,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -108,6 +117,6 @@ def teacher_sample(
         return teacher.sample(student)
     whole = teacher.encoder(conversation)
     alignment = align_chat(teacher.aligner, kept, whole)
-    last = int(alignment.bounds[:, 3].max(initial=0)) if is_cut else len(whole.ids)
+    last = exact_length(alignment) if is_cut else len(whole.ids)
     tokens = teacher.encoder.tokens(whole.cut(min(last, teacher.encoder.max_length)))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

@@ -17,7 +17,8 @@ def compared(sample: Sample) -> Sample:
     Those models are the student and the teachers that read the text: one where it is routed, else all. Whole tokens
     count: a stretch of text between two places where all of them cut it counts if each of them learns all of its tokens
     from the same bytes. So the numbers of bytes are equal on all sides. Left out are the start of a text that some side
-    reads without a predictor, what lies beyond some side's limit, what a side rewrites, and templates' own text.
+    reads without a predictor, what lies beyond some side's limit, what a side rewrites, templates' own text, and
+    marks of one role, which may be text on one side only.
     """
     readers = [i for i in range(len(sample.teachers)) if sample.route in (None, i)]
     is_kept = kept_tokens(sample.student, [sample.teachers[i] for i in readers])
@@ -38,7 +39,7 @@ def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[n
             is_read &= teacher.tokens.loss_mask
             continue
         chunk = teacher.chunks.student
-        is_read &= chunk >= 0
+        is_read &= (chunk >= 0) & ~np.isin(chunk, teacher.chunks.marks)
         opens[1:] &= (chunk[1:] != chunk[:-1]) | (chunk[1:] < 0)
     stretch = np.cumsum(opens) - 1
     is_whole = np.ones(len(student), np.bool_)

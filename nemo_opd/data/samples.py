@@ -6,7 +6,7 @@ Positions are S for the student and T for a teacher, as in nemo_opd.types; a sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -50,6 +50,10 @@ class Chunks:
     """The first chunk behind contents that the two sides read differently; beyond all ids where there is none."""
     stop: int
     """The first chunk that is not compared, for what the sides have read before it; beyond all ids for none."""
+    marks: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Chunks of two tokens of one role, whose bytes may differ: a mark such as `<think>` may be text on one side and
+    special, without bytes, on the other.
+    """
 
     @property
     def compared(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -154,6 +158,14 @@ def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | 
     return repr((kind, student.identity, parts))
 
 
+def exact_length(alignment: Alignment) -> int:
+    """Tokens of the teacher through its last chunk that is exact: nothing behind it is compared with the student.
+
+    Where both sides end differently, one of them cut, an inexact chunk reaches to both ends.
+    """
+    return int(alignment.bounds[~alignment.inexact, 3].max(initial=0))
+
+
 def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_history: EqualHistory) -> Chunks:
     """The exact chunks all of whose tokens are to be learned, and are within `student` and `teacher`.
 
@@ -179,6 +191,7 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
         kept(alignment.teacher_chunk_id[: len(teacher)]),
         changed_from=behind(HISTORY_REWRITTEN),
         stop=behind(ALLOWED_HISTORY[equal_history]),
+        marks=np.flatnonzero(alignment.special).astype(np.int32),
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import fingerprint, pieces_of
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import beginning, first_tokens
+from nemo_opd.data.beginning import first_tokens
 from nemo_opd.data.documents import Document
 from nemo_opd.data.samples import (
     Aligner,
@@ -18,6 +18,7 @@ from nemo_opd.data.samples import (
     Sample,
     TeacherSample,
     Tokens,
+    exact_length,
     identity_of,
     require_ids,
     usable_chunks,
@@ -34,10 +35,6 @@ class Encoding:
     ids: NDArray[np.int32]
     ends: NDArray[np.int64]
     """Bytes of text up to the end of each token."""
-
-    def starts(self) -> NDArray[np.int64]:
-        """Bytes of text before each token."""
-        return np.concatenate(([0], self.ends[:-1])) if len(self.ends) else self.ends
 
     def cut(self, length: int) -> Encoding:
         return Encoding(self.ids[:length], self.ends[:length])
@@ -107,26 +104,26 @@ class TextSampleMaker:
     def __call__(self, text: Document) -> Sample:
         """The text cut to the student's length; a teacher reads as much of it, as far as its own length goes.
 
-        It keeps no token that starts where a cut student ends. Of a long text only the beginning is tokenized.
+        It keeps nothing behind the last chunk of a cut student. Of a long text only the beginning is tokenized.
 
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
-        whole = first_tokens(self.student, text, self.student.max_length)
+        read, whole = first_tokens(self.student, text, self.student.max_length)
         kept = whole.cut(self.student.max_length)
         student = kept.tokens()
         is_cut = len(kept.ids) < len(whole.ids)
-        num_bytes = int(kept.ends[-1]) if is_cut else None
-        return Sample(student, tuple(teacher_sample(text, student, num_bytes, teacher) for teacher in self.teachers))
+        return Sample(student, tuple(teacher_sample(read, student, is_cut, teacher) for teacher in self.teachers))
 
 
-def teacher_sample(
-    text: str, student: Tokens, num_bytes: int | None, teacher: SameTokenizer | CrossTokenizer
-) -> TeacherSample:
+def teacher_sample(text: str, student: Tokens, is_cut: bool, teacher: SameTokenizer | CrossTokenizer) -> TeacherSample:
+    """text: holds all that the student's tokens stand for. Their number of bytes says nothing of the teacher's, whose
+    tokenizer may rewrite the text in another way.
+    """
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
-    whole = teacher.encoder(text if num_bytes is None else beginning(text, num_bytes))
-    inside = len(whole.ids) if num_bytes is None else int(np.searchsorted(whole.starts(), num_bytes, side="left"))
-    tokens = whole.cut(min(inside, teacher.encoder.max_length)).tokens()
-    alignment = teacher.aligner.align(student.ids, tokens.ids)
+    whole = teacher.encoder(text)
+    alignment = teacher.aligner.align(student.ids, whole.ids)
+    last = exact_length(alignment) if is_cut else len(whole.ids)
+    tokens = whole.cut(min(last, teacher.encoder.max_length)).tokens()
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

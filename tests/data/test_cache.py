@@ -40,7 +40,13 @@ class Maker:
         self.made.append(document)
         content = document if isinstance(document, str) else repr(document)
         student, other = tokens([ord(c) for c in content]), tokens([ord(c) for c in content[::2]])
-        chunks = Chunks(np.arange(len(student), dtype=np.int32) // 2, np.arange(len(other), dtype=np.int32) - 1, 3, 5)
+        chunks = Chunks(
+            np.arange(len(student), dtype=np.int32) // 2,
+            np.arange(len(other), dtype=np.int32) - 1,
+            3,
+            5,
+            np.array([1], np.int32),
+        )
         cross = TeacherSample(other, chunks)
         return Sample(student, (cross, TeacherSample(student, None), cross))
 

@@ -1,5 +1,6 @@
 """Bytes that all models predict: equal on every side, and as many as an oracle over byte offsets finds."""
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -15,7 +16,7 @@ from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.compared import compared
 from nemo_opd.data.documents import Conversation
-from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, usable_chunks
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from tests.alignment.chat_fixture import small_chat
 from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level, corpus_texts, real_tokenizer, sentencepiece
@@ -83,15 +84,59 @@ def assert_equal_bytes(sample: Sample, tokenizers: list[Any]) -> bytes:
     return counted[0]
 
 
-@pytest.mark.parametrize("student", ["llama3_1", "qwen3"])
+@cache
+def llama_that_thinks() -> Any:
+    """Llama 3.1 with special tokens that are text to Qwen3."""
+    tokenizer = deepcopy(real_tokenizer("llama3_1"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    return tokenizer
+
+
+@pytest.mark.parametrize("student", ["llama3_1", "qwen3", "llama_that_thinks"])
 @settings(max_examples=25, deadline=None)
 @given(MIXED, st.integers(2, 60), st.integers(2, 60))
 def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, length: int, teacher_length: int) -> None:
     """Catches a first token that one side predicts and another does not, limits, and text that a tokenizer rewrites."""
-    others = [name for name in REAL if name != student]
-    tokenizers = [real_tokenizer(name) for name in (student, *others, student)]
+    others = [name for name in (*REAL, "llama_that_thinks") if name != student]
+    tokenizers = [
+        llama_that_thinks() if name == "llama_that_thinks" else real_tokenizer(name)
+        for name in (student, *others, student)
+    ]
     sample = text_maker(tokenizers[0], tuple(tokenizers[1:-1]), length, teacher_length)(text)
     assert_equal_bytes(sample, tokenizers)
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+def test_a_mark_that_is_special_on_one_side_has_no_bytes(is_swapped: bool) -> None:
+    """Bug: `<think>` is text of 7 bytes to Qwen3, and of none to a tokenizer that has it as a special token."""
+    student, teacher = real_tokenizer("qwen3"), llama_that_thinks()
+    if is_swapped:
+        student, teacher = teacher, student
+    tokenizers = [student, teacher, student]
+    sample = text_maker(student, (teacher,))("Question: 2+2? <think>It is four</think> The answer is 4.")
+    assert assert_equal_bytes(sample, tokenizers) == b": 2+2? It is four The answer is 4."
+    # Still compared: both learn to think.
+    chunks = sample.teachers[0].chunks
+    assert chunks is not None
+    assert len(set(chunks.student.tolist()) & set(chunks.marks.tolist())) == 3
+
+
+@pytest.mark.parametrize("spelling", ["[MARK]", "<a mark>"])
+def test_marks_of_one_role_have_no_bytes(spelling: str) -> None:
+    """Also as text on both sides, of as many bytes or not."""
+    student, teacher = deepcopy(byte_level(610)), deepcopy(byte_level(455))
+    student.add_tokens(["<mark>"])
+    teacher.add_tokens([spelling])
+    roles = {"<mark>": "think_start", spelling: "think_start"}
+    texts = "The <mark>quick fox", f"The {spelling}quick fox"
+    sides = []
+    for tokenizer, text in zip((student, teacher), texts, strict=True):
+        ids = np.array(tokenizer(text)["input_ids"], np.int32)
+        sides.append(Tokens(ids, np.arange(len(ids)) > 0, pieces(tokenizer).lengths[ids]))
+    alignment = TokenAligner(student, teacher, roles=roles).align(sides[0].ids, sides[1].ids)
+    assert alignment.special.sum() == 1
+    sample = Sample(sides[0], (TeacherSample(sides[1], usable_chunks(alignment, *sides, "text")),))
+    assert assert_equal_bytes(sample, [student, teacher]).endswith(b"quick fox")
 
 
 @pytest.mark.parametrize("student", ["llama3_1", "qwen3"])

@@ -1,6 +1,7 @@
 """Samples against an oracle that works on strings of bytes instead of cumulative lengths."""
 
 import pickle
+import unicodedata
 from typing import Any
 
 import numpy as np
@@ -9,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from nemo_opd.alignment import TokenAligner
+from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.alignment.pieces import byte_level_bytes
 from nemo_opd.data.cache import decoded, encoded
 from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, Tokens, usable_chunks
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
 from nemo_opd.types import Alignment
+from tests.tokenizers_fixture import byte_level
 
 BOS, EOS = 0, 1
 TEXT = "the cat sat on the naïve mat, 東京タワー 345 the end of the cat"
@@ -50,7 +52,7 @@ texts = st.text(st.sampled_from("the cat sat on mat,東京ïß1 34\n"), max_size
 def test_truncation(
     coarse: Any, fine: Any, text: str, student_length: int, teacher_length: int, append_eos: bool, swap: bool
 ) -> None:
-    """Each side is a prefix of its own tokenization; a cut student ends the teacher at the same byte.
+    """Each side is a prefix of its own tokenization; a cut student ends the teacher where both cut the text last.
 
     Catches an eos behind a cut document, teacher tokens the student never saw, and teachers cut where nothing was.
     """
@@ -60,14 +62,15 @@ def test_truncation(
     kept = student_ids[:student_length]
     assert_tokens(sample.student, kept, student)
 
-    expected: list[int] = []
+    expected = whole(teacher, text, append_eos)
     seen = b"".join(piece(student, i) for i in kept)
-    before = b""
-    for i in whole(teacher, text, append_eos):
-        if len(kept) < len(student_ids) and len(before) >= len(seen):
-            break
-        expected.append(i)
-        before += piece(teacher, i)
+    if len(kept) < len(student_ids):
+        cuts = {len(b"".join(piece(student, i) for i in kept[: n + 1])) for n in range(len(kept))}
+        ends = np.cumsum([len(piece(teacher, i)) for i in expected]).tolist()
+        is_text = [i not in (BOS, EOS) for i in expected]
+        # A start of sequence is a pair by itself.
+        paired = [n + 1 for n, end in enumerate(ends) if (end in cuts if is_text[n] else BOS == expected[n] == kept[0])]
+        expected = expected[: max(paired, default=0)]
     assert_tokens(sample.teachers[0].tokens, expected[:teacher_length], teacher)
     assert text.encode().startswith(seen)
 
@@ -215,8 +218,32 @@ def test_of_a_long_text_the_beginning_is_read(coarse: Any, fine: Any, length: in
     assert longer.student.ids.tolist() == whole
     assert longer.teachers[0].tokens.ids.tolist() == cut.teachers[0].tokens.ids.tolist()
     assert sum(read) < len(long) / 2, "not with the text"
-    seen = b"".join(piece(coarse, i) for i in whole)
-    assert b"".join(piece(fine, i) for i in cut.teachers[0].tokens.ids.tolist()).startswith(seen)
+    assert b"".join(piece(fine, i) for i in cut.teachers[0].tokens.ids.tolist()) == b"".join(
+        piece(coarse, i) for i in whole
+    ), "the teacher has a token for a byte"
+
+
+@pytest.mark.parametrize("length", [40, 200, 331])
+@pytest.mark.parametrize("is_student_composed", [True, False])
+def test_a_teacher_reads_to_the_end_of_a_student_that_rewrites(length: int, is_student_composed: bool) -> None:
+    """Bug: the teacher stopped at the student's number of bytes, far before its text where only that has composed
+    accents, and far behind it the other way round.
+    """
+    text = unicodedata.normalize("NFD", "Ti\u1ebfng Vi\u1ec7t \u0111\u1eb9p, the fox, s\u1ed1 1 v\u00e0 2. ") * 60
+    student, teacher = byte_level(600, nfc=is_student_composed), byte_level(455, nfc=not is_student_composed)
+    sample = maker(student, teacher, length, 10**6)(text)
+    tokens, chunks = sample.teachers[0].tokens, sample.teachers[0].chunks
+    assert chunks is not None
+    assert chunks.student[-20:].max() >= 0
+    read = [
+        unicodedata.normalize(
+            "NFC", b"".join(pieces_of(side).bytes_of(i) for i in ids.tolist()).decode(errors="ignore")
+        )
+        for side, ids in ((student, sample.student.ids), (teacher, tokens.ids))
+    ]
+    assert read[0][:-1].startswith(read[1][:-1])
+    assert len(read[0]) - len(read[1]) < 20
+    assert chunks.teacher[-1] >= 0
 
 
 def test_a_teacher_reads_as_much_as_the_student(coarse: Any, fine: Any) -> None:
