@@ -18,6 +18,8 @@ CHUNK_BYTES = 256 * 2**20
 """Budget for the temporaries of a loss, and for the logits that a head makes at once: enough rows to fill a GPU."""
 CPU_CHUNK_BYTES = 64 * 2**20
 """The same on a CPU, where what is worked on should stay near its cache."""
+LONGEST = 4
+"""Times the rows that fit the budget, within which a block looks for a row that no unit lies across."""
 
 Item = TypeVar("Item")
 Units = tuple[slice, slice | Tensor]
@@ -33,9 +35,11 @@ class Block:
     """Rows that are read together."""
 
     rows: Tensor
-    """int64 [R] of [B·S], none of them twice, nor in another block."""
+    """int64 [R] of [B·S], none of them twice."""
     steps: tuple[Step, ...]
     """Taken one after another: the units of each term that fit the budget together."""
+    overlaps: bool
+    """Some rows are in an earlier block as well, of this one or of those that other processes compute meanwhile."""
 
     def units(self, term: int) -> slice:
         """All of a term's; they are consecutive."""
@@ -47,18 +51,19 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
 
     A step has one unit at least and by default no more of a term than fits the budget. A block has one step, or as many
     as make a product with a head worth while; it ends where no unit of any term goes on, so that each row is in one
-    block only, whichever process computes it. Processes of a share have equally many rows, up to a unit, equally many
-    blocks, and in each as many steps as the others in theirs: what they read together in a step they read equally
-    often. Several terms wait for the device once each. Raises ConfigError for a chunk_size below 1.
+    block only. Where units lie across each other for too long, it ends among them, and the rows of its last units are
+    in the next block as well. Processes of a share have equally many rows, up to such a stretch, equally many blocks,
+    and in each as many steps as the others in theirs: what they read together in a step they read equally often.
+    Several terms wait for the device once each. Raises ConfigError for a chunk_size below 1.
     """
     rows = terms[0].rows if len(terms) == 1 else torch.cat([term.rows for term in terms]).unique()
     places = [_Places.of(rows, term, is_alone=len(terms) == 1) for term in terms]
     index, processes = source.share
-    found = list(_blocks_of_all(source, rows, places, _rows_at_once(source, terms)))
+    found = list(_blocks_of_all(source, rows, places, _Lengths.of(source, terms)))
     for first in range(0, len(found), processes):
         at_once = found[first : first + processes]
-        own = at_once[index] if index < len(at_once) else Block(rows[:0], (_nothing_from(terms),))
-        yield _with_steps(own, max(len(block.steps) for block in at_once))
+        own = at_once[index] if index < len(at_once) else Block(rows[:0], (_nothing_from(terms),), overlaps=False)
+        yield _among(own, at_once)
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:
@@ -105,66 +110,82 @@ def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, st
     return max(fitting, start + 1)
 
 
-def _rows_at_once(source: LogitRows, terms: Sequence[Term]) -> int:
-    """Rows within which steps begin that are read together."""
-    fitting = rows_budget(source, terms) // (width_of(terms) * source.dtype.itemsize)
-    return max(fitting, 1) if source.is_product else 1
+@dataclass(frozen=True, slots=True)
+class _Lengths:
+    """How many rows a block has."""
+
+    at_once: int
+    """Within which steps begin that are read together."""
+    longest: int
+    """Within which steps begin that are read together because their units lie across each other."""
+
+    @staticmethod
+    def of(source: LogitRows, terms: Sequence[Term]) -> _Lengths:
+        fitting = max(rows_budget(source, terms) // (width_of(terms) * source.dtype.itemsize), 1)
+        return _Lengths(fitting if source.is_product else 1, LONGEST * fitting)
 
 
 def _nothing_from(terms: Sequence[Term]) -> Step:
     return tuple((slice(term.num_units, term.num_units), slice(0, 0)) for term in terms)
 
 
-def _with_steps(block: Block, number: int) -> Block:
-    """The block with empty steps at its end, of which a term computes what it does of no unit."""
-    nothing = tuple((slice(units.stop, units.stop), slice(0, 0)) for units, _ in block.steps[-1])
-    return Block(block.rows, block.steps + (nothing,) * (number - len(block.steps)))
+def _among(own: Block, at_once: Sequence[Block]) -> Block:
+    """The block as one of those that the processes of a share compute at once.
+
+    It gets empty steps at its end, of which a term computes what it does of no unit.
+    """
+    nothing = tuple((slice(units.stop, units.stop), slice(0, 0)) for units, _ in own.steps[-1])
+    missing = max(len(block.steps) for block in at_once) - len(own.steps)
+    return Block(own.rows, own.steps + (nothing,) * missing, any(block.overlaps for block in at_once))
 
 
-def _blocks_of_all(source: LogitRows, rows: Tensor, places: Sequence[_Places], rows_at_once: int) -> Iterator[Block]:
+def _blocks_of_all(source: LogitRows, rows: Tensor, places: Sequence[_Places], lengths: _Lengths) -> Iterator[Block]:
     """Blocks of all processes of a share, which deal out equal parts of the rows."""
-    of_a_process, begin = -(-len(rows) // source.share[1]), 0
+    of_a_process, begin, read_to = -(-len(rows) // source.share[1]), 0, 0
     while begin < len(rows):
-        limit = _end_of_units_across(places, min(begin + of_a_process, len(rows)))
+        limit = _end_of_units_across(places, min(begin + of_a_process, len(rows)), lengths.longest)
         while begin < limit:
-            steps, end = _steps_from(source, places, begin, limit, rows_at_once)
-            yield Block(rows[begin:end], tuple(steps))
-            begin = end
+            steps, next_begin, end = _steps_from(source, places, begin, limit, lengths)
+            yield Block(rows[begin:end], tuple(steps), overlaps=begin < read_to)
+            begin, read_to = next_begin, max(read_to, end)
 
 
 def _steps_from(
-    source: LogitRows, places: Sequence[_Places], begin: int, limit: int, rows_at_once: int
-) -> tuple[list[Step], int]:
-    """The steps of a block that begins at this row, and the row that it ends before."""
+    source: LogitRows, places: Sequence[_Places], begin: int, limit: int, lengths: _Lengths
+) -> tuple[list[Step], int, int]:
+    """The steps of a block that begins at this row, the row that the next begins at, and that which it ends before."""
     steps, start, covered = [], begin, begin
-    while start < limit and (start < covered or start < begin + rows_at_once):
+    while start < min(limit, begin + (lengths.longest if start < covered else lengths.at_once)):
         end = _end_of_step(source, places, start, limit)
         units = [place.units_in(start, end) for place in places]
         steps.append(tuple((part, place.of_units(part, begin)) for place, part in zip(places, units, strict=True)))
         covered = max([covered, end, *(place.end_of_units(part) for place, part in zip(places, units, strict=True))])
         start = end
-    return steps, covered
+    return steps, min(place.begin_of_unit_from(start) for place in places), covered
 
 
 def _end_of_step(source: LogitRows, places: Sequence[_Places], begin: int, limit: int) -> int:
     """Before which row a step ends that begins at this one: if it can be, where no unit goes on."""
     end = min([limit, *(place.end_of_part(source, begin) for place in places)])
-    whole = _begin_of_units_across(places, end)
+    whole = _begin_of_units_across(places, end, begin)
     return whole if whole > begin else end
 
 
-def _begin_of_units_across(places: Sequence[_Places], row: int) -> int:
-    """The last row up to this one that no unit lies across."""
-    while (begin := min(place.begin_of_unit_across(row) for place in places)) < row:
+def _begin_of_units_across(places: Sequence[_Places], row: int, first: int) -> int:
+    """The last row up to this one that no unit lies across, looked for after `first` only."""
+    while row > first and (begin := min(place.begin_of_unit_across(row) for place in places)) < row:
         row = begin
     return row
 
 
-def _end_of_units_across(places: Sequence[_Places], row: int) -> int:
-    """The first row from this one on that no unit lies across."""
-    while (end := max(place.end_of_unit_across(row) for place in places)) > row:
-        row = end
-    return row
+def _end_of_units_across(places: Sequence[_Places], row: int, within: int) -> int:
+    """The first row from this one on that no unit lies across; the row itself if there is none within so many."""
+    end = row
+    while (further := max(place.end_of_unit_across(end) for place in places)) > end:
+        if further - row > within:
+            return row
+        end = further
+    return end
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +218,11 @@ class _Places:
 
     def end_of_units(self, units: slice) -> int:
         return self._rows_of(units.stop - 1).stop if units.stop > units.start else 0
+
+    def begin_of_unit_from(self, row: int) -> int:
+        """The first row from this one on that a unit begins at; behind the last if none does."""
+        unit = self._first_unit(row)
+        return self.num_rows if unit == self.term.num_units else self._rows_of(unit).start
 
     def begin_of_unit_across(self, row: int) -> int:
         """Of the unit that has rows before this one and others from it on; the row itself if there is none."""

@@ -62,7 +62,7 @@ class _ChunkedSum(torch.autograd.Function):
                 found, gradient = terms[i].sums_and_gradient(logits, part, coefficients[i])
                 sums[i] += found
                 of_block.add(places, gradients.pull_back(logits, gradient))
-            gradients.add(block.rows, of_block.total())
+            gradients.add(block.rows, of_block.total(), onto=block.overlaps)
         saved = gradients.sums()
         ctx.dtypes = [None if gradient is None else leaf.dtype for leaf, gradient in zip(leaves, saved, strict=True)]
         ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))

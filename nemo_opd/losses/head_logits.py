@@ -99,7 +99,7 @@ class _HeadGradients(Gradients):
         self._of_weight = _fp32_zeros(head.weight)
         self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         width = gradient.shape[1]
         weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
@@ -110,7 +110,8 @@ class _HeadGradients(Gradients):
         gradient = gradient.to(self._operand)
         if self._of_hidden is not None:
             of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
-            self._of_hidden.index_copy_(0, rows, of_rows)
+            put = self._of_hidden.index_add_ if onto else self._of_hidden.index_copy_
+            put(0, rows, of_rows)
         if self._of_weight is not None:
             _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows), factor)
 

@@ -47,7 +47,7 @@ class TrainableRows(LogitRows):
 
     @abstractmethod
     def gradients(self) -> Gradients:
-        """Zero, to be added to, a row once."""
+        """Zero, to be added to."""
 
 
 class Gradients(ABC):
@@ -57,8 +57,12 @@ class Gradients(ABC):
     """To which `add` may round what it is given."""
 
     @abstractmethod
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
-        """With respect to what `pull_back` leads to: [R, width] of rows [R], none of which is added to again."""
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
+        """With respect to what `pull_back` leads to: [R, width] of rows [R].
+
+        onto: some rows were added to before, or are twice among those that the processes of a share add at once. All
+        processes have the same.
+        """
 
     @abstractmethod
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
@@ -125,10 +129,15 @@ class _TensorGradients(Gradients):
         self._rows = self._sum.flatten(0, 1)
         self._is_put = torch.zeros(len(self._rows), dtype=torch.bool, device=logits.device)
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         width = gradient.shape[1]
-        self._rows.narrow(1, 0, width).index_copy_(0, rows, gradient.to(self._sum.dtype))
-        self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
+        columns = self._rows.narrow(1, 0, width)
+        if onto:
+            self._rows.index_fill_(0, rows[~self._is_put[rows]], 0)
+            columns.index_add_(0, rows, gradient.to(self._sum.dtype))
+        else:
+            columns.index_copy_(0, rows, gradient.to(self._sum.dtype))
+            self._rows.narrow(1, width, self._rows.shape[1] - width).index_fill_(0, rows, 0)
         self._is_put.index_fill_(0, rows, True)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:

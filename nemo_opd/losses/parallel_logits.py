@@ -43,11 +43,11 @@ class _VocabParallelGradients(Gradients):
         self._source, self._local = source, source.local.gradients()
         self.dtype = self._local.dtype
 
-    def add(self, rows: Tensor, gradient: Tensor) -> None:
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
         every, counts = shards.gather_rows(rows)
         gradient = gradient.to(self.dtype)
-        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])))
+        self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return self._local.pull_back(logits, gradient)

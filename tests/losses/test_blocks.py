@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.blocks import blocks, own_share, unit_parts
+from nemo_opd.losses.blocks import LONGEST, blocks, own_share, unit_parts
 from nemo_opd.losses.logit_rows import TensorLogits
 from nemo_opd.losses.term import Term, unit_cells
 
@@ -71,7 +71,7 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
         read: set[int] = set()
         for block in blocks(source, terms):
             assert len(block.rows.unique()) == len(block.rows)
-            assert not read & set(block.rows.tolist())
+            assert block.overlaps >= bool(read & set(block.rows.tolist()))
             read |= set(block.rows.tolist())
             for step in block.steps:
                 for i, (part, places) in enumerate(step):
@@ -96,3 +96,34 @@ def test_every_process_of_a_share_has_a_product():
 
     term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
     assert [block.rows.tolist() for block in blocks(Shared(torch.zeros(1, 1, 1)), [term])] == [[2, 3]]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+@pytest.mark.parametrize("kind", [TensorLogits, Product])
+def test_units_that_lie_across_each_other_all_along_are_cut(kind, processes, monkeypatch):
+    """Bug: no row suited all terms as the end of a block, so that one process read all rows at once."""
+    length, fitting = 8192, 256
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", fitting * 4)
+    terms = []
+    for first in (0, 1):
+        begins = list(range(0, length - 2 * first + 1, 2))
+        rows = torch.arange(first, length - first)
+        terms.append(Term(rows, nothing, unit_cells(len(begins) - 1, 1), 1, begins))
+    found = []
+    for index in range(processes):
+        source = kind(torch.zeros(1, 1, 1))
+        source.share = (index, processes)
+        found.append(list(blocks(source, terms)))
+    assert max(len(block.rows) for own in found for block in own) <= (LONGEST + 1) * fitting
+    rounds = list(zip(*found, strict=True))
+    read: set[int] = set()
+    for at_once in rounds:
+        assert len({(len(block.steps), block.overlaps) for block in at_once}) == 1
+        for block in at_once:
+            assert block.overlaps >= bool(read & set(block.rows.tolist()))
+            read |= set(block.rows.tolist())
+    for i, term in enumerate(terms):
+        units = [step[i][0] for at_once in rounds for block in at_once for step in block.steps]
+        assert sorted(unit for part in units for unit in range(part.start, part.stop)) == list(range(term.num_units))
+    of_each = [sum(len(block.rows) for block in own) for own in found]
+    assert max(of_each) - min(of_each) <= (LONGEST + 1) * fitting

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from nemo_opd.losses.blocks import blocks
 from nemo_opd.losses.chunked import chunked_sum
 from nemo_opd.losses.head_logits import Head, HeadLogits
 from nemo_opd.losses.logit_rows import TensorLogits
@@ -162,3 +163,25 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
     loss.backward()
     assert loss.dtype == torch.float32
     assert source.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("is_product", [False, True])
+def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
+    """Pairs that lie across each other all along are cut. Bug: the later block's gradient in place of the sum."""
+    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 1)
+    hidden = torch.randn(2, 12, 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    terms = []
+    for first, width in ((0, 4), (1, 5)):
+        begins = list(range(0, 24 - 2 * first + 1, 2))
+        rows = torch.arange(first, 24 - first)
+        terms.append(Term(rows, squares_of_pairs, unit_cells(len(begins) - 1, 2 * width), width, begins))
+    logits = hidden @ weight.t()
+    source = HeadLogits(hidden, Head(weight)) if is_product else TensorLogits(logits)
+    assert any(block.overlaps for block in blocks(source, terms))
+    found = chunked_sum(source, terms, [0.5, -1.5])
+    flat = logits.flatten(0, 1)
+    whole = slice(0, None)
+    total = 0.5 * terms[0].loss_of(flat[:, :4], whole).sum() - 1.5 * terms[1].loss_of(flat[1:-1], whole).sum()
+    gradients = [torch.autograd.grad(value, [hidden, weight], retain_graph=True) for value in (found.total, total)]
+    torch.testing.assert_close(*gradients)

@@ -33,8 +33,9 @@ def test_a_whole_head(seed: int) -> None:
     assert abs(loss.item() - exact.loss.item()) <= value_bound(draw, exact)
     loss.backward()
     leaves = [leaf for leaf in (hidden, head.weight, head.bias) if leaf is not None]
-    sizes = products(exact, hidden.detach(), head.weight.detach())
-    for leaf, wanted, size in zip(leaves, exact.gradients, sizes, strict=False):
+    sizes = products(exact, hidden.detach(), head.weight.detach())[: len(leaves)]
+    for leaf, wanted, size in zip(leaves, exact.gradients, sizes, strict=True):
+        assert leaf.grad is not None
         assert leaf.grad.dtype == draw.dtype
         assert float((leaf.grad.double() - wanted).norm()) <= gradient_bound(draw, exact, wanted, size)
 
