@@ -20,6 +20,8 @@ torch.set_num_threads(1)
 # A busy machine is slow, which says nothing about the code.
 settings.register_profile("unhurried", settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("unhurried")
+# Of clusters that tests start themselves: their workers would give way to all others and hardly get anything done.
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 SLOWEST = ("training", "workers", "models", "cluster", "rollout")
 """Folders of tests; with these first, processes that share out the files are done at about the same time."""
 ON_THE_REFERENCE = ("test_run.py", "test_resume.py", "test_across_nodes.py")
