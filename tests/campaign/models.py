@@ -1,0 +1,118 @@
+"""Tiny models of many families with random weights, and tokenizers of both kinds, written once to a folder."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    Olmo2Config,
+    Phi3Config,
+    PhiConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from tests import tokenizers_fixture
+
+HIDDEN, HEADS, INTERMEDIATE = 24, 6, 36
+"""Two and three ranks divide the heads and the intermediate size."""
+HEAD_DIM = {"head_dim": 8}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen2": (Qwen2Config, {}),
+    "qwen3": (Qwen3Config, HEAD_DIM),
+    "gemma2": (Gemma2Config, HEAD_DIM),
+    "gemma3": (Gemma3TextConfig, HEAD_DIM | SLIDING),
+    "phi": (PhiConfig, {"qk_layernorm": True}),
+    "phi3": (Phi3Config, {}),
+    "olmo2": (Olmo2Config, {}),
+}
+SOFT_CAPPED = ("gemma2", "gemma3")
+
+
+@cache
+def tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """bytes_*: byte-level BPEs that split differently; pieces_*: BPEs of pieces with byte fallback."""
+    return {
+        "bytes_400": lambda: tokenizers_fixture.byte_level(400),
+        "bytes_340": lambda: tokenizers_fixture.byte_level(340, tokenizers_fixture.DIGITS_ONE_BY_ONE, "</s>", ()),
+        "pieces_480": lambda: tokenizers_fixture.sentencepiece(480),
+        "pieces_440": lambda: tokenizers_fixture.sentencepiece(440, dummy_prefix=True),
+    }[name]()
+
+
+TOKENIZERS = ("bytes_400", "bytes_340", "pieces_480", "pieces_440")
+
+
+@dataclass(frozen=True)
+class ModelDraw:
+    """One model."""
+
+    family: str
+    tokenizer: str
+    seed: int
+    kv_heads: int
+    extra_rows: int
+    """Of the head and the embeddings beyond the tokenizer."""
+    tied: bool
+    soft_cap: float | None
+    std: float
+    """Of all weights."""
+
+    def save(self, folder: Path) -> Path:
+        """The model's folder, in `folder`; written where it is not there yet."""
+        names = (
+            self.family,
+            self.tokenizer,
+            self.seed,
+            self.kv_heads,
+            self.extra_rows,
+            self.tied,
+            self.soft_cap,
+            self.std,
+        )
+        path = folder / "_".join(map(str, names))
+        if path.exists():
+            return path
+        own = tokenizer(self.tokenizer)
+        kind, more = FAMILIES[self.family]
+        config = kind(
+            **more,
+            **({"final_logit_softcapping": self.soft_cap} if self.family in SOFT_CAPPED else {}),
+            vocab_size=len(own) + self.extra_rows,
+            hidden_size=HIDDEN,
+            intermediate_size=INTERMEDIATE,
+            num_hidden_layers=2,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS if self.family == "phi" else self.kv_heads,
+            max_position_embeddings=128,
+            pad_token_id=None,
+            bos_token_id=None,
+            eos_token_id=own.eos_token_id,
+            tie_word_embeddings=self.tied,
+        )
+        model = AutoModelForCausalLM.from_config(deepcopy(config))
+        generator = torch.Generator().manual_seed(self.seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter, std=self.std, generator=generator)
+        model.save_pretrained(path)
+        return path
+
+
+def save_tokenizer(name: str, folder: Path) -> Path:
+    """Apart from models: transformers takes a model's family for the kind of a tokenizer beside it."""
+    path = folder / name
+    if not path.exists():
+        tokenizer(name).save_pretrained(path)
+    return path
