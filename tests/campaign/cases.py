@@ -66,7 +66,8 @@ def case(drawn: Draw, folder: Path) -> Case:
     data: dict[str, Any] = {"train": {"jsonl_files": [str(documents)]}, "shuffle": False, "cache": False}
     if drawn.on_policy:
         data["response_key"] = "response"
-    cluster = {"device": "cpu", "cpu_ranks": drawn.world}
+    # With an address nobody asks whether this machine has a core for each rank.
+    cluster = {"device": "cpu", "cpu_ranks": drawn.world, "address": "auto"}
     output = {"output_dir": str(folder / "output")}
     try:
         settings = with_models(drawn, folder) | {"data": data, "cluster": cluster, "run": output}

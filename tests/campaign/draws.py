@@ -174,7 +174,7 @@ def term(pick: random.Random, kind: str) -> dict[str, Any]:
             "coverage_coef": pick.choice((0.0, 0.5, 1.0)),
             "power_alpha": pick.choice((None, 1.0, 3.0)),
         }
-    if kind in CROSS and kind != "strict":
+    if kind in CROSS:
         found["continuation_weight"] = pick.choice((0.0, 0.0, 0.7))
     if kind == "p_kl":
         found |= {"merge": pick.choice((None, None, "mean")), "coverage_coef": pick.choice((None, 0.0, 0.5))}

@@ -8,8 +8,13 @@ from tests.workers.local import Trained, Training, gathered, in_world, train
 
 
 def run(cases: list[Case], num_ranks: int, folder: Path) -> list[Trained | str]:
-    """What each trains, or the error it ends with."""
-    return in_world(num_ranks, attempt, [case.training for case in cases], folder)
+    """What each trains, or the error it ends with. A case that ends its world is found by a world for each."""
+    try:
+        return in_world(num_ranks, attempt, [case.training for case in cases], folder)
+    except Exception:
+        if len(cases) == 1:
+            return [traceback.format_exc()]
+    return [made for i, case in enumerate(cases) for made in run([case], num_ranks, folder / str(i))]
 
 
 def attempt(job: Training) -> Trained | str:

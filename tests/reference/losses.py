@@ -132,23 +132,21 @@ def chunk_loss(term: dict, pair: Pair, own: list[int], theirs: list[int], kept: 
     kind, is_single = term["type"], len(own) == len(theirs) == 1
     if kind == "alm":
         return alm(term, pair, own, theirs)
+    weight = 0.0 if is_single else term.get("continuation_weight", 0.0)
+    continuation = weight * alm(term, pair, own, theirs) if weight else 0.0
     if kind == "strict" and not (is_single and (pair.x[own[0]], pair.y[theirs[0]]) in pair.maps.pairs(math.inf)):
-        return None
+        return continuation if weight else None
     how = "geometric" if term.get("merge") == "mean" else term.get("merge")
     log_q = merged(term, pair.w, pair.y, theirs, how)
     log_p = merged(term, pair.z, pair.x, own, "arithmetic" if how == "geometric" and kind == "p_kl" else how)
-    if kind in ("p_kl", "byte_prefix"):
-        value = (
-            p_kl(term, pair, log_q, log_p, kept)
-            if kind == "p_kl"
-            else byte_prefix(term, pair, log_q, log_p, own, theirs)
-        )
+    if kind == "p_kl":
+        value = p_kl(term, pair, log_q, log_p, kept)
+    elif kind == "byte_prefix":
+        value = byte_prefix(term, pair, log_q, log_p, own, theirs)
     else:
         losses = {"gold": gold, "h_kl": gold, "strict": strict, "shared_prefix": shared_prefix, "uld": uld}
         value = losses[kind](term, pair, log_q, log_p)
-    value = term["temperature"] ** 2 * value
-    weight = 0.0 if is_single else term.get("continuation_weight", 0.0)
-    return value + weight * alm(term, pair, own, theirs) if weight else value
+    return term["temperature"] ** 2 * value + continuation
 
 
 def merged(term: dict, logits: Tensor, ids: list[int], positions: list[int], how: str | None) -> Tensor:
