@@ -1,6 +1,7 @@
 """Draws made ready: the plan, the batches, and what the package and the reference make of them."""
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from nemo_opd.config import RunConfig
 from nemo_opd.data.collate import collate
+from nemo_opd.data.loader import SampleSource
 from nemo_opd.errors import OPDError
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.objective import objective_values
@@ -20,10 +22,10 @@ from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
 from nemo_opd.types import Batch, Last
 from tests.campaign.draws import BATCH, STEPS, Draw, with_models
-from tests.campaign.plain import Facts, plain_run
+from tests.campaign.plain import Rows, plain_rows, plain_run
 from tests.reference.trainer import train as plain_training
 from tests.tiny import SENTENCES
-from tests.workers.local import Trained, Training, first_batches
+from tests.workers.local import Trained, Training
 
 ROUNDING = {"float64": 1.2e-7, "float32": 2e-6}
 """Relative, of what a model computes: float64 models of transformers have norms in fp32, and master weights and the
@@ -45,7 +47,8 @@ class Case:
     drawn: Draw
     plan: Plan
     batches: list[Batch]
-    facts: list[Facts]
+    rows: list[Rows]
+    """The same as the reference takes it."""
 
     @property
     def training(self) -> Training:
@@ -53,7 +56,7 @@ class Case:
 
     def expected(self, nudge: float = 0.0) -> Expected:
         names = [own.tokenizer for own in self.drawn.teachers]
-        return Expected(*plain_training(plain_run(self.plan, self.batches, self.facts, names), nudge))
+        return Expected(*plain_training(plain_run(self.plan, self.rows, names), nudge))
 
 
 class RefusedError(Exception):
@@ -75,17 +78,22 @@ def case(drawn: Draw, folder: Path) -> Case:
     except (ValidationError, OPDError) as error:
         raise RefusedError(str(error)) from error
     plan = replace(plan, config=in_dtype(plan.config, drawn.dtype))
-    if drawn.on_policy:
-        batches, facts = zip(*(rollout_batch(plan, drawn, step) for step in range(STEPS)), strict=True)
-        return Case(drawn, plan, list(batches), list(facts))
-    batches = first_batches(plan, STEPS)
+    both = [(rollout_batch if drawn.on_policy else document_batch)(plan, drawn, step) for step in range(STEPS)]
+    return Case(drawn, plan, *map(list, zip(*both, strict=True)))
+
+
+def document_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
+    """The documents in their order; the last batch of an epoch is short."""
     number = len(plan.data.train)
-    facts = []
-    begin = 0
-    for batch in batches:
-        facts.append([{"prompt": b, "route": routes(drawn)[(begin + b) % number]} for b in range(len(batch))])
-        begin += len(batch)
-    return Case(drawn, plan, batches, facts)
+    begin = step % math.ceil(number / BATCH) * BATCH
+    indices = list(range(number))[begin : begin + BATCH]
+    samples = list(SampleSource(plan.data.train, plan.data.make_sample).each(indices))
+    return collate(samples), plain_rows(samples, None, [route(plan, drawn, i) for i in indices])
+
+
+def route(plan: Plan, drawn: Draw, index: int) -> dict[str, Any]:
+    is_routed = plan.config.aggregation.type == "routed"
+    return {"prompt": index, "route": routes(drawn)[index] if is_routed else None}
 
 
 def in_dtype(config: RunConfig, dtype: str) -> RunConfig:
@@ -114,7 +122,7 @@ def routes(drawn: Draw) -> list[int]:
     return random.integers(len(drawn.teachers), size=BATCH * STEPS - 3).tolist()
 
 
-def rollout_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Facts]:
+def rollout_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
     """Two rollouts of each of two prompts, and the responses that the dataset has to two others."""
     data = plan.data
     assert isinstance(data, Prompts)
@@ -127,10 +135,8 @@ def rollout_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Facts]:
     batch = with_rollouts(collate(samples), rollouts, others, rewards, plan.config)
     indices = [each.prompt.index for each in rollouts] + [prompt.index for prompt in others]
     paid = [*rewards, *[0.0] * len(others)]
-    return batch, [
-        {"prompt": index, "route": routes(drawn)[index], "reward": reward}
-        for index, reward in zip(indices, paid, strict=True)
-    ]
+    facts = [route(plan, drawn, i) | {"reward": reward} for i, reward in zip(indices, paid, strict=True)]
+    return batch, plain_rows(samples, batch.sampled, facts)
 
 
 def rollout(prompt: Prompt, sample: int, data: Prompts, plan: Plan, random: np.random.Generator) -> Rollout:
@@ -147,8 +153,11 @@ def rollout(prompt: Prompt, sample: int, data: Prompts, plan: Plan, random: np.r
     ids = np.concatenate([asked, said]).astype(np.int32)
     mask = np.arange(len(ids)) >= len(asked)
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
+    warp = random.normal(0.5, 1, len(ids)) * (random.random() < 0.8)
+    behaviour = np.where(mask, np.minimum(logprobs + warp, -0.1), 0).astype(np.float32)
     turns = np.array([[len(asked), len(ids)]], np.int32)
-    return Rollout(prompt, sample, ids, mask, logprobs, turns, (response,), (), "stop" if stops else "length", 0)
+    finish = "stop" if stops else "length"
+    return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, (response,), (), finish, 0)
 
 
 def differences(case: Case, trained: Trained) -> list[str]:
@@ -165,7 +174,8 @@ def differences(case: Case, trained: Trained) -> list[str]:
 def compared(case: Case, expected: Expected, nudged: Expected, trained: Trained, rounding: float) -> list[str]:
     found = []
     for step, (wanted, moved, raw) in enumerate(zip(expected.curve, nudged.curve, trained.curve, strict=True)):
-        made = objective_values(case.plan.config, {name: Last(value) for name, value in raw.items()}, 1.0, "train")
+        metrics = {name: Last(value) for name, value in raw.items()}
+        made = objective_values(case.plan.config, metrics, raw["kd_scale"], "train")
         for name, value in wanted.items():
             own, allowed = (
                 made[f"train/{name}"],

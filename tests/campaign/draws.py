@@ -128,6 +128,8 @@ def draw(seed: int, **fixed: Any) -> Draw:
             each.pop("vocab_topk", None)  # it is chosen in a microbatch of a rank, which the reference does not know
     if on_policy:
         settings |= sampled(pick, main)
+    later(random.Random(seed + 10**6), settings, on_policy)
+    without_idle(settings, on_policy)
     dtype = fixed.get("dtype") or pick.choice(("float64", "float64", "float64", "float32"))
     return Draw(seed, world, dtype, student, tuple(teachers), settings)
 
@@ -225,6 +227,51 @@ def sampled(pick: random.Random, main: str) -> dict[str, Any]:
         "rollout": {"type": "hf", "n": 2, "max_new_tokens": 12, "on_policy_share": 0.7},
         **({"reward": reward} if reward else {}),
     }
+
+
+def later(pick: random.Random, settings: dict[str, Any], on_policy: bool) -> None:
+    """Settings that are drawn apart, so that seeds keep what they have."""
+    terms = [settings["loss"], *(entry["loss"] for entry in settings["teachers"] if "loss" in entry)]
+    for each in terms:
+        if each["type"] in ("sampled_kl", "grpo"):
+            cap = pick.choice((None, 0.7, 2.0))
+            level = "sequence" if cap and each.get("update") != "direct" and pick.random() < 0.5 else "token"
+            veto = pick.choice((None, None, 1e-3, 0.2))
+            each |= {"importance_cap": cap, "importance_level": level, "importance_veto": veto}
+    if settings["loss"]["ce_weight"] and settings["loss"]["type"] != "grpo" and pick.random() < 0.4:
+        settings["loss"] |= {"scaling": "dynamic", "scaling_decay": pick.choice((0.5, 0.99))}
+        settings["loss"]["scaling_cap"] = pick.choice((0.5, 100.0))
+    if settings["aggregation"]["type"] in ("select_teacher", "routed"):
+        for entry in settings["teachers"]:
+            if entry["type"] == "same_tokenizer" and pick.random() < 0.4:
+                entry["loss"] = term(pick, "tcad")
+
+
+def without_idle(settings: dict[str, Any], on_policy: bool) -> None:
+    """Leave out what has no effect or does not go together, which is refused."""
+    loss, entries, scheduler = settings["loss"], settings["teachers"], settings["student"]["scheduler"]
+    aggregation = settings["aggregation"]
+    is_scored = aggregation["type"] == "select_teacher" or aggregation.get("weights", "static") != "static"
+    is_weighed = (settings.get("reward") or {}).get("weighting_beta") is not None
+    if scheduler["type"] != "cosine":
+        scheduler.pop("min_lr_ratio")
+    for each in (loss, *(entry["loss"] for entry in entries if "loss" in entry)):
+        idle = {
+            "beta": each.get("divergence") != "jsd",
+            "mixed_weight": each.get("divergence") != "mixed",
+            "uncommon_topk": each.get("uncommon_weight") == 0,
+            "dual_clip": each.get("update") == "direct",
+            "power_alpha": not on_policy,
+        }
+        for key in (key for key, is_idle in idle.items() if is_idle):
+            each.pop(key, None)
+        if each["type"] == "tcad" and on_policy and (is_scored or is_weighed):
+            each["power_alpha"] = None
+    followers = {entry["type"] for entry in entries if "loss" not in entry}
+    if loss["type"] in CROSS[:-1] and followers == {"same_tokenizer"}:
+        for key in ("continuation_weight", "merge", "coverage_coef", "vocab_topk", "common_weight", "uncommon_weight",
+                    "uncommon_topk", "top_k", "normalization"):  # fmt: skip
+            loss.pop(key, None)
 
 
 def with_models(drawn: Draw, folder: Path) -> dict[str, Any]:

@@ -1,21 +1,25 @@
 """What a plan and its batches hold, as the plain values that the reference trainer takes."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nemo_opd.alignment import pieces_of
-from nemo_opd.data.collate import NO_CHUNK
+from nemo_opd.config.loss import LossTerm
+from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch, TeacherRows, TokenRows
+from nemo_opd.types import SampledRows
 from tests.campaign.models import tokenizer
 
+Rows = list[dict[str, Any]]
+
 Facts = list[dict[str, Any]]
-"""By row what no batch holds: reward, prompt, the teacher it is routed to."""
+"""By row what no sample holds: reward, prompt, the teacher it is routed to."""
 
 
-def plain_run(plan: Plan, batches: list[Batch], facts: list[Facts], tokenizers: list[str]) -> dict[str, Any]:
+def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) -> dict[str, Any]:
     """tokenizers: of the teachers."""
     config = plan.config
     settings = config.model_dump(warnings=False)
@@ -25,7 +29,8 @@ def plain_run(plan: Plan, batches: list[Batch], facts: list[Facts], tokenizers: 
             "model": teacher.model,
             "weight": teacher.weight,
             "vocab_size": plan.teachers[i].vocab_size,
-            "term": config.term(i).model_dump(),
+            "is_same": teacher.type == "same_tokenizer",
+            "term": plain_term(config.term(i)),
             "maps": plain_maps(plan.teachers[i].projection, tokenizers[i]),
         }
         for i, teacher in enumerate(config.active_teachers)
@@ -40,8 +45,15 @@ def plain_run(plan: Plan, batches: list[Batch], facts: list[Facts], tokenizers: 
         "gradient_clip": config.train.gradient_clip,
         "total_steps": plan.total_steps,
         "weighting_beta": None if config.reward is None else config.reward.weighting_beta,
-        "batches": [plain_rows(*each) for each in zip(batches, facts, strict=True)],
+        "batches": batches,
     }
+
+
+def plain_term(term: LossTerm) -> dict[str, Any]:
+    """With what METHODS §5 says of weights and sizes that are not given."""
+    given = term.model_dump()
+    ones = dict.fromkeys(("coverage_coef", "common_weight", "uncommon_weight"), 1.0)
+    return given | {key: value for key, value in (ones | {"uncommon_topk": 8192}).items() if given.get(key) is None}
 
 
 def plain_maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any] | None:
@@ -62,31 +74,32 @@ def plain_maps(projection: ProjectionMatrix | None, name: str) -> dict[str, Any]
     }
 
 
-def plain_rows(batch: Batch, facts: Facts) -> list[dict[str, Any]]:
+def plain_rows(samples: Sequence[Sample], sampled: SampledRows | None, facts: Facts) -> list[dict[str, Any]]:
+    """Of a batch that was made of these samples."""
     rows = []
-    for b, more in enumerate(facts):
-        row = plain_tokens(batch.student, b)
-        length = len(row["ids"])
-        row["sampled"] = batch.sampled is not None and bool(batch.sampled.is_sampled[b])
-        row["behaviour"] = None if batch.sampled is None else batch.sampled.logprobs[b, :length].tolist()
-        row["teachers"] = [plain_teacher(teacher, b, length) for teacher in batch.teachers]
+    for b, (sample, more) in enumerate(zip(samples, facts, strict=True)):
+        row = plain_tokens(sample.student) | {"sampled": False}
+        if sampled is not None and sampled.is_sampled[b]:
+            length = len(sample.student)
+            behaviour, drawn = (each[b, :length].tolist() for each in (sampled.logprobs, sampled.behaviour_logprobs))
+            row |= {"sampled": True, "behaviour": behaviour, "drawn": drawn}
+        row["teachers"] = [plain_teacher(teacher, sample.student) for teacher in sample.teachers]
         rows.append(row | more)
     return rows
 
 
-def plain_tokens(rows: TokenRows, b: int) -> dict[str, Any]:
-    own = slice(int(rows.lengths[b]))
+def plain_tokens(tokens: Tokens) -> dict[str, Any]:
     return {
-        "ids": rows.ids[b, own].tolist(),
-        "scored": rows.loss_mask[b, own].tolist(),
-        "num_bytes": rows.num_bytes[b, own].tolist(),
+        "ids": tokens.ids.tolist(),
+        "scored": tokens.loss_mask.tolist(),
+        "num_bytes": tokens.num_bytes.tolist(),
     }
 
 
-def plain_teacher(rows: TeacherRows, b: int, student_length: int) -> dict[str, Any]:
-    own = plain_tokens(rows.tokens, b)
-    if rows.chunks is None:
-        return own | {"chunks": None}
-    student, teacher = rows.chunks.student[b].tolist(), rows.chunks.teacher[b].tolist()
-    assert all(chunk == NO_CHUNK for chunk in student[student_length:])
-    return own | {"chunks": (student[:student_length], teacher[: len(own["ids"])])}
+def plain_teacher(teacher: TeacherSample, student: Tokens) -> dict[str, Any]:
+    """A teacher with the student's tokenizer has a chunk for each scored token."""
+    if teacher.chunks is None:
+        each = [i if scored else -1 for i, scored in enumerate(student.loss_mask.tolist())]
+        return plain_tokens(student) | {"chunks": (each, each), "stop": len(each)}
+    chunks = teacher.chunks.student.tolist(), teacher.chunks.teacher.tolist()
+    return plain_tokens(teacher.tokens) | {"chunks": chunks, "stop": teacher.chunks.stop}

@@ -20,6 +20,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.window import OutputHandle, Window, windows
 from nemo_opd.logging.metrics import values
 from nemo_opd.training.batch_grid import leads, reduced
+from nemo_opd.training.objective import KDScale
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch, Metric
@@ -89,10 +90,13 @@ class LocalModels:
         return self.grid.by_rank(batch, layout)[dist.get_rank()]
 
     def train_step(self, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False) -> dict[str, float]:
+        return values(self.step_metrics(batch, kd_scale, compare_gradients=compare_gradients))
+
+    def step_metrics(self, batch: Batch, kd_scale: float, *, compare_gradients: bool) -> dict[str, Metric]:
         taught, windows = self.teach(batch)
         normalizers = self.student.parts.normalizers(taught)
         step = StudentStep(self.own(taught), windows, normalizers, kd_scale, compare_gradients)
-        return values(self.reduced(self.student.train_step(step)) | self.shared(taught))
+        return self.reduced(self.student.train_step(step)) | self.shared(taught)
 
     def evaluate(self, batch: Batch) -> dict[str, float]:
         taught, windows = self.teach(batch)
@@ -166,6 +170,7 @@ class Training:
 @dataclass(frozen=True)
 class Trained:
     curve: list[dict[str, float]]
+    """With the scale of KD in each step."""
     evaluation: dict[str, float]
     """Of the first batch, after training."""
     weights: dict[str, Tensor]
@@ -175,7 +180,12 @@ def train(job: Training) -> Trained:
     models = LocalModels(job.plan)
     if job.load_from is not None:
         models.student.load(job.load_from)
-    curve = [models.train_step(batch, compare_gradients=job.compare_gradients) for batch in job.batches]
+    scale = KDScale(job.plan.config.loss)
+    curve = []
+    for batch in job.batches:
+        metrics = models.step_metrics(batch, scale.value, compare_gradients=job.compare_gradients)
+        curve.append(values(metrics) | {"kd_scale": scale.value})
+        scale.update(metrics)
     if job.save_to is not None:
         models.student.save(job.save_to)
     if job.export_to is not None:
