@@ -1,11 +1,11 @@
 """A seed → a case: everything a run depends on, drawn with the same chance wherever settings allow it."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.models import FAMILIES, SOFT_CAPPED, TOKENIZERS, ModelDraw, save_tokenizer
+from tests.campaign.models import FAMILIES, MORE, SOFT_CAPPED, TOKENIZERS, ModelDraw, save_tokenizer
 
 SAME, CROSS = (
     ("same_vocab", "tcad", "sampled_kl"),
@@ -130,6 +130,7 @@ def draw(seed: int, **fixed: Any) -> Draw:
         settings |= sampled(pick, main)
     later(random.Random(seed + 10**6), settings, on_policy)
     without_idle(settings, on_policy)
+    student, *teachers = wider(random.Random(seed + 2 * 10**6), [student, *teachers])
     dtype = fixed.get("dtype") or pick.choice(("float64", "float64", "float64", "float32"))
     return Draw(seed, world, dtype, student, tuple(teachers), settings)
 
@@ -245,6 +246,11 @@ def later(pick: random.Random, settings: dict[str, Any], on_policy: bool) -> Non
         for entry in settings["teachers"]:
             if entry["type"] == "same_tokenizer" and pick.random() < 0.4:
                 entry["loss"] = term(pick, "tcad")
+
+
+def wider(pick: random.Random, models: list[ModelDraw]) -> list[ModelDraw]:
+    """Some have one id more than others of the same tokenizer."""
+    return [replace(own, tokenizer=own.tokenizer + MORE) if pick.random() < 0.15 else own for own in models]
 
 
 def without_idle(settings: dict[str, Any], on_policy: bool) -> None:

@@ -41,9 +41,16 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 SOFT_CAPPED = ("gemma2", "gemma3")
 
 
+MORE = "_and_one"
+
+
 @cache
 def tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """bytes_*: byte-level BPEs that split differently; pieces_*: BPEs of pieces with byte fallback."""
+    """bytes_*: byte-level BPEs that split differently; pieces_*: BPEs with byte fallback; MORE: one id more."""
+    if name.endswith(MORE):
+        wider = deepcopy(tokenizer(name.removesuffix(MORE)))
+        wider.add_special_tokens({"additional_special_tokens": ["<|image|>"]})
+        return wider
     return {
         "bytes_400": lambda: tokenizers_fixture.byte_level(400),
         "bytes_340": lambda: tokenizers_fixture.byte_level(340, tokenizers_fixture.DIGITS_ONE_BY_ONE, "</s>", ()),

@@ -214,7 +214,7 @@ def sampled_kl(term: Dict, one: Dict, own: Dict) -> Iterator[Unit]:
         k3 = torch.exp(t - s) - 1 + s - t
         estimate = {"k1": s - t, "k2": (s - t) ** 2 / 2, "k3": k3}[term["estimator"]]
         is_direct, log_warp = term["update"] == "direct", sum(one["behaviour"][i] - one["drawn"][i] for i in ours)
-        trained = importance(term, one, ours) * estimate if is_direct else policy(term, one, ours, -float(estimate))
+        trained = importance(term, one, ours) * estimate if is_direct else policy(term, one, ours, -estimate.item())
         yield trained, math.exp(log_warp) * k3.detach()
 
 
@@ -230,7 +230,7 @@ def policy(term: Dict, one: Dict, tokens: list[int], advantage: float) -> Tensor
 
 def importance(term: Dict, one: Dict, tokens: list[int]) -> float:
     """min(W, cap) / r, W of the tokens or their whole sequence; 0 where a weight in that is below the veto."""
-    log_p = {i: float(likelihood(*predicted(one["z"], one["ids"], [i]))) for i in scored(one)}
+    log_p = {i: likelihood(*predicted(one["z"], one["ids"], [i])).item() for i in scored(one)}
     log_w = {i: log_p[i] - one["drawn"][i] for i in log_p}
     if min(log_w.values()) < math.log(term["importance_veto"] or 1e-300):
         return 0.0

@@ -100,9 +100,9 @@ def kd(run: Dict, batch: list[Dict]) -> tuple[Tensor, dict[str, float]]:
         mine = [one for one, c in zip(batch, choice, strict=True) if c in (None, i)]
         maps = (teacher["maps"] or {}) | {"kept": kept_columns(teacher, [(one, one["teachers"][i]) for one in mine])}
         for one in mine:
-            size = min(teacher["vocab_size"], run["student"]["vocab_size"]) if teacher["is_same"] else None
-            own = one["teachers"][i] | {"w": one["teachers"][i]["w"][:, :size]}
-            found = units(term, one | {"z": one["z"][:, :size]}, own, maps)
+            own = one["teachers"][i]
+            size = min(own["w"].shape[1], one["z"].shape[1]) if teacher["is_same"] else None
+            found = units(term, one | {"z": one["z"][:, :size]}, own | {"w": own["w"][:, :size]}, maps)
             rollout, weight = rollout_weight(run, i, one, batch), say(run, i, one)
             number = len(found) if kind == "place" else min(1, len(found))
             value = rollout * weight * sum(trained for trained, _ in found) * number / max(1, len(found))
@@ -119,7 +119,7 @@ def kd(run: Dict, batch: list[Dict]) -> tuple[Tensor, dict[str, float]]:
 
 
 def averaged(run: Dict, one: Dict) -> Dict:
-    weights, size = [teacher["weight"] for teacher in run["teachers"]], min(t["vocab_size"] for t in run["teachers"])
+    weights, size = [t["weight"] for t in run["teachers"]], min(own["w"].shape[1] for own in one["teachers"])
     w = sum(a * own["w"][:, :size] for a, own in zip(weights, one["teachers"], strict=True)) / sum(weights)
     return one | {"teachers": [one["teachers"][0] | {"w": w}]}
 
