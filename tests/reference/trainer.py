@@ -31,7 +31,8 @@ def train(run: Dict, nudge: float = 0.0) -> tuple[list[dict[str, float]], dict[s
         gradients = [p.grad for p in student.parameters() if p.grad is not None]
         norm = math.sqrt(sum(float((g**2).sum()) for g in gradients))
         for g in gradients:
-            g *= min(1.0, (run["gradient_clip"] or math.inf) / norm) if norm else 1.0
+            # The divisor is that of torch's clip_grad_norm_, which matters where gradients are small.
+            g *= min(1.0, (run["gradient_clip"] or math.inf) / (norm + 1e-6))
         optimizer.param_groups[0]["lr"] = rate = learning_rate(run, step)
         optimizer.step()
         curve.append(point | {"loss": float(loss.detach()), "grad_norm": norm, "lr": rate})
