@@ -4,6 +4,7 @@ import os
 import queue
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ WITHOUT_VALIDATION = ("data.validation.arrow_files=[]", "data.validation.max_sam
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+@pytest.fixture
+def heeds_hangups() -> Iterator[None]:
+    """Also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("heeds_hangups")
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
 def test_first_signal_asks_is_answered_and_the_second_aborts(first: signal.Signals, second: signal.Signals) -> None:
