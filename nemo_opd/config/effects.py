@@ -23,12 +23,11 @@ def check_effects(config: RunConfig) -> None:
     for of in (of_templates, of_data, of_steps, of_sampling, of_cluster, of_loss):
         for key, reason in of(config):
             value, default = value_and_default(config, key)
-            if value != default:
-                # null turns a setting off, which is no wish that would go unheard.
-                if value is None:
-                    continue
-                shown = str(value).lower() if isinstance(value, bool) else value
-                raise ValueError(f"{key}={shown} has no effect: {reason}")
+            # null turns a setting off, which is no wish that would go unheard.
+            if value is None or value == default:
+                continue
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"{key}={shown} has no effect: {reason}")
 
 
 def value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
