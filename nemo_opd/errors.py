@@ -50,7 +50,7 @@ class ClusterError(OPDError, RuntimeError):
 
 
 class WorkerError(ClusterError):
-    """An exception inside a worker, with the worker's group, rank and traceback, which is also a note of this one."""
+    """An exception inside a worker, with its group and rank; the traceback, if there is one, is a note of this one."""
 
     def __init__(self, group: str, rank: int, error: str, traceback: str) -> None:
         super().__init__(group, rank, error, traceback)
@@ -58,7 +58,8 @@ class WorkerError(ClusterError):
         self.rank = rank
         self.error = error
         self.traceback = traceback
-        self.add_note(traceback)
+        if traceback:
+            self.add_note(traceback)
 
     def __str__(self) -> str:
         return f"{self.group} rank {self.rank} failed: {self.error}"

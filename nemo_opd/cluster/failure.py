@@ -19,13 +19,15 @@ class Failure:
 
     error: str
     traceback: str
+    """Empty for an error of our own, which says all that there is to know."""
     is_of_a_peer: bool = False
     """A collective that broke: the cause is most likely another rank, which has died or failed."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """To be called where the exception is handled."""
-        return cls(f"{type(error).__name__}: {error}", traceback.format_exc(), is_of_a_peer(error))
+        told = "" if isinstance(error, OPDError) else traceback.format_exc()
+        return cls(f"{type(error).__name__}: {error}", told, is_of_a_peer(error))
 
 
 def is_of_a_peer(error: Exception) -> bool:

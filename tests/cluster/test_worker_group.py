@@ -113,7 +113,7 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
         WorkerGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
     ):
         teacher.gather([teacher.ready])
-    assert "Traceback" in caught.value.traceback
+    assert not hasattr(caught.value, "__notes__"), "nothing else to print of a mistake of the user's"
     wait_for_end(rank_processes() - before)
 
 
