@@ -35,7 +35,7 @@ class SkippedSteps:
             raise NotFiniteError(
                 f"{self._last}; the last {self.in_a_row} steps were not taken (train.max_skipped_steps={limit}), and "
                 "the student's weights are as they were before: lower student.optimizer.lr or set train.gradient_clip "
-                f"where the student has diverged{self._hint()}"
+                f"where the student has diverged{self._hint()}, and leave out a teacher whose own logits overflow"
             )
 
     def _hint(self) -> str:
