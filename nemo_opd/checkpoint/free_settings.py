@@ -39,7 +39,7 @@ FREE: dict[type[BaseModel], str] = {
     ),
     Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
     Cluster: ("device num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
-    Console: "enabled interval_s",
+    Console: "enabled interval_s memory_table",
     TensorBoard: "enabled",
     Wandb: "enabled project entity mode",
     Logging: "gradients_every",

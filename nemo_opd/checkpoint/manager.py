@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,15 @@ class Progress:
     """Of the student before training and of each teacher, for the closing table."""
 
 
+def size_of(folder: Path) -> int:
+    """Bytes in the files below a folder, some of which may be on their way out."""
+    total = 0
+    for file in folder.rglob("*"):
+        with suppress(OSError):
+            total += file.stat().st_size if file.is_file() else 0
+    return total
+
+
 class CheckpointManager:
     """`folder/step_000100/`, each complete or absent."""
 
@@ -48,6 +57,11 @@ class CheckpointManager:
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
+
+    def size_of_newest(self) -> int | None:
+        """Bytes of the newest complete checkpoint; None where there is none."""
+        steps = self.steps()
+        return size_of(self.path(steps[-1])) if steps else None
 
     @contextmanager
     def writing(self, progress: Progress) -> Iterator[Path]:

@@ -11,6 +11,7 @@ from nemo_opd.cluster.activity import activity
 from nemo_opd.cluster.death import obituary
 from nemo_opd.cluster.failure import Failure
 from nemo_opd.cluster.services import Services
+from nemo_opd.cluster.worker_progress import Watch
 from nemo_opd.errors import ClusterError, WorkerError
 
 CHECK_S = 1.0
@@ -34,24 +35,30 @@ class Pending:
         return activity(self.method, self.about)
 
 
-def gather(calls: Sequence[Pending], timeout_s: float, services: Services | None = None) -> list[list[Any]]:
-    """The results of several calls, by call and rank.
+def gather(
+    calls: Sequence[Pending], timeout_s: float, services: Services | None = None, watches: Sequence[Watch] = ()
+) -> list[list[Any]]:
+    """The results of several calls, by call and rank. watches: looked at now and then while nothing returns.
 
     Raises WorkerError for the first rank that fails, although others may then wait for it in a collective, and
     ClusterError for a process that died, for Ray that did, or when nothing finishes for `timeout_s`.
     """
-    waiting = Waiting(calls, services or Services())
-    while waiting.references:
-        waiting.next(timeout_s)
+    waiting = Waiting(calls, services or Services(), watches)
+    try:
+        while waiting.references:
+            waiting.next(timeout_s)
+    finally:
+        for watch in watches:
+            watch.clear()
     return [[waiting.results[reference] for reference in call.references] for call in calls]
 
 
 class Waiting:
     """Calls of which some have not returned."""
 
-    def __init__(self, calls: Sequence[Pending], services: Services) -> None:
+    def __init__(self, calls: Sequence[Pending], services: Services, watches: Sequence[Watch]) -> None:
         self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(call.references)}
-        self._services = services
+        self._services, self._watches = services, watches
         self.references = list(self._owner)
         self.results: dict[Any, Any] = {}
 
@@ -76,6 +83,8 @@ class Waiting:
             if done:
                 return done[0]
             self._services.require_alive()
+            for watch in self._watches:
+                watch.look()
         return None
 
     def _raise_cause(self, noticed: "PeerError") -> None:

@@ -7,6 +7,7 @@ import torch
 
 from nemo_opd.cluster.activity import activity
 from nemo_opd.cluster.failure import Failure
+from nemo_opd.cluster.worker_progress import ANSWER_S, Teller
 from nemo_opd.distributed import process_group
 from nemo_opd.workers.memory import Task, needs_memory
 
@@ -22,6 +23,7 @@ class RankActor:
         self.device = device
         self.timeout_s = timeout_s
         self.store: torch.distributed.TCPStore | None = None
+        self.teller: Teller | None = None
         self.worker: Any = None
 
     def serve(self) -> tuple[str, int]:
@@ -33,6 +35,8 @@ class RankActor:
     def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
         """Join the world and build the worker in it."""
         try:
+            if self.rank == 0:
+                self.teller = Teller(lambda: process_group.connect_store(*address, ANSWER_S))
             store = self.store or process_group.connect_store(*address, self.timeout_s)
             process_group.join(store, self.rank, self.world_size, self.device, self.timeout_s)
             with needs_memory(Task(activity("start"), KNOBS)):
@@ -55,6 +59,8 @@ class RankActor:
         return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
 
     def leave(self) -> None:
+        if self.teller is not None:
+            self.teller.close()
         if self.worker is not None:
             self.worker.close()
             self.worker = None

@@ -16,6 +16,7 @@ from nemo_opd.cluster.nodes import choose_nodes, reserve
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.services import Services, end
 from nemo_opd.cluster.session_folder import SessionFolder
+from nemo_opd.cluster.worker_progress import Watch
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Place
 from nemo_opd.errors import ClusterError
@@ -82,6 +83,8 @@ class VirtualCluster:
         self._folder: SessionFolder | None = None
         self._reserved: Any = None
         self.services = Services()
+        self.watches: list[Watch] = []
+        """How far the groups on it are."""
         self.is_broken = False
         """Whether a call has failed: ranks may then hang in a collective, and whoever asks them to leave waits too."""
         try:

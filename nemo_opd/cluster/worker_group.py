@@ -9,7 +9,9 @@ from nemo_opd.cluster.calls import Pending, gather
 from nemo_opd.cluster.placement import Places
 from nemo_opd.cluster.rank_actor import RankActor
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
+from nemo_opd.cluster.worker_progress import ANSWER_S, Store, Watch
 from nemo_opd.distributed.layout import Place
+from nemo_opd.distributed.process_group import connect_store
 
 LEAVE_S = 10.0
 """Seconds a rank may take to leave; one that hangs in a collective never does."""
@@ -27,6 +29,7 @@ class WorkerGroup:
         self.places = places
         self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
+        cluster.watches.append(Watch(name, self._store))
         shared = ray.put(dict(arguments))
         self.ready = Pending(
             name, "start", [actor.create.remote(self._address, worker, shared) for actor in self.actors]
@@ -53,7 +56,7 @@ class WorkerGroup:
     def gather(self, calls: Sequence[Pending]) -> list[list[Any]]:
         """The results by call and rank, also of other groups. Raises WorkerError and ClusterError."""
         try:
-            return gather(calls, self.cluster.timeout_s, self.cluster.services)
+            return gather(calls, self.cluster.timeout_s, self.cluster.services, self.cluster.watches)
         except BaseException:
             self.cluster.is_broken = True
             raise
@@ -62,6 +65,11 @@ class WorkerGroup:
         """Host and port of the store by which its ranks found each other; served by rank 0 as long as it lives."""
         host, port = ray.get(self._address)
         return host, port
+
+    def _store(self) -> Store | None:
+        """A connection to that store; None while there is none."""
+        is_there, _ = ray.wait([self._address], timeout=0)
+        return connect_store(*self.address(), ANSWER_S) if is_there else None
 
     def whereabouts(self) -> list[tuple[str, tuple[str, ...]]]:
         """Of each rank Ray's id of its node, and the names of its GPUs."""

@@ -11,7 +11,11 @@ class Console(Settings):
     enabled: bool = True
     """Live progress in a terminal, a line now and then elsewhere."""
     interval_s: float = Field(10, ge=0)
-    """Outside a terminal: seconds between lines, at least. The first, last and validated steps are always printed."""
+    """Outside a terminal: seconds between lines, of steps that are done or of what takes longer. The first, last and
+    validated steps are always printed.
+    """
+    memory_table: bool = False
+    """With run.dry_run: the whole memory estimate, part by phase."""
 
 
 class TensorBoard(Settings):

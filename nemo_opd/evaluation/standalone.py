@@ -18,6 +18,7 @@ from nemo_opd.evaluation.questions import fitting, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.table import estimates_table
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.logging.busy import busy
 from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.load import load_config
@@ -51,14 +52,15 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
         questions = fitting(prompts, renderer, config, max_positions(model))
         if questions.num_dropped:
             _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
-        engine = stack.enter_context(open_engine(config, model, tokenizer, output_dir))
+        with busy(f"loading {config.model}"):
+            engine = stack.enter_context(open_engine(config, model, tokenizer, output_dir))
         max_length = max_positions(model) or NO_LIMIT
         likeliest = Sampling(temperature=0, needs_raw=False)
         greedy = collector(config, engine, renderer, likeliest, max_length) if config.greedy else None
         sampling = Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False)
         sampled = collector(config, engine, renderer, sampling, max_length)
         start = time.monotonic()
-        with console.status(f"asking {len(questions.prompts):,} questions"):
+        with busy(f"asking {len(questions.prompts):,} questions"):
             result = evaluate_task(greedy, sampled, questions.prompts, reward, config)
         seconds = time.monotonic() - start
     write_atomically(output_dir / "config.yaml", to_yaml(config).encode())

@@ -9,6 +9,7 @@ from nemo_opd.config.evaluation import Questions
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.intervals import Estimate, mean_with_interval
 from nemo_opd.evaluation.pass_at_k import maj_at_k, pass_at_k
+from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.record import Prompt, Rollout
 
@@ -98,7 +99,7 @@ def _answers(
 ) -> dict[int, tuple[Answer, ...]]:
     """By the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
-    for rollout in collector.collect(prompts, n, step):
+    for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers"):
         answers[rollout.prompt.index].append(Answer(rollout, reward(rollout), reward.vote(rollout)))
     for index, own in answers.items():
         if len(own) != n:

@@ -7,15 +7,18 @@ from collections.abc import Callable, Mapping
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.padding import Padding
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.formats import amount, change, clock, figure, interval, share
+from nemo_opd.logging.formats import amount, clock, figure
 from nemo_opd.logging.step_time import shares, step_parts
+from nemo_opd.logging.tables import closing_table, header, score_table
+from nemo_opd.logging.ticker import Ticker
+from nemo_opd.logging.work_line import WorkLine, work_line
+from nemo_opd.progress import Work, current
 
 Fields = tuple[tuple[str, str, Callable[[float], str]], ...]
 
@@ -49,6 +52,8 @@ EVALUATION: Fields = tuple(
     for name in ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", "maj@8", "maj@16")
 )
 
+LEAST_INTERVAL_S = 1.0
+"""Between lines on work that goes on, however short the interval of the steps' lines is."""
 LEAST_SHARE, NEWS = 0.005, 0.05
 """Of a step's time: what is shown at all, and a change that is worth a line."""
 
@@ -158,12 +163,13 @@ class Times(ProgressColumn):
 
 
 class ConsoleLogger(Logger):
-    """Live progress in a terminal; elsewhere a plain line every `interval_s`, so that log files stay small."""
+    """Live progress in a terminal; elsewhere a plain line every `interval_s`: log files stay small, and none silent."""
 
     def __init__(self, settings: ConsoleSettings, console: Console) -> None:
         self._settings = settings
         self._console = console
         self._live: Live | None = None
+        self._ticker: Ticker | None = None
 
     def start(self, run: RunSummary, step: int) -> None:
         self._run = run
@@ -171,9 +177,12 @@ class ConsoleLogger(Logger):
         self._step_time = StepTime()
         self._best = math.inf
         self._printed = -math.inf
+        self._doing = self._next_step(step)
         self._console.print(header(run, step))
         if self._console.is_terminal and not self._console.is_dumb_terminal:
             self._start_live(step)
+        else:
+            self._ticker = Ticker(self._print_work, max(LEAST_INTERVAL_S, self._settings.interval_s))
 
     def _start_live(self, step: int) -> None:
         self._bar = Progress(
@@ -185,19 +194,34 @@ class ConsoleLogger(Logger):
             auto_refresh=False,
         )
         self._task = self._bar.add_task("", total=self._run.total_steps, completed=step)
-        self._live = Live(self._bar, console=self._console, refresh_per_second=2)
+        self._facts: list[RenderableType] = []
+        self._live = Live(get_renderable=self._drawn, console=self._console, refresh_per_second=2)
         self._live.start()
 
+    def _drawn(self) -> Group:
+        return Group(self._bar, *self._facts, WorkLine(lambda: self._doing))
+
     def phase(self, name: str) -> None:
-        if self._live is not None:
-            self._live.update(Group(self._bar, Text(f"  {name}", "dim")))
-        else:
-            self._console.print(Text(name, "dim"))
+        self._doing = Work(name)
+        if self._live is None:
+            self._print(Text(name, "dim"))
 
     def warn(self, message: str) -> None:
-        self._console.print(Text(f"warning: {message}", "yellow"))
+        self._print(Text(f"warning: {message}", "yellow"))
+
+    def _print(self, shown: RenderableType) -> None:
+        if self._ticker is not None:
+            self._ticker.touch()
+        self._console.print(shown)
+
+    def _print_work(self) -> None:
+        self._console.print(Text(work_line(current() or self._doing), "dim"))
+
+    def _next_step(self, step: int) -> Work:
+        return Work(f"in step {self._counted(min(step + 1, self._run.total_steps))}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._doing = self._next_step(step)
         self._progression.advance(step, values)
         self._step_time.add(values)
         if any(key.startswith("train/") for key in values):
@@ -209,21 +233,21 @@ class ConsoleLogger(Logger):
 
     def _show_training(self, step: int, values: Mapping[str, float]) -> None:
         if self._live is not None:
-            self._update_live(self._live, values)
+            self._update_live(values)
         elif self._is_due(step, values):
             self._printed = time.monotonic()
             lead, tail = Text(f"step {self._counted(step)}"), f"  left {self._progression.left}"
-            self._console.print(Line(lead, shown_fields(values), values, tail))
+            self._print(Line(lead, shown_fields(values), values, tail))
             if self._step_time.has_news():
-                self._console.print(self._step_time.line())
+                self._print(self._step_time.line())
 
     def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
         waited = time.monotonic() - self._printed >= self._settings.interval_s
         return waited or step == self._run.total_steps or "val/loss" in values
 
-    def _update_live(self, live: Live, values: Mapping[str, float]) -> None:
+    def _update_live(self, values: Mapping[str, float]) -> None:
         self._bar.update(self._task, completed=self._progression.step)
-        live.update(Group(self._bar, Line(Text(), shown_fields(values), values), self._step_time.line()))
+        self._facts = [Line(Text(), shown_fields(values), values), self._step_time.line()]
 
     def _print_validation(self, step: int, values: Mapping[str, float]) -> None:
         bits = values.get("val/bits_per_byte", math.nan)
@@ -231,15 +255,15 @@ class ConsoleLogger(Logger):
         if better:
             self._best = bits
         lead = Text.assemble(f"step {self._counted(step)}  ", ("val", "bold green" if better else "bold yellow"))
-        self._console.print(Line(lead, VALIDATION, values, "  best" if better and not first else ""))
+        self._print(Line(lead, VALIDATION, values, "  best" if better and not first else ""))
 
     def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
         lead = Text.assemble(f"step {self._counted(step)}  ", ("questions", "bold green"))
-        self._console.print(Line(lead, EVALUATION, values))
+        self._print(Line(lead, EVALUATION, values))
         for teacher in self._run.teachers:
             fields = tuple((name, f"{key}/{teacher.name}", form) for name, key, form in EVALUATION)
             if any(key in values for _, key, _ in fields):
-                self._console.print(Line(Text(f"  teacher {teacher.name}"), fields, values))
+                self._print(Line(Text(f"  teacher {teacher.name}"), fields, values))
 
     def _counted(self, step: int) -> str:
         total = str(self._run.total_steps)
@@ -248,14 +272,14 @@ class ConsoleLogger(Logger):
     def summary(self, closing: ClosingTable) -> None:
         self.end_display()
         if closing.rows:
-            self._console.print(closing_table(closing))
+            self._print(closing_table(closing))
         if closing.scores:
-            self._console.print(score_table(closing))
+            self._print(score_table(closing))
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", self._achieved())
         done.add_row("[dim]model[/]", Text(str(self._run.output_dir / "final"), overflow="fold"))
         done.add_row("[dim]report[/]", Text(str(self._run.output_dir / "report" / "report.html"), overflow="fold"))
-        self._console.print(Padding(done, (0, 0, 0, 1)))
+        self._print(Padding(done, (0, 0, 0, 1)))
 
     def _achieved(self) -> str:
         progression = self._progression
@@ -263,70 +287,11 @@ class ConsoleLogger(Logger):
 
     def close(self) -> None:
         self.end_display()
+        if self._ticker is not None:
+            ticker, self._ticker = self._ticker, None
+            ticker.close()
 
     def end_display(self) -> None:
         if self._live is not None:
             live, self._live = self._live, None
             live.stop()
-
-
-def header(run: RunSummary, step: int) -> Panel:
-    """What will run; `step` is where it continues, 0 for a new run."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="dim", no_wrap=True)
-    facts.add_column(overflow="fold")
-    facts.add_row("student", Text(run.student, "bold"))
-    if run.teachers:
-        facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
-    else:
-        facts.add_row("teachers", Text("none, cross-entropy alone"))
-    facts.add_row("device", Text(f"{run.device}, {run.layout}"))
-    continued = f", continued after step {step:,}" if step else ""
-    facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
-    batch = f"{run.global_batch_size} sequences, {run.micro_batch_size} at a time per rank"
-    facts.add_row("batch", Text(f"{batch}, up to {run.max_length:,} tokens"))
-    facts.add_row("output", Text(str(run.output_dir)))
-    for warning in run.warnings:
-        facts.add_row("warning", Text(warning, "yellow"))
-    title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
-    return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
-
-
-def _teachers(run: RunSummary) -> Group:
-    lines: list[RenderableType] = []
-    for teacher in run.teachers:
-        facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
-        details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
-        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
-        lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
-        lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
-    return Group(*lines)
-
-
-def closing_table(closing: ClosingTable) -> Table:
-    """Bits per byte of the student before and after, and of its teachers."""
-    table = Table(title="Validation", title_justify="left", title_style="bold", border_style="dim")
-    table.add_column("model", overflow="fold")
-    table.add_column("bits per byte", justify="right", no_wrap=True)
-    table.add_column("vs start", justify="right", no_wrap=True)
-    table.add_column("", style="dim", overflow="fold")
-    for row in closing.rows:
-        style = "bold green" if row is closing.after else ""
-        bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
-        table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
-    return table
-
-
-def score_table(closing: ClosingTable) -> Table:
-    """Shares of questions, with confidence intervals: of the student before and after, and of its teachers."""
-    table = Table(title="Questions", title_justify="left", title_style="bold", border_style="dim")
-    table.add_column("measure", no_wrap=True)
-    table.add_column("model", overflow="fold")
-    table.add_column("score", justify="right", no_wrap=True)
-    for row in closing.scores:
-        for i, (model, score) in enumerate(row.by_model.items()):
-            style = "bold green" if score is row.after else ""
-            shown = f"{share(score.value)} ({interval(score.low, score.high)})"
-            table.add_row("" if i else row.measure, Text(model, style), Text(shown, style))
-        table.add_section()
-    return table

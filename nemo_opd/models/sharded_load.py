@@ -29,6 +29,7 @@ from nemo_opd.models.load import check_nothing_missing, load_config, load_model,
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
 from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
 from nemo_opd.models.tensor_styles import part_of
+from nemo_opd.progress import tracked
 
 COMPARED_ROWS = 1024
 
@@ -226,7 +227,7 @@ def fill(model: nn.Module, stored: dict[str, Stored]) -> None:
     """Read this rank's part of each parameter and buffer of a model that is already cut; its shape is known to fit."""
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     by_file = sorted(stored, key=lambda name: stored[name].file)
-    for file, names in groupby(by_file, key=lambda name: stored[name].file):
+    for file, names in groupby(tracked(by_file, "reading weights", "tensors"), key=lambda name: stored[name].file):
         with safe_open(file, framework="pt") as tensors:
             for name in names:
                 tensor = own[base_name(model, name)]

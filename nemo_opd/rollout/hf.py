@@ -25,6 +25,7 @@ from nemo_opd.alignment.template_roles import template_roles
 from nemo_opd.errors import ModelError, RolloutError
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
+from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
 from nemo_opd.rollout.inverse_cdf import InverseCDF, uniforms
 from nemo_opd.rollout.lengths import check_lengths
@@ -63,13 +64,15 @@ class Sampler:
         # Alike in what they cost: the cut first, which is steps, then the prompt, which is padding.
         order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
-        for start in range(0, len(order), self._batch_size):
-            rows = order[start : start + self._batch_size]
-            made = self._batch([requests[i] for i in rows], sampling, version)
-            completions |= zip(rows, made, strict=True)
+        with working("sampling", len(order), "sequences") as work:
+            for start in range(0, len(order), self._batch_size):
+                work.done = start
+                rows = order[start : start + self._batch_size]
+                made = self._batch([requests[i] for i in rows], sampling, version, work)
+                completions |= zip(rows, made, strict=True)
         return [completions[i] for i in range(len(requests))]
 
-    def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+    def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
         steps = max(request.max_new_tokens for request in requests)
         numbers = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
         processor = InverseCDF(sampling, numbers, self._vocab_size)
@@ -81,7 +84,7 @@ class Sampler:
                 attention_mask=mask.to(self._device),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([OwnLimits(limits.to(self._device), ids.shape[1])]),
+                stopping_criteria=StoppingCriteriaList([OwnLimits(limits.to(self._device), ids.shape[1], work)]),
                 synced_gpus=False,
             )
         sampled = sequences[:, ids.shape[1] :].int().cpu().numpy()
@@ -126,12 +129,14 @@ class Sampler:
 class OwnLimits(StoppingCriteria):
     """Each sequence ends at its own number of new tokens."""
 
-    def __init__(self, limits: Tensor, prompt_length: int) -> None:
-        """limits: [B]. prompt_length: padding included."""
+    def __init__(self, limits: Tensor, prompt_length: int, work: Work) -> None:
+        """limits: [B]. prompt_length: padding included. work: advances by B over as many tokens as there may be."""
         self._limits, self._prompt_length = limits, prompt_length
+        self._work, self._per_token = work, len(limits) / int(limits.max())
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """[B, S] → bool [B]."""
+        self._work.advance(self._per_token)
         is_over: Tensor = self._limits <= input_ids.shape[1] - self._prompt_length
         return is_over
 

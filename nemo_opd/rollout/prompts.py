@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.errors import DataError
+from nemo_opd.progress import tracked
 from nemo_opd.rollout.record import Message, Prompt
 
 Ids = NDArray[np.int32]
@@ -84,7 +85,8 @@ def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | N
     """
     if max_tokens is None:
         return Kept(tuple(prompts), 0)
-    lengths = [len(renderer.prompt_ids(prompt)) for prompt in prompts]
+    counted = tracked(prompts, f"tokenizing the prompts of {key}", "prompts")
+    lengths = [len(renderer.prompt_ids(prompt)) for prompt in counted]
     kept = tuple(prompt for prompt, length in zip(prompts, lengths, strict=True) if length <= max_tokens)
     if not kept:
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""

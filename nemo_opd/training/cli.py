@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rich.console import Console
-
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import OPDError
+from nemo_opd.logging.busy import busy
+from nemo_opd.progress import hide_library_bars
 from nemo_opd.training.interrupt import interruptible
 
 INTERRUPTED = 130
@@ -27,6 +27,7 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
     """As `main`, for a command with settings of its own."""
+    hide_library_bars()
     with standard_streams(), interruptible():
         try:
             run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
@@ -70,13 +71,6 @@ def say(text: str) -> None:
     """Print a line for a person, if anyone can read it."""
     with suppress(OSError):
         print(text, flush=True)
-
-
-@contextmanager
-def busy(what: str) -> Iterator[None]:
-    """Shows in a terminal what takes a while, and removes it afterwards."""
-    with Console(stderr=True).status(what):
-        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from datasets import Dataset
 
@@ -12,6 +13,7 @@ from nemo_opd.data.loader import validation_batches
 from nemo_opd.data.samples import SampleMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.progress import working
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.side import Side
 from nemo_opd.training.sides import build_sample_maker
@@ -26,6 +28,7 @@ class Corpus:
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
+    noun: ClassVar[str] = "documents"
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """All validation documents once, in order."""
@@ -39,11 +42,13 @@ def load_corpus(config: RunConfig, student: Side, teachers: Sequence[Side]) -> C
     make_sample = build_sample_maker(config, student, teachers)
     if config.routing is not None:
         make_sample = RoutedSampleMaker(make_sample, config.active_names)
-    train = load_documents(config.data.train, layout, key="data.train")
+    with working("reading data.train"):
+        train = load_documents(config.data.train, layout, key="data.train")
     require_answers(train, "data.train")
     require_readable(make_sample, train)
     given = bool(config.data.validation.given)
-    validation = load_documents(config.data.validation, layout, key="data.validation") if given else None
+    with working("reading data.validation"):
+        validation = load_documents(config.data.validation, layout, key="data.validation") if given else None
     if validation is not None:
         require_answers(validation, "data.validation")
     return Corpus(train, validation, make_sample)

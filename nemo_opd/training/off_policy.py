@@ -4,8 +4,8 @@ from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging import Timer
+from nemo_opd.logging.busy import busy
 from nemo_opd.training.breakdown import step_times
-from nemo_opd.training.cli import busy
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session

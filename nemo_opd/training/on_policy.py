@@ -4,7 +4,7 @@ from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.cli import busy
+from nemo_opd.logging.busy import busy
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.on_policy_session import OnPolicySession
 from nemo_opd.training.preflight import preflight

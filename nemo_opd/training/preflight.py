@@ -5,6 +5,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
+from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
 from nemo_opd.training.findings import check_positions, of_the_texts, unseen_ends
@@ -32,8 +33,12 @@ def preflight(config: RunConfig) -> Plan:
     transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     progress = progress_to_resume(config, output_dir)
-    student = load_side(config.student, "student", device)
-    teachers = [load_side(settings, f"teachers.{i}", device) for i, settings in enumerate(config.active_teachers)]
+    with working("reading the student's tokenizer"):
+        student = load_side(config.student, "student", device)
+    teachers = [
+        load_side(settings, f"teachers.{i}", device)
+        for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
+    ]
     for i, settings in enumerate((config.student, *config.active_teachers)):
         key = f"teachers.{i - 1}" if i else "student"
         dtype = compute_dtype(settings.dtype, device)
@@ -41,7 +46,10 @@ def preflight(config: RunConfig) -> Plan:
         check_head_precision(model, dtype, key=key, reference=settings.model)
     warnings = [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
     check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
-    teacher_plans = tuple(plan_teacher(config, i, student, teacher) for i, teacher in enumerate(teachers))
+    teacher_plans = tuple(
+        plan_teacher(config, i, student, teacher)
+        for i, teacher in enumerate(tracked(teachers, "comparing vocabularies", "teachers"))
+    )
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
     parts = build_parts(
         config,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import ClassVar
 
 from datasets import Dataset
 
@@ -18,6 +19,7 @@ from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, Rol
 from nemo_opd.data.samples import SameTokenizer, Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
+from nemo_opd.progress import working
 from nemo_opd.rewards.build import check_answers, compares_answers
 from nemo_opd.rollout.prompts import Renderer, drop_long
 from nemo_opd.rollout.record import Prompt, Rollout
@@ -62,6 +64,7 @@ class Prompts:
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
     """Names, where the data name the teacher of each prompt."""
+    noun: ClassVar[str] = "prompts"
 
     @property
     def renderer(self) -> Renderer:
@@ -138,8 +141,9 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
 
 def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> PromptSet:
     """Those that leave room for a response. Raises DataError, with the row, for what cannot be used."""
-    documents = load_documents(source, layout_of(config), key=key)
-    prompts = read_prompts(documents, range(len(documents)))
+    with working(f"reading {key}"):
+        documents = load_documents(source, layout_of(config), key=key)
+        prompts = read_prompts(documents, range(len(documents)))
     if config.reward is not None and compares_answers(config.reward):
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"

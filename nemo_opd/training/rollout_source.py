@@ -16,6 +16,7 @@ from nemo_opd.data.collate import collate
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample
 from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
+from nemo_opd.progress import tracked
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.rollout.seeds import chosen_share
 from nemo_opd.training.engines import StudentEngine
@@ -139,7 +140,8 @@ class RolloutSource:
         is_own = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
         own, others = list(compress(prompts, is_own)), list(compress(prompts, map(not_, is_own)))
         rollouts = self._parts.collector.collect(own, self._rollout.n, position) if own else []
-        rewards = [] if self._parts.reward is None else [self._parts.reward(rollout) for rollout in rollouts]
+        reward, judged = self._parts.reward, tracked(rollouts, "rewarding", "rollouts")
+        rewards = [] if reward is None else [reward(rollout) for rollout in judged]
         sequences = [*rollouts, *map(self._parts.from_dataset, others)]
         batch = collate([self._parts.make_sample(sequence) for sequence in sequences])
         return Collected(

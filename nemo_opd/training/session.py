@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress, size_of
 from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
@@ -15,6 +15,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
+from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import say
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
@@ -58,8 +59,10 @@ class Session:
                 self.source.start()
             self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
             cluster = stack.enter_context(VirtualCluster(config.cluster, device=plan.device, placement=plan.placement))
+            self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:
+                self.loggers.phase(f"reading the checkpoint of step {progress.step}")
                 self.models.load(self.checkpoints.path(progress.step))
             self.connect(stack)
             self.lookahead = Lookahead(
@@ -72,7 +75,8 @@ class Session:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.loggers.end_display()
-        self._stack.close()
+        with working("ending the workers"):
+            self._stack.close()
 
     def _require_as_planned(self) -> None:
         """Raise ConfigError where another run has written checkpoints since preflight looked for them."""
@@ -150,7 +154,7 @@ class Session:
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
-        teachers = validate_teachers(self.models, self._validation_batches())
+        teachers = validate_teachers(self.models, self._validation_batches("validating the teachers"))
         by_name = dict(zip(self.config.active_names, teachers, strict=True))
         self._tell_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
         # A teacher to whom no validation text is routed has none.
@@ -159,7 +163,7 @@ class Session:
 
     def validate(self) -> dict[str, float]:
         """val/* of the student as it is now."""
-        metrics = validate(self.models, self._validation_batches())
+        metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
         self.student_after = named["val/bits_per_byte"]
         self._tell_not_finite(named)
@@ -169,8 +173,11 @@ class Session:
         if wrong := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
             self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
 
-    def _validation_batches(self) -> Iterator[Batch]:
-        return self.plan.data.validation_batches(self.config.train.global_batch_size)
+    def _validation_batches(self, name: str) -> Iterator[Batch]:
+        """name: of the work that is done batch by batch."""
+        data, batch_size = self.plan.data, self.config.train.global_batch_size
+        assert data.validation is not None
+        return tracked(data.validation_batches(batch_size), name, "batches", -(-len(data.validation) // batch_size))
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
@@ -182,7 +189,8 @@ class Session:
             bits_per_byte=self.bits_per_byte,
             settings=identity(self.config),
         )
-        with self.checkpoints.writing(progress) as folder:
+        name, former = f"writing the checkpoint of step {self.step}", self.checkpoints.size_of_newest()
+        with self.checkpoints.writing(progress) as folder, working(name, former, "B", measure=lambda: size_of(folder)):
             self.models.save(folder)
             # Before it becomes the newest, and older ones are removed.
             require_whole(folder, self.plan.student_layout.size)

@@ -1,7 +1,7 @@
 """What people are told about a run before it starts."""
 
 import platform
-from collections.abc import Sized
+from collections.abc import Iterator, Sized
 
 import torch
 from rich.console import Console
@@ -71,7 +71,7 @@ def device_name(device: str) -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """The audit of every teacher's pair, the batch grid and the memory estimate."""
+    """The audit of every teacher's pair, the batch grid, the memory estimate, and what this says of the run."""
     for i, teacher in enumerate(plan.teachers):
         if teacher.audit is not None:
             console.print(audit_table(teacher.audit))
@@ -82,6 +82,24 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(batch_grid(plan))
     for shown in memory_report(plan.memory, plan.config):
         console.print(shown)
+    if not plan.config.logging.console.memory_table:
+        console.print(Text("  part by phase: logging.console.memory_table=true", "dim"))
+    for line in dry_run_result(plan):
+        console.print(line)
+
+
+def dry_run_result(plan: Plan) -> Iterator[Text]:
+    """That all checks passed, and what none of them has read."""
+    passed = ": settings, models, data and layout fit; nothing was written"
+    yield Text.assemble(("dry run passed", "bold green"), passed)
+    config = plan.config
+    models = dict.fromkeys([config.student.model, *(teacher.model for teacher in config.active_teachers)])
+    unread = [f"the weights of {', '.join(models)}"]
+    if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
+        unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
+    if plan.progress is not None:
+        unread.append(f"the checkpoint of step {plan.progress.step}")
+    yield Text(f"not read: {'; '.join(unread)}", "dim")
 
 
 def batch_grid(plan: Plan) -> Table:

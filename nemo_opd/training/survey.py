@@ -16,6 +16,7 @@ from nemo_opd.data.documents import read_documents
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
+from nemo_opd.progress import tracked
 from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import num_tokens
 from nemo_opd.training.corpus import Corpus
@@ -59,7 +60,10 @@ def survey(config: RunConfig, data: Corpus | Prompts, student: Side, teachers: S
     texts = spread(len(data.train))
     prompts = data.train.read(texts) if isinstance(data, Prompts) else []
     samples = list(responses(data, prompts) if isinstance(data, Prompts) else documents(data, texts))
-    covered = merge(coverage_metrics(parts, batch_of(sample, config), config.active_names) for sample in samples)
+    covered = merge(
+        coverage_metrics(parts, batch_of(sample, config), config.active_names)
+        for sample in tracked(samples, "looking at what the teachers cover", "texts")
+    )
     names = [f"kd_coverage/{name}" for name in config.active_names]
     return Survey(
         num_texts=len(samples),
@@ -78,7 +82,7 @@ def spread(number: int) -> list[int]:
 
 
 def documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sample]:
-    for row in rows:
+    for row in tracked(rows, "aligning some of the texts", "texts"):
         try:
             yield data.make_sample(read_documents(data.train, [row])[0])
         except (AlignmentError, DataError) as error:
@@ -87,7 +91,7 @@ def documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sample]:
 
 def responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sample]:
     """The dataset's own, in place of what the student will sample."""
-    for prompt in prompts:
+    for prompt in tracked(prompts, "aligning some of the prompts", "prompts"):
         if prompt.response is not None:
             yield data.sample_maker(data.from_dataset(prompt))
 

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -20,10 +21,11 @@ from nemo_opd.cluster.worker_group import WorkerGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
+from nemo_opd.progress import current
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.cluster.toy import HANG_S, Toy
 from tests.tiny import Tiny
-from tests.waiting import CLEAN_S
+from tests.waiting import CLEAN_S, wait_until
 
 pytestmark = pytest.mark.slow
 TWO_GROUPS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
@@ -87,6 +89,16 @@ def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup, tmp_p
         gather([group.submit("wait_for", [(file,)] * 2)], timeout_s=0.5)
     file.touch()
     assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
+
+
+def test_what_a_worker_does_is_seen_while_it_is_waited_for(group: WorkerGroup, tmp_path: Path) -> None:
+    file = tmp_path / "may end"
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(group.call, "wait_for", [(file,)] * 2)
+        wait_until(lambda: (work := current()) is not None and work.name == "toys: waiting", "the worker's work")
+        file.touch()
+        call.result()
+    assert current() is None
 
 
 def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, tiny: Tiny, tmp_path: Path) -> None:

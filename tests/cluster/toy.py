@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_opd.progress import working
 from tests.waiting import wait_until
 
 HANG_S = 60.0
@@ -31,7 +32,8 @@ class Toy:
         self.wait_for(file)
 
     def wait_for(self, file: Path) -> None:
-        wait_until(file.exists, f"{file}")
+        with working("waiting", 4, "pieces"):
+            wait_until(file.exists, f"{file}")
 
     def die(self, rank: int) -> None:
         if self.rank == rank:

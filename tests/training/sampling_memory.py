@@ -88,8 +88,14 @@ def requests(case: Case, rows: int) -> list[Request]:
     return [Request(np.ones(case.prompt - row % 2, np.int32), case.new, seed=row) for row in range(rows)]
 
 
+def with_table(config: RunConfig) -> RunConfig:
+    console = config.logging.console.model_copy(update={"memory_table": True})
+    return config.model_copy(update={"logging": config.logging.model_copy(update={"console": console})})
+
+
 def printed(config: RunConfig, made: MemoryEstimate) -> str:
+    """The whole report, its table included."""
     console = Console(width=120, file=io.StringIO(), record=True)
-    for shown in memory_report(made, config):
+    for shown in memory_report(made, with_table(config)):
         console.print(shown)
     return console.export_text()

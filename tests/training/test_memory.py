@@ -1,6 +1,7 @@
 """What is planned with the estimate: what is offloaded, what is advised, what is printed and what is refused."""
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -311,7 +312,7 @@ def printed(config: RunConfig, made: MemoryEstimate) -> str:
 
 
 def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
-    config = configure()
+    config = configure("logging.console.memory_table=true")
     settled, made = settle_memory(config, situation(config, sizes, gib=needed(config, sizes, True, False, False)))
     told = printed(settled, made)
     rows = {cells[1].strip(): cells[2:] for line in told.splitlines() if len(cells := line.split("│")) > 6}
@@ -320,6 +321,14 @@ def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
     assert optimizer[:5] == ["", *([f"{sizes[0].parameters * 8 / 2**20:,.0f}"] * 4)]
     assert f"in main memory while others use the device: {config.teachers[0].name}" in told
     assert "warning" not in told
+
+
+def test_the_report_is_short_unless_asked_for(sizes: list[ModelSize]) -> None:
+    """Bug: sixty lines of parts before the one line that says whether it fits."""
+    config = configure()
+    told = printed(*settle_memory(config, situation(config, sizes, gib=80)))
+    assert len(told.splitlines()) <= 8
+    assert re.search(r"most of it: \w+: [a-z ]+ [\d,]+ MiB", told)
 
 
 def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:

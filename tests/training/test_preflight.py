@@ -310,7 +310,7 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     with nothing_is_created(tmp_path):
-        distil(configure("run.dry_run=true", f"run.output_dir={tmp_path / 'run'}"))
+        distil(configure("run.dry_run=true", "logging.console.memory_table=true", f"run.output_dir={tmp_path / 'run'}"))
     printed = capsys.readouterr().out
     rows = {cells[1].strip(): cells[2].strip() for line in printed.splitlines() if len(cells := line.split("│")) > 3}
 
@@ -322,6 +322,19 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert rows["steps an epoch"] == "6"
     assert rows["steps"] == "4"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
+
+
+def test_a_dry_run_says_that_it_passed_and_what_it_did_not_read(
+    configure: Configure, tiny: Tiny, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    distil(configure("run.dry_run=true"))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    passed = next(i for i, line in enumerate(lines) if line.startswith("dry run passed"))
+    told = "".join(lines[passed + 1 :])
+    assert told.startswith("not read: the weights of ")
+    assert tiny.student.name in told
 
 
 def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure, tiny: Tiny, tmp_path: Path) -> None:

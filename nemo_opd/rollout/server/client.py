@@ -8,6 +8,7 @@ from typing import Any
 import httpx2
 
 from nemo_opd.errors import RolloutError
+from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.server.answer import UnusableError
 from nemo_opd.rollout.server.http import SHOWN, described
@@ -50,7 +51,8 @@ class Client:
         no request is under way afterwards.
         """
         try:
-            return asyncio.run(self._all(bodies, read, check))
+            with working("asking the server", len(bodies), "requests") as work:
+                return asyncio.run(self._all(bodies, counting(read, work), check))
         except BaseExceptionGroup as group:
             raise first_of(group) from None
 
@@ -106,6 +108,17 @@ class Client:
             return read(number, response.json())
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
             raise UnusableError(f"an answer of another form: {response.text[:SHOWN]}") from error
+
+
+def counting(read: Read, work: Work) -> Read:
+    """As `read`, and each answer that it accepts advances the work."""
+
+    def counted(number: int, reply: Any) -> Completion:
+        completion = read(number, reply)
+        work.advance()
+        return completion
+
+    return counted
 
 
 async def watched(check: Callable[[], None]) -> None:

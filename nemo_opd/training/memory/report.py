@@ -12,6 +12,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.advice import gib
 from nemo_opd.training.memory.estimate import USABLE, Memory, MemoryEstimate
 
+NUM_LARGEST = 3
 SERVER = (
     "not counted: the server that samples (rollout.type=server), a process of its own on this machine; keep its share "
     "of the devices small in rollout.options, or give it others in rollout.environment"
@@ -19,14 +20,17 @@ SERVER = (
 
 
 def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """A table for each memory that anything is held in, a line on how it fits, and advice where it does not.
+    """How each memory that anything is held in is used at its peak, and advice where it does not fit.
 
-    Also what is offloaded, and what is not counted; `config` is the one that the estimate has settled.
+    The table part by phase comes with `logging.console.memory_table`. Also what is offloaded, and what is not counted;
+    `config` is the one that the estimate has settled.
     """
     for memory in estimate.memories:
         if memory.peak:
-            yield memory_table(memory)
+            if config.logging.console.memory_table:
+                yield memory_table(memory)
             yield verdict(memory)
+            yield Text(f"  most of it: {largest_parts(memory)}", "dim")
     names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
     if config.student.offload is True:
         names.append("student")
@@ -51,6 +55,13 @@ def memory_table(memory: Memory) -> Table:
     table.add_section()
     table.add_row("all", *(mib(memory.total(phase)) for phase in memory.phases))
     return table
+
+
+def largest_parts(memory: Memory) -> str:
+    """At the peak, such as `student: activations 40 MiB, …`."""
+    phase = memory.peak_phase
+    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:NUM_LARGEST]
+    return ", ".join(f"{part} {mib(part.at(phase))} MiB" for part in parts if part.at(phase))
 
 
 def mib(num_bytes: int) -> str:

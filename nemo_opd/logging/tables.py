@@ -1,0 +1,72 @@
+"""What a run is and what it achieved, as rich shows it to people."""
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from nemo_opd.logging.base import ClosingTable, RunSummary
+from nemo_opd.logging.formats import change, interval, share
+
+
+def header(run: RunSummary, step: int) -> Panel:
+    """What will run; `step` is where it continues, 0 for a new run."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column(overflow="fold")
+    facts.add_row("student", Text(run.student, "bold"))
+    if run.teachers:
+        facts.add_row("teachers" if len(run.teachers) > 1 else "teacher", _teachers(run))
+    else:
+        facts.add_row("teachers", Text("none, cross-entropy alone"))
+    facts.add_row("device", Text(f"{run.device}, {run.layout}"))
+    continued = f", continued after step {step:,}" if step else ""
+    facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
+    batch = f"{run.global_batch_size} sequences, {run.micro_batch_size} at a time per rank"
+    facts.add_row("batch", Text(f"{batch}, up to {run.max_length:,} tokens"))
+    facts.add_row("output", Text(str(run.output_dir)))
+    for warning in run.warnings:
+        facts.add_row("warning", Text(warning, "yellow"))
+    title = Text.assemble(("nemo_opd", "bold cyan"), " ", run.name)
+    return Panel(facts, title=title, title_align="left", border_style="cyan", padding=(0, 1))
+
+
+def _teachers(run: RunSummary) -> Group:
+    lines: list[RenderableType] = []
+    for teacher in run.teachers:
+        facts = f"weight {teacher.weight:g}, {teacher.type}, {teacher.loss}"
+        details = [Text(fact, "dim") for fact in (facts, *teacher.coverage)]
+        details += [Text(f"warning: {warning}", "yellow") for warning in teacher.warnings]
+        lines.append(Text.assemble((teacher.name, "bold"), f"  {teacher.model}"))
+        lines += [Padding(detail, (0, 0, 0, 2)) for detail in details]
+    return Group(*lines)
+
+
+def closing_table(closing: ClosingTable) -> Table:
+    """Bits per byte of the student before and after, and of its teachers."""
+    table = Table(title="Validation", title_justify="left", title_style="bold", border_style="dim")
+    table.add_column("model", overflow="fold")
+    table.add_column("bits per byte", justify="right", no_wrap=True)
+    table.add_column("vs start", justify="right", no_wrap=True)
+    table.add_column("", style="dim", overflow="fold")
+    for row in closing.rows:
+        style = "bold green" if row is closing.after else ""
+        bits = "-" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
+        table.add_row(Text(row.name), bits, change(closing.change(row)), Text(row.note), style=style)
+    return table
+
+
+def score_table(closing: ClosingTable) -> Table:
+    """Shares of questions, with confidence intervals: of the student before and after, and of its teachers."""
+    table = Table(title="Questions", title_justify="left", title_style="bold", border_style="dim")
+    table.add_column("measure", no_wrap=True)
+    table.add_column("model", overflow="fold")
+    table.add_column("score", justify="right", no_wrap=True)
+    for row in closing.scores:
+        for i, (model, score) in enumerate(row.by_model.items()):
+            style = "bold green" if score is row.after else ""
+            shown = f"{share(score.value)} ({interval(score.low, score.high)})"
+            table.add_row("" if i else row.measure, Text(model, style), Text(shown, style))
+        table.add_section()
+    return table

@@ -1,0 +1,116 @@
+"""Catches silence outside a terminal, words after the end, and a thread that outlives what it speaks for."""
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from nemo_opd import progress
+from nemo_opd.config.logging import Console as ConsoleSettings
+from nemo_opd.logging import console as console_module
+from nemo_opd.logging.busy import busy
+from nemo_opd.logging.console import ConsoleLogger
+from nemo_opd.logging.ticker import Ticker
+from nemo_opd.logging.work_line import work_line
+from nemo_opd.progress import Work, working
+from tests.logging.synthetic import record, summary
+from tests.waiting import wait_until
+
+
+@pytest.fixture(autouse=True)
+def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error that another test keeps holds the loops that it left, and their work."""
+    monkeypatch.setattr(progress, "_under_way", [])
+
+
+def test_it_speaks_until_it_is_closed() -> None:
+    said: list[int] = []
+    with Ticker(lambda: said.append(1), 0.01) as ticker:
+        wait_until(lambda: len(said) >= 3, "third word", every_s=0.01)
+    assert not ticker._thread.is_alive()
+
+
+def test_a_pipe_that_closes_ends_it_without_a_word() -> None:
+    """Bug: a traceback of a thread in the middle of a run's output."""
+
+    def fail() -> None:
+        raise BrokenPipeError
+
+    ticker = Ticker(fail, 0.01)
+    wait_until(lambda: not ticker._thread.is_alive(), "end of the thread", every_s=0.01)
+    ticker.close()
+
+
+def test_what_is_said_begins_the_interval_anew() -> None:
+    said: list[int] = []
+    with Ticker(lambda: said.append(1), 3600) as ticker:
+        before = ticker._due
+        ticker.touch()
+        assert ticker._due >= before
+    assert said == []
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, io.StringIO]]:
+    """A logger outside a terminal that says every hundredth second what is being done."""
+    monkeypatch.setattr(console_module, "LEAST_INTERVAL_S", 0.01)
+    output = io.StringIO()
+    logger = ConsoleLogger(ConsoleSettings(interval_s=0), Console(file=output, width=80))
+    logger.start(summary(Path("/outputs/demo")), 0)
+    yield logger, output
+    logger.close()
+
+
+def test_a_long_phase_is_not_silent(impatient: tuple[ConsoleLogger, io.StringIO]) -> None:
+    """Bug: one line in more than 100 seconds while models load."""
+    logger, output = impatient
+    logger.phase("loading models")
+    wait_until(lambda: output.getvalue().count("loading models") >= 3, "third line", every_s=0.01)
+    with working("reading weights", 40, "tensors") as work:
+        work.advance(10)
+        wait_until(lambda: "reading weights  10/40 tensors" in output.getvalue(), "its progress", every_s=0.01)
+    line = next(line for line in output.getvalue().splitlines() if "10/40" in line)
+    assert "/s" in line
+    assert "  left " in line
+
+
+def test_a_long_step_says_which_it_is(impatient: tuple[ConsoleLogger, io.StringIO]) -> None:
+    logger, output = impatient
+    logger.log(3, record(3))
+    wait_until(lambda: "in step  4/20" in output.getvalue(), "line in the step", every_s=0.01)
+
+
+def test_a_terminal_shows_work_below_the_bar() -> None:
+    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    logger = ConsoleLogger(ConsoleSettings(), console)
+    logger.start(summary(Path("/outputs/demo")), 0)
+    logger.phase("loading models")
+    with working("reading weights", 40, "tensors") as work:
+        work.started -= 10
+        work.advance(10)
+        logger._live.refresh()
+    logger.close()
+    assert "reading weights  10/40 tensors" in console.file.getvalue()
+
+
+def test_what_is_busy_outside_a_terminal_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with busy("checking settings"):
+        assert capsys.readouterr().out == "checking settings\n"
+
+
+@pytest.mark.parametrize(
+    ("work", "line"),
+    [
+        (Work("loading"), "loading  0:10"),
+        (Work("reading", 40, "texts"), "reading  0/40 texts  0:10"),
+        (Work("reading", 40, "texts", 10), "reading  10/40 texts  1.000/s  0:10  left 0:30"),
+        (Work("reading", 2_000_000, "texts", 1_000_000), "reading  1.00M/2.00M texts  100k/s  0:10  left 0:10"),
+        (Work("writing", None, "B", 2_500_000), "writing  2.50M B  250k/s  0:10"),
+        (Work("writing", 10, "B", 20), "writing  20/10 B  2.000/s  0:10  left 0:00"),
+    ],
+)
+def test_work_as_a_line(work: Work, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Work, "elapsed_s", 10.0)
+    assert work_line(work) == line
