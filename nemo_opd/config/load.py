@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import hydra
 import yaml
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
@@ -16,6 +18,7 @@ from nemo_opd.config.command_line import read_command_line
 from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.problems import explain_all
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError
 
 S = TypeVar("S", bound=Settings)
@@ -26,30 +29,48 @@ def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, confi
     run_settings_with_hydra(task, RunConfig, config_dir=config_dir, config_name=config_name)
 
 
-def run_settings_with_hydra(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
+def run_settings_with_hydra(
+    task: Callable[[S], None],
+    model: type[S],
+    *,
+    config_dir: Path,
+    config_name: str,
+    after_sweep: Callable[[Path], None] = lambda root: None,
+) -> None:
     """Compose `config_dir/config_name` with the command line's overrides, make a `model` of it, and hand it to `task`.
 
     All of Hydra's command line works, and `--config FILE` beside it. What `task` raises is raised here; of a
-    `--multirun` the first error, once every job has had its turn.
+    `--multirun` the first error, once every job has had its turn and `after_sweep` was called with the folder of all
+    its runs.
     """
     failures: list[Exception] = []
+    command = read_command_line(sys.argv[1:], config_dir, config_name)
+    sweep = Sweep.of(command.typed)
 
     def guarded(cfg: DictConfig) -> None:
         # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
         try:
-            task(from_omegaconf(cfg, model))
+            hydra_settings = HydraConfig.get()
+            is_swept = hydra_settings.mode == RunMode.MULTIRUN
+            task(validated(sweep.place(plain(cfg), hydra_settings.overrides.task) if is_swept else plain(cfg), model))
         except Exception as error:
             failures.append(error)
 
-    command = read_command_line(sys.argv[1:], config_dir, config_name)
     sys.argv[1:] = command.for_hydra
     with composition_errors(command):
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
+    if sweep.root is not None:
+        after_sweep(sweep.root)
     if failures:
         raise failures[0]
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
+    return validated(plain(cfg), model)
+
+
+def plain(cfg: DictConfig) -> dict[str, Any]:
+    """Return a composed configuration as plain data. Raises ConfigError for a reference that cannot be resolved."""
     try:
         data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -58,7 +79,7 @@ def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
     assert isinstance(data, dict)
-    return validated({str(key): value for key, value in data.items()}, model)
+    return {str(key): value for key, value in data.items()}
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:

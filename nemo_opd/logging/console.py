@@ -60,7 +60,9 @@ LEAST_SHARE, NEWS = 0.005, 0.05
 
 def shown_fields(values: Mapping[str, float]) -> Fields:
     """Of a training step, the most wanted first."""
-    return (*TRAINING[:2], *ROLLOUTS, *TRAINING[2:]) if "rollout/response_length" in values else TRAINING
+    # a term without a weight is 0
+    training = tuple(field for field in TRAINING if field[0] != "ce" or values.get(field[1]))
+    return (*training[:2], *ROLLOUTS, *training[2:]) if "rollout/response_length" in values else training
 
 
 class Line:

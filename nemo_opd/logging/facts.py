@@ -3,11 +3,17 @@
 It is read as plain YAML and not as a RunConfig: a later version, whose settings differ, can make a report again.
 """
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 from nemo_opd.config.evaluation import Questions
+from nemo_opd.logging.formats import share
 
 Fact = tuple[str, str]
+Records = Sequence[Mapping[str, float]]
+
+SKIPPED, COVERAGE = "train/skipped_steps", "train/kd_coverage/"
 
 RUN_KEYS = (
     ("student", "student.model"),
@@ -49,17 +55,40 @@ def correct_reward(config: object) -> float:
     return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 
-def run_facts(config: object) -> list[Fact]:
-    """Label and value of the settings that are there and not null."""
-    return [(label, str(value)) for label, key in RUN_KEYS if (value := _at(config, key)) is not None]
+def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[Fact]:
+    """Label and value of the settings that are there and not null, and of what the run has found.
+
+    hardware: what it ran on, where that is known; it takes the place of the settings about it.
+    """
+    known = [(label, str(value)) for label, key in RUN_KEYS if (value := _at(config, key)) is not None]
+    facts = [fact for fact in known if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
+    skipped = [record[SKIPPED] for record in records if SKIPPED in record]
+    return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
 
 
-def teacher_facts(config: object) -> list[Fact]:
+def _lora(config: object) -> Iterable[Fact]:
+    lora = _at(config, "student.lora")
+    if not isinstance(lora, dict):
+        return
+    modules = lora.get("target_modules")
+    shown = ", ".join(map(str, modules)) if isinstance(modules, list) else str(modules).replace("-", " ")
+    dropout = f", dropout {lora['dropout']:g}" if lora.get("dropout") else ""
+    yield "LoRA", f"rank {lora.get('rank')}, alpha {lora.get('alpha')}{dropout}; {shown}; exported {lora.get('export')}"
+
+
+def teacher_facts(config: object, records: Records) -> list[Fact]:
     """Name and one line for each teacher."""
     teachers = _at(config, "teachers")
     if not isinstance(teachers, list):
         return []
-    return [(str(_at(teacher, "name")), ", ".join(_teacher_line(teacher))) for teacher in teachers]
+    named = [(str(_at(teacher, "name")), teacher) for teacher in teachers]
+    return [(name, ", ".join((*_teacher_line(teacher), *_coverage(name, records)))) for name, teacher in named]
+
+
+def _coverage(name: str, records: Records) -> Iterable[str]:
+    shares = [record[f"{COVERAGE}{name}"] for record in records if f"{COVERAGE}{name}" in record]
+    if finite := [value for value in shares if math.isfinite(value)]:
+        yield f"KD on {share(fmean(finite))} of the scored tokens"
 
 
 def _teacher_line(teacher: object) -> Iterable[str]:

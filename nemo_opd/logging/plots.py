@@ -23,11 +23,14 @@ if TYPE_CHECKING:
 
 Records = Sequence[Mapping[str, float]]
 
+TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
 SMOOTH_FROM = 60
 """Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
 TEACHER_PREFIX = "train/kd/"
 OVERLAP = "train/overlap/"
 QUESTIONS = "eval/"
+FLATTENING = 2.5
+"""How many times the usual step the longest may take for the others to stay readable."""
 DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
 """Of teachers, one after the other."""
 
@@ -162,16 +165,16 @@ def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> N
     axes.plot(steps, smooth(values), color=colour, label=label)
 
 
-def _legend(axes: Axes) -> None:
+def legend(axes: Axes, ncol: int = 4) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=4, borderaxespad=0.2, handlelength=1.4,
-            columnspacing=1.4,
+            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=ncol, borderaxespad=0.2,
+            handlelength=1.4, columnspacing=1.4,
         )  # fmt: skip
 
 
-def _steps_below(axes: Axes) -> None:
+def steps_below(axes: Axes) -> None:
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_xlabel("step")
@@ -181,14 +184,17 @@ def _steps_below(axes: Axes) -> None:
 
 
 def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """The loss and its terms; a term without a weight is 0 throughout and left out, and so is one that is the loss."""
     axes = figure.subplots()
-    for (key, label), colour in zip(
-        (("train/loss", "loss"), ("train/kd", "KD"), ("train/ce", "CE")), theme.cycle, strict=False
-    ):
-        _curve(axes, records, key, label, colour)
+    colours = dict(zip(TERMS, theme.cycle, strict=False))
+    values = {key: series(records, key)[1] for key in TERMS}
+    for key, label in TERMS.items():
+        is_the_loss = key != "train/loss" and values[key] == values["train/loss"]
+        if any(values[key]) and not is_the_loss:
+            _curve(axes, records, key, label, colours[key])
     axes.set_ylabel("nats")
-    _legend(axes)
-    _steps_below(axes)
+    legend(axes)
+    steps_below(axes)
 
 
 def draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -197,8 +203,8 @@ def draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme
     for i, key in enumerate(keys):
         _curve(axes, records, key, key.removeprefix(TEACHER_PREFIX), theme.cycle[i % len(theme.cycle)])
     axes.set_ylabel("KD, nats")
-    _legend(axes)
-    _steps_below(axes)
+    legend(axes)
+    steps_below(axes)
 
 
 def draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -212,8 +218,8 @@ def draw_validation(figure: Figure, records: Records, closing: ClosingTable, the
             axes.axhline(row.bits_per_byte, color=colour, linestyle=(0, (5, 3)), linewidth=1.5, label=row.name)
     axes.margins(y=0.08)
     axes.set_ylabel("bits per byte")
-    _legend(axes)
-    _steps_below(axes)
+    legend(axes)
+    steps_below(axes)
 
 
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -237,8 +243,8 @@ def draw_questions(figure: Figure, records: Records, closing: ClosingTable, them
                 axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(-0.02, 1.02)
-    _legend(axes)
-    _steps_below(axes)
+    legend(axes)
+    steps_below(axes)
 
 
 def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -253,8 +259,8 @@ def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme
     for axes in (lengths, entropy, overlap):
         if axes.lines:
             axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
-        _legend(axes)
-    _steps_below(overlap)
+        legend(axes)
+    steps_below(overlap)
 
 
 def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -266,8 +272,8 @@ def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, them
     lower.set_ylim(bottom=0)
     lower.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
     for axes in (upper, lower):
-        _legend(axes)
-    _steps_below(lower)
+        legend(axes)
+    steps_below(lower)
 
 
 def draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -277,8 +283,8 @@ def draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: T
     _curve(axes, records, "perf/tokens_per_s", "student tokens per second", theme.cycle[0])
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    _legend(axes)
-    _steps_below(axes)
+    legend(axes)
+    steps_below(axes)
 
 
 def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -290,11 +296,29 @@ def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, them
     colours = dict(zip(parts, (*theme.cycle, theme.text), strict=False)) | {OTHER: theme.muted}
     _part_bars(bars, {name: statistics.median(values) for name, values in parts.items()}, colours, theme)
     axes.stackplot(steps, *map(smooth, parts.values()), colors=[colours[name] for name in parts], linewidth=0)
-    # One step that waited for something, such as the first, would flatten all others.
-    totals = sorted(map(sum, zip(*parts.values(), strict=True)))
-    axes.set_ylim(0, 1.15 * totals[int(0.98 * (len(totals) - 1))])
+    _room_for_slow_steps(axes, steps, list(map(sum, zip(*map(smooth, parts.values()), strict=True))), theme)
     axes.set_ylabel("seconds a step")
-    _steps_below(axes)
+    steps_below(axes)
+
+
+def _room_for_slow_steps(axes: Axes, steps: Sequence[float], totals: Sequence[float], theme: Theme) -> None:
+    """Show all of every step, unless a few that waited, such as the first, would flatten the others.
+
+    Those are cut at the top and marked with what they took.
+    """
+    usual, most = sorted(totals)[int(0.98 * (len(totals) - 1))], max(totals)
+    if most <= FLATTENING * usual:
+        axes.set_ylim(0, 1.05 * most or 1)
+        return
+    top = 1.3 * usual
+    axes.set_ylim(0, top)
+    for step, total in zip(steps, totals, strict=True):
+        if total > top:
+            axes.annotate(
+                f"\N{BLACK UP-POINTING TRIANGLE} {figure_of(total)} s", (step, 0.985 * top), va="top",
+                ha="left" if step < steps[-1] / 2 else "right", fontsize=9, color=theme.text,
+                bbox={"facecolor": theme.background, "edgecolor": "none", "pad": 1.5, "alpha": 0.85},
+            )  # fmt: skip
 
 
 def _part_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:

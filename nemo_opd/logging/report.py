@@ -1,10 +1,8 @@
 """report/: the curves as PNG and one page that holds everything, made from the run directory alone."""
 
-import base64
 import statistics
 from collections.abc import Iterable, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 
 import yaml
@@ -13,7 +11,9 @@ from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.facts import Fact, correct_reward, run_facts, run_name, teacher_facts
 from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.formats import amount, change, clock, interval, share
+from nemo_opd.logging.hardware import read_hardware
 from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.page import chart, page
 from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
 from nemo_opd.logging.sample_table import samples_section
 
@@ -41,21 +41,12 @@ def _chart(plot: Plot, records: Records, closing: ClosingTable, folder: Path) ->
     light = plot.png(records, closing, LIGHT)
     write_atomically(folder / f"{plot.name}.png", light)
     dark = plot.png(records, closing, DARK)
-    return (
-        f"<section><h2>{plot.title}</h2><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="{_data_url(dark)}">'
-        f'<img src="{_data_url(light)}" alt="{plot.title}"></picture></section>'
-    )
-
-
-def _data_url(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode()
+    return chart(plot.title, light, dark)
 
 
 def _page(records: Records, closing: ClosingTable, config_text: str, charts: list[str], output_dir: Path) -> str:
     config = yaml.safe_load(config_text) or {}
     title = escape(run_name(config) or output_dir.name)
-    style = files("nemo_opd.logging").joinpath("report.css").read_text(encoding="utf-8")
     body = (
         f"<header><h1>{title}</h1><p>{escape(str(output_dir))}</p></header>",
         _tiles(records, closing),
@@ -63,18 +54,11 @@ def _page(records: Records, closing: ClosingTable, config_text: str, charts: lis
         _score_section(closing),
         f'<div class="charts">{"".join(charts)}</div>' if charts else "",
         samples_section(output_dir / "samples.jsonl", correct_reward(config)),
-        _facts_section("Teachers", teacher_facts(config)),
-        _facts_section("Run", run_facts(config)),
+        _facts_section("Teachers", teacher_facts(config, records)),
+        _facts_section("Run", run_facts(config, read_hardware(output_dir), records)),
         _config_section(config_text),
-        "<footer>Made by nemo_opd from the files of this run.</footer>",
     )
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # without an icon of its own a page makes the browser ask the server for one
-        f'<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>\n'
-        f"<body>{''.join(body)}</body></html>\n"
-    )
+    return page(title, body, "the files of this run")
 
 
 def _tiles(records: Records, closing: ClosingTable) -> str:

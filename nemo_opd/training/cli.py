@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from rich.console import Console
+
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import OPDError
@@ -30,7 +32,9 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
     hide_library_bars()
     with standard_streams(), interruptible():
         try:
-            run_settings_with_hydra(task, model, config_dir=config_dir, config_name=config_name)
+            run_settings_with_hydra(
+                task, model, config_dir=config_dir, config_name=config_name, after_sweep=report_sweep
+            )
         except OPDError as error:
             for note in notes(error):
                 print(note, file=sys.stderr)
@@ -71,6 +75,17 @@ def say(text: str) -> None:
     """Print a line for a person, if anyone can read it."""
     with suppress(OSError):
         print(text, flush=True)
+
+
+def report_sweep(root: Path) -> None:
+    """Compare the runs of a sweep, in a table here and in `root`/report.html."""
+    # matplotlib takes a while, and few commands are sweeps
+    from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
+
+    runs = read_sweep(root)
+    with suppress(OSError):
+        Console().print(sweep_table(runs))
+    say(f"report  {write_sweep_report(root, runs)}")
 
 
 @contextmanager

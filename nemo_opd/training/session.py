@@ -15,6 +15,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
+from nemo_opd.logging.hardware import write_hardware
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import say
 from nemo_opd.training.corpus import Corpus
@@ -54,7 +55,9 @@ class Session:
             if progress is not None:
                 self._restore_driver(progress)
             (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-            self.loggers.start(run_summary(plan), self.step)
+            summary = run_summary(plan)
+            write_hardware(summary)
+            self.loggers.start(summary, self.step)
             if not self.is_complete:
                 self.source.start()
             self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")

@@ -2,12 +2,14 @@
 
 import platform
 from collections.abc import Iterator, Sized
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from nemo_opd.cluster.virtual_cluster import num_cores
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.handoff.reach import Traffic
@@ -67,7 +69,18 @@ def layout_of(plan: Plan) -> str:
 def device_name(device: str) -> str:
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return platform.machine() if device == "cpu" else device
+    return cpu_name() if device == "cpu" else device
+
+
+def cpu_name() -> str:
+    """Such as `AMD EPYC 7B13, 2 cores`."""
+    cores = num_cores()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {cores} core{'s' * (cores > 1)}"
 
 
 def print_plan(plan: Plan, console: Console) -> None:

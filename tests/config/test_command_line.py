@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.command_line import read_command_line
-from nemo_opd.config.load import run_with_hydra, to_yaml
+from nemo_opd.config.load import run_settings_with_hydra, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError, ModelError
 from tests.composition import CONFIGS, DEMO, PRODUCTION, ROOT, command_line, compose_all, configured
 
@@ -142,6 +143,50 @@ def test_multirun_is_a_job_for_each_combination(tmp_path: Path, monkeypatch) -> 
     jobs = compose_all("--multirun", "train.max_steps=1,2", "loss.temperature=1.0,2.0")
 
     assert [(job.train.max_steps, job.loss.temperature) for job in jobs] == [(1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)]
+
+
+def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path, monkeypatch) -> None:
+    """Bug: folders named by the second in which a run started, which say nothing."""
+    monkeypatch.chdir(tmp_path)
+    jobs = compose_all("--multirun", "train.max_steps=1,2", "run.seed=3", "loss.temperature=1.0,2.0")
+    (root,) = {job.run.output_dir.parent for job in jobs}
+    assert root.parent == Path("outputs/demo")
+    assert root.name.startswith("sweep_2")
+    assert [job.run.output_dir.name for job in jobs] == [
+        f"train.max_steps={steps},loss.temperature={temperature}" for steps in (1, 2) for temperature in (1.0, 2.0)
+    ]
+
+
+def test_a_sweep_goes_where_it_is_told(tmp_path: Path, monkeypatch) -> None:
+    """Bug: all runs in one folder, of which the second is refused."""
+    monkeypatch.chdir(tmp_path)
+    told: list[Path] = []
+    with command_line(("-m", "run.seed=1,2", f"run.output_dir={tmp_path / 'sweep'}")):
+        run_settings_with_hydra(
+            lambda config: told.append(config.run.output_dir),
+            RunConfig,
+            config_dir=CONFIGS,
+            config_name="off_policy_demo",
+            after_sweep=told.append,
+        )
+    assert told == [tmp_path / "sweep" / "run.seed=1", tmp_path / "sweep" / "run.seed=2", tmp_path / "sweep"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ((["+teachers=a"], ["+teachers=b"]), ["teachers=a", "teachers=b"]),
+        ((["teachers='x y/z'"], ["teachers='x y?z'"]), ["teachers=_x_y_z", "teachers=_x_y_z_1"]),
+        ((["teachers=" + "x" * 300], ["teachers=" + "x" * 301]), None),
+    ],
+)
+def test_names_of_swept_runs_are_folders_that_differ(overrides, names) -> None:
+    sweep = Sweep(("teachers",))
+    placed = [sweep.place({"run": {"output_dir": "out"}}, own)["run"]["output_dir"] for own in overrides]
+    assert len(set(placed)) == 2
+    assert all(len(Path(folder).name) <= 120 for folder in placed)
+    if names:
+        assert [Path(folder).name for folder in placed] == names
 
 
 def test_multirun_goes_on_after_a_job_that_fails(tmp_path: Path, monkeypatch) -> None:

@@ -11,10 +11,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
-from nemo_opd.logging.plots import LIGHT, draw_questions, parts_by_step, smooth
+from nemo_opd.logging.hardware import write_hardware
+from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, parts_by_step, smooth
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
-from tests.logging.synthetic import CLOSING, QUESTIONS, record, validation
+from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
 CONFIG = """
@@ -149,6 +150,51 @@ def test_a_report_is_made_of_whatever_is_there(tmp_path: Path, records: list[dic
         write_run(tmp_path, records)
     assert "</html>" in write_report(tmp_path).read_text()
     assert not [file for file in (tmp_path / "report").iterdir() if file.name.startswith(".")]
+
+
+def lines(draw, records: list[dict[str, float]]) -> list[list[str]]:
+    figure = Figure()
+    draw(figure, records, ClosingTable(None, None), LIGHT)
+    return [[str(line.get_label()) for line in axes.lines] for axes in figure.axes]
+
+
+def test_a_term_without_weight_is_no_curve() -> None:
+    """Bug: a flat line at 0, and a KD that hides the loss."""
+    records = [{"step": step, **record(step)} for step in (1, 2)]
+    assert lines(draw_loss, records) == [["loss", "KD", "CE"]]
+    alone = [line | {"train/ce": 0.0, "train/kd": line["train/loss"]} for line in records]
+    assert lines(draw_loss, alone) == [["loss"]]
+
+
+@pytest.mark.parametrize(("slowest_s", "num_marks"), [(2.0, 0), (4.0, 0), (40.0, 1)])
+def test_no_step_is_cut_without_a_mark(slowest_s: float, num_marks: int) -> None:
+    """Bug: curves that leave the plot at its top."""
+    records = [{"step": step, **record(step)} for step in range(1, 60)]
+    records[30] |= {"perf/step_s": slowest_s, "perf/other_s": slowest_s - 1.875}
+    figure = Figure()
+    draw_step_time(figure, records, ClosingTable(None, None), LIGHT)
+    axes = figure.axes[1]
+    assert len(axes.texts) == num_marks
+    if num_marks:
+        assert axes.texts[0].get_text().endswith("40.000 s")
+    else:
+        assert axes.get_ylim()[1] > slowest_s
+
+
+def test_the_page_tells_of_hardware_adapters_coverage_and_skipped_steps(tmp_path: Path) -> None:
+    """Bug: `device auto`, and nothing of what a run could not learn from."""
+    told = {"train/kd_coverage/phi4mini": 0.875, "train/skipped_steps": 3}
+    write_run(tmp_path, [line | told for line in a_run()])
+    lora = "lora: {rank: 8, alpha: 16, dropout: 0.1, target_modules: [q_proj, v_proj], export: merged}"
+    config = CONFIG.replace("{model: llama-1b}", f"{{model: llama-1b, {lora}}}")
+    (tmp_path / "config.yaml").write_text(f"{config}cluster: {{device: auto}}\n")
+    write_hardware(summary(tmp_path))
+    facts = dict(re.findall(r"<dt>([^<]*)</dt><dd>([^<]*)</dd>", write_report(tmp_path).read_text()))
+    assert facts["device"] == "cpu"
+    assert facts["layout"] == "2 ranks: 2 data parallel"
+    assert facts["LoRA"] == "rank 8, alpha 16, dropout 0.1; q_proj, v_proj; exported merged"
+    assert facts["phi4mini"].endswith("KD on 87.5 % of the scored tokens")
+    assert facts["skipped steps"] == "3"
 
 
 def test_smoothing_is_the_mean_of_a_symmetric_window_without_nan() -> None:

@@ -1,0 +1,162 @@
+"""The runs of a sweep next to each other: a table, and one page with the curve of each."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import cycle
+from pathlib import Path
+
+from rich.table import Table
+
+from nemo_opd.errors import DataError
+from nemo_opd.logging.files import write_atomically
+from nemo_opd.logging.formats import change, clock, figure, interval, share
+from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.page import chart, page
+from nemo_opd.logging.plots import DARK, LIGHT, Theme, legend, series, smooth, steps_below
+
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
+CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
+"""What is drawn: the first that any run has."""
+DASHED_FROM = 6
+"""Curves for which there are colours."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweptRun:
+    """What a run of a sweep has reached."""
+
+    name: str
+    """Of its folder: what it varies."""
+    records: tuple[Mapping[str, float], ...]
+    """Empty where it did not start."""
+    is_complete: bool
+
+    def last(self, key: str) -> float | None:
+        return next((record[key] for record in reversed(self.records) if key in record), None)
+
+    def first(self, key: str) -> float | None:
+        return next((record[key] for record in self.records if key in record), None)
+
+    @property
+    def num_steps(self) -> int:
+        return int(self.records[-1]["step"]) if self.records else 0
+
+    @property
+    def seconds(self) -> float:
+        """In training steps."""
+        return sum(record.get("perf/step_s", 0.0) for record in self.records)
+
+    def cells(self, measures: Sequence[str]) -> list[str]:
+        """Its row: name, result by result, steps and time."""
+        state = f"{self.num_steps:,}" if self.is_complete else f"{self.num_steps:,}, not complete"
+        return [self.name, *(self._cell(measure) for measure in measures), state, clock(self.seconds)]
+
+    def _cell(self, key: str) -> str:
+        value = self.last(key)
+        if value is None or not math.isfinite(value):
+            return "-"
+        if key.startswith("eval/"):
+            low, high = self.last(f"{key}_low"), self.last(f"{key}_high")
+            between = "" if low is None or high is None else f" ({interval(low, high)})"
+            return f"{share(value)}{between}"
+        if key != "val/bits_per_byte":
+            return figure(value)
+        before = self.first(key)
+        return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
+
+
+def read_sweep(root: Path) -> list[SweptRun]:
+    """The runs in a folder, by what they vary: numbers by size."""
+    found = [file.parent for file in root.glob("*/config.yaml")]
+    return [read_run(folder) for folder in sorted(found, key=lambda folder: by_size(folder.name))]
+
+
+def by_size(name: str) -> list[tuple[float, str]]:
+    """Sort key in which 10 comes after 9."""
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(NUMBER.split(name))]
+
+
+def read_run(folder: Path) -> SweptRun:
+    metrics = folder / "metrics.jsonl"
+    try:
+        records = tuple(read(metrics)) if metrics.exists() else ()
+    except DataError:
+        records = ()
+    return SweptRun(folder.name, records, (folder / "report" / "report.html").exists())
+
+
+def measures_of(runs: Sequence[SweptRun]) -> list[str]:
+    """Keys that have a column: validation, questions, or the training loss where there is neither."""
+    known = {key for run in runs for record in run.records for key in record}
+    asked = sorted(key for key in known if key.startswith("eval/") and f"{key}_low" in known and key.count("/") == 1)
+    found = [key for key in ("val/bits_per_byte",) if key in known] + asked
+    return found or [key for key in ("train/loss",) if key in known]
+
+
+def heads(measures: Sequence[str]) -> list[str]:
+    names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
+    return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
+
+
+def sweep_table(runs: Sequence[SweptRun]) -> Table:
+    """A row a run; of questions only the first measure, which 80 columns hold."""
+    measures = measures_of(runs)[:2]
+    table = Table(title="Sweep", title_justify="left", title_style="bold", border_style="dim")
+    for i, head in enumerate(heads(measures)):
+        table.add_column(head, justify="right" if i else "left", overflow="fold")
+    for run in runs:
+        table.add_row(*run.cells(measures))
+    return table
+
+
+def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
+    """Writes sweep.png and report.html into the folder of the sweep; returns the page."""
+    measures = measures_of(runs)
+    body = [f"<header><h1>{escape(root.name)}</h1><p>{escape(str(root))}</p></header>", table_section(runs, measures)]
+    if drawn := next((curve for curve in CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
+        light, dark = (draw_curves(runs, *drawn, theme) for theme in (LIGHT, DARK))
+        write_atomically(root / "sweep.png", light)
+        body.append(chart(f"{drawn[1][0].upper()}{drawn[1][1:]}", light, dark))
+    write_atomically(root / "report.html", page(escape(root.name), body, "the files of these runs").encode())
+    return root / "report.html"
+
+
+def table_section(runs: Sequence[SweptRun], measures: Sequence[str]) -> str:
+    head = "".join(f'<th class="{"number" if i else ""}">{escape(name)}</th>' for i, name in enumerate(heads(measures)))
+    rows = "".join(f"<tr>{row_html(run, run.cells(measures))}</tr>" for run in runs)
+    return f"<section><h2>Runs</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
+
+
+def row_html(run: SweptRun, cells: Sequence[str]) -> str:
+    link = f'<a href="{escape(run.name)}/report/report.html">{escape(run.name)}</a>' if run.is_complete else None
+    first = f"<td>{link or escape(run.name)}</td>"
+    return first + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells[1:])
+
+
+def draw_curves(runs: Sequence[SweptRun], key: str, label: str, theme: Theme) -> bytes:
+    """A curve a run, as PNG."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(theme.rc):
+        figure = Figure(figsize=(9, 4.2), layout="constrained")
+        axes = figure.subplots()
+        for i, (run, colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
+            steps, values = series(run.records, key)
+            if not steps:
+                continue
+            style = "-" if i < DASHED_FROM else "--"
+            marker = "o" if len(steps) < 12 else None
+            axes.plot(steps, smooth(values), style, color=colour, label=run.name, marker=marker, markersize=4)
+        axes.set_ylabel(label)
+        legend(axes, ncol=1 if max(len(run.name) for run in runs) > 30 else 3)
+        steps_below(axes)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=180)
+    return buffer.getvalue()

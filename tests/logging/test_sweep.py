@@ -1,0 +1,64 @@
+"""Catches a run under the name of another, one that fails the page for all, and numbers sorted as text."""
+
+import json
+import re
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_opd.logging.sweep import by_size, measures_of, read_sweep, sweep_table, write_sweep_report
+from tests.logging.synthetic import record, validation
+
+
+def write_run(folder: Path, bits: float, steps: int = 4, is_complete: bool = True, **more: float) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("run: {name: demo}\n")
+    records = [{"step": 0, **validation(2.0)}]
+    records += [{"step": step, **record(step), **more} for step in range(1, steps + 1)]
+    records[-1] |= validation(bits)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in records))
+    if is_complete:
+        (folder / "report").mkdir()
+        (folder / "report" / "report.html").write_text("")
+
+
+def test_each_run_is_a_row_with_its_own_result(tmp_path: Path) -> None:
+    write_run(tmp_path / "run.seed=10", 1.0, steps=3, is_complete=False)
+    write_run(tmp_path / "run.seed=2", 1.5)
+    (tmp_path / "run.seed=3").mkdir()
+    (tmp_path / "run.seed=3" / "config.yaml").touch()
+    (tmp_path / "run.seed=3" / "metrics.jsonl").write_text("[]\n{}\n")
+    runs = read_sweep(tmp_path)
+    assert [run.name for run in runs] == ["run.seed=2", "run.seed=3", "run.seed=10"]
+    assert [run.cells(["val/bits_per_byte"])[1:] for run in runs] == [
+        ["1.5000 (-25.0 %)", "4", "0:08"],
+        ["-", "0, not complete", "0:00"],
+        ["1.0000 (-50.0 %)", "3, not complete", "0:06"],
+    ]
+    console = Console(width=80, record=True, quiet=True)
+    console.print(sweep_table(runs))
+    page = write_sweep_report(tmp_path, runs).read_text()
+    assert re.findall(r'href="([^"]*/report[^"]*)"', page) == ["run.seed=2/report/report.html"]
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert not re.search(r"https?://|@import|url\(|<script", page)
+
+
+def test_questions_have_their_interval(tmp_path: Path) -> None:
+    asked = {"eval/pass@1": 0.43, "eval/pass@1_low": 0.36, "eval/pass@1_high": 0.5, "eval/pass@1/teacher": 0.9}
+    write_run(tmp_path / "a", 1.5, **asked)
+    (run,) = read_sweep(tmp_path)
+    assert run.cells(["eval/pass@1"])[1] == "43.0 % (36.0 to 50.0 %)"
+    assert measures_of([run]) == ["val/bits_per_byte", "eval/pass@1"]
+
+
+def test_names_are_text_and_not_markup(tmp_path: Path) -> None:
+    write_run(tmp_path / "<b>x", 1.5)
+    assert "<b>x" not in write_sweep_report(tmp_path, read_sweep(tmp_path)).read_text()
+
+
+def test_a_sweep_of_nothing_has_a_page(tmp_path: Path) -> None:
+    assert "</html>" in write_sweep_report(tmp_path, read_sweep(tmp_path / "nothing")).read_text()
+
+
+def test_numbers_are_sorted_by_size() -> None:
+    assert sorted(["lr=1e-3", "lr=2e-4", "lr=10", "lr=9"], key=by_size) == ["lr=2e-4", "lr=1e-3", "lr=9", "lr=10"]
