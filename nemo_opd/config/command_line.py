@@ -16,6 +16,7 @@ from nemo_opd.errors import ConfigError
 
 PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
+HELP_FLAGS = frozenset({"--help", "-h"})
 INLINE = "_inline_"
 """Begins the name of an option that the command line itself gives a group."""
 
@@ -75,6 +76,8 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
             raise ConfigError(f"{argument}: the key is empty; write key=value")
         else:
             options.append(argument)
+            if argument in HELP_FLAGS:
+                settings.append("hydra/help=settings")
     groups = Groups.of(config_dir, primary)
     overrides = tuple(groups.override(argument) for argument in typed)
     return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)

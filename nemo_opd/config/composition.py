@@ -35,6 +35,8 @@ def explain_composition(error: Exception, command: CommandLine) -> str:
             f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: no valid YAML: "
             f"{error.problem or error.context}; correct the file"
         )
+    if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+        return f"stdout cannot be written ({os.strerror(error.errno)}); send the output elsewhere, or make room"
     if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         options = ", ".join(option for option in error.options if not option.startswith(INLINE))
@@ -64,11 +66,13 @@ def first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
     None for an override where composing fails without any.
     """
     before = None
-    for number in range(len(command.typed) + 1):
+    # as Hydra does: options of groups first, whatever their place on the line
+    ordered = sorted(zip(command.typed, command.overrides, strict=True), key=lambda pair: pair[1].startswith("++"))
+    for number in range(len(ordered) + 1):
         try:
-            composed = recomposed(command, command.overrides[:number])
+            composed = recomposed(command, [override for _, override in ordered[:number]])
         except Exception:
-            return (command.typed[number - 1] if number else None), before
+            return (ordered[number - 1][0] if number else None), before
         before = composed
     return (" ".join(command.typed) or None), None
 

@@ -14,9 +14,10 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_opd.config.base import Settings
-from nemo_opd.config.command_line import read_command_line
+from nemo_opd.config.command_line import HELP_FLAGS, read_command_line
 from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.problems import explain_all
+from nemo_opd.config.reference import store_help
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError
@@ -56,6 +57,8 @@ def run_settings_with_hydra(
         except Exception as error:
             failures.append(error)
 
+    if HELP_FLAGS & set(command.options):
+        store_help(model, config_dir, Path(sys.argv[0]).name)
     sys.argv[1:] = command.for_hydra
     with composition_errors(command):
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()

@@ -32,7 +32,8 @@ class DivergenceTerm(Settings):
     def weights_of_a_divergence_need_it(cls, weight: float, info: ValidationInfo) -> float:
         needed = {"beta": "jsd", "mixed_weight": "mixed"}[str(info.field_name)]
         divergence = info.data.get("divergence", needed)
-        return refused_unless(divergence == needed, weight, info, cls, f"divergence={divergence}; write {needed}")
+        reason = f"divergence={divergence}; write divergence={needed}"
+        return refused_unless(divergence == needed, weight, info, cls, reason)
 
 
 class SameVocabTerm(DivergenceTerm):

@@ -49,10 +49,23 @@ def explain(
         known = ", ".join(known_keys(path, data, model))
         return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
     if kind == "value_error":
-        return f"{key}: {reason}" if key else reason
+        return placed(reason, key, value)
     if kind == "string_type" and len(problems) == 1 and isinstance(value, int | float):
         reason += f"; to make text of it, write {key}=\"'{value}'\""
     return f"{key}={shown}: {reason[0].lower()}{reason[1:]}"
+
+
+def placed(reason: str, key: str, value: object) -> str:
+    """Put our own reason behind its key: `key=value …`, `key.inner=…` or `key: …`."""
+    if not key:
+        return reason
+    if value in ([], ()):
+        return f"{key}=[]: {reason}"
+    if not isinstance(value, Mapping | Sequence | bool) and reason.startswith(f"{value} "):
+        return f"{key}={reason}"
+    if isinstance(value, Mapping) and reason.partition("=")[0] in value:
+        return f"{key}.{reason}"
+    return f"{key}: {reason}"
 
 
 def reason_of(problem: ErrorDetails) -> str:

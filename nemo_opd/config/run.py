@@ -60,7 +60,7 @@ class RunConfig(Settings):
     run: Run = Field(default_factory=Run)
     train: Train
     student: Student
-    teachers: tuple[Teacher, ...] = Field(min_length=1)
+    teachers: tuple[Teacher, ...]
     loss: Loss = Field(default_factory=PKLLoss)
     aggregation: Aggregation = Field(default_factory=WeightedSum)
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
@@ -76,6 +76,16 @@ class RunConfig(Settings):
     health: Health = Field(default_factory=Health)
     cluster: Cluster = Field(default_factory=Cluster)
     logging: Logging = Field(default_factory=Logging)
+
+    @field_validator("teachers")
+    @classmethod
+    def there_is_a_teacher(cls, teachers: tuple[Teacher, ...]) -> tuple[Teacher, ...]:
+        if not teachers:
+            raise ValueError(
+                "the list is empty; name at least one teacher, such as teachers=GROUP. To learn from the texts or the "
+                "rewards alone, leave the teachers as they are and write loss.kd_weight=0: none is loaded then"
+            )
+        return teachers
 
     @model_validator(mode="after")
     def teacher_names_are_unique(self) -> Self:

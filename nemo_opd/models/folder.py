@@ -14,6 +14,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def resolve(reference: str) -> str:
@@ -27,6 +28,21 @@ def read_template(path: str, *, key: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{key}={path}: {error}; name a file with a Jinja chat template") from error
+
+
+def check_tokenizer(reference: str, *, key: str) -> None:
+    """Raises ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
+    folder = Path(resolve(reference))
+    if folder.is_dir():
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ModelError(
+                f"{key}={reference}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); name one that "
+                f"has, or leave out {key} to take the model's own"
+            )
+    elif folder.is_absolute() or reference.startswith("."):
+        raise ModelError(
+            f"{key}={reference}: there is no such folder; correct the path, or leave out {key} to take the model's own"
+        )
 
 
 def check_folder(reference: str, *, key: str) -> None:

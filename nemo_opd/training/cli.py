@@ -39,8 +39,9 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
             for note in notes(error):
                 print(note, file=sys.stderr)
             fail(str(error), 1)
-        except KeyboardInterrupt:
-            fail("interrupted; nothing newer than the last checkpoint was saved", INTERRUPTED)
+        except KeyboardInterrupt as interrupt:
+            kept = getattr(interrupt, "__notes__", ["nothing had been saved yet"])
+            fail(f"interrupted; {kept[-1]}", INTERRUPTED)
         except Exception as error:
             traceback.print_exc()
             fail(f"{type(error).__name__}: {error}", 1)

@@ -39,8 +39,9 @@ def check_positions(config: RunConfig, student: Side, teachers: Sequence[Side]) 
                 f"read no more; write {key}={side.positions} or less"
             )
         warnings.append(
-            f"{key}={length}: {model} is made for {side.positions} positions (max_position_embeddings) and says "
-            f"little of value beyond; write {key}={side.positions} or less, unless its config.json is behind the times"
+            f"{key}={length}: {model} is made for {side.positions} positions (max_position_embeddings in its "
+            f"config.json), and its predictions beyond them are poor; write {key}={side.positions} or less, or correct "
+            "config.json where the model was trained on longer texts"
         )
     return warnings
 

@@ -8,7 +8,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ProjectionError
-from nemo_opd.models.folder import check_folder, read_template
+from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 
@@ -26,6 +26,8 @@ def check_inputs(config: RunConfig) -> None:
 
 def check_model(settings: Model, key: str) -> None:
     check_folder(settings.model, key=f"{key}.model")
+    if settings.tokenizer is not None:
+        check_tokenizer(settings.tokenizer, key=f"{key}.tokenizer")
     if settings.chat_template is not None:
         read_template(settings.chat_template, key=f"{key}.chat_template")
 

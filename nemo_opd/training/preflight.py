@@ -19,7 +19,7 @@ from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import load_prompts
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 from nemo_opd.training.side import load_side
-from nemo_opd.training.sides import plan_teacher
+from nemo_opd.training.sides import plan_teacher, require_templates
 from nemo_opd.training.survey import survey
 from nemo_opd.workers.student import compute_dtype
 
@@ -44,6 +44,7 @@ def preflight(config: RunConfig) -> Plan:
         dtype = compute_dtype(settings.dtype, device)
         model = load_config(settings.model, key=f"{key}.model")
         check_head_precision(model, dtype, key=key, reference=settings.model)
+    require_templates(config, student, teachers)
     warnings = [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
     check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(

@@ -75,9 +75,11 @@ class Session:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is not None:
             self.loggers.end_display()
+        if isinstance(error, KeyboardInterrupt):
+            error.add_note(self.what_is_kept())
         with working("ending the workers"):
             self._stack.close()
 
@@ -199,11 +201,16 @@ class Session:
             require_whole(folder, self.plan.student_layout.size)
 
     def say_how_to_continue(self) -> None:
-        if not self.step:
-            say("ended before the first step; there is nothing to continue")
-            return
-        say(
-            f"ended after step {self.step}; the checkpoint is {self.checkpoints.path(self.step)}; continue with "
+        ended = f"after step {self.step}" if self.step else "before the first step"
+        say(f"ended {ended}; {self.what_is_kept()}")
+
+    def what_is_kept(self) -> str:
+        """The newest checkpoint and how to continue from it, in words."""
+        steps = self.checkpoints.steps()
+        if not steps:
+            return "there is no checkpoint yet, so there is nothing to continue"
+        return (
+            f"the checkpoint is {self.checkpoints.path(steps[-1])}; continue with "
             f"run.output_dir={self.plan.output_dir} run.resume=auto"
         )
 

@@ -13,7 +13,7 @@ from nemo_opd.data.cache import CachedSampleMaker
 from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.samples import SameTokenizer, SampleMaker
 from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
-from nemo_opd.errors import ModelError, ProjectionError
+from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.same_tokenizer import require_common_text, require_same_tokenizer, same_tokenizer_reader
 from nemo_opd.training.side import Side
@@ -74,6 +74,27 @@ def writes_otherwise(config: RunConfig, i: int, student: Side, teacher: Side) ->
         for side, settings in ((student, config.student), (teacher, config.active_teachers[i]))
     )
     return config.data.messages_key is not None and ours != theirs
+
+
+def require_templates(config: RunConfig, student: Side, teachers: Sequence[Side]) -> None:
+    """Raises AlignmentError, naming the key, where conversations need a chat template and a side has none.
+
+    A teacher with the student's tokenizer reads what the student's template writes.
+    """
+    if config.data.messages_key is None:
+        return
+    asked = [("student", config.student, student)] + [
+        (f"teachers.{i}", settings, side)
+        for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True))
+        if isinstance(settings, CrossTokenizerTeacher)
+    ]
+    for key, settings, side in asked:
+        if not side.tokenizer.chat_template:
+            name, source = settings.tokenizer_source
+            raise AlignmentError(
+                f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; name a "
+                f"file with one as {key}.chat_template, or the instruct model's tokenizer as {key}.tokenizer"
+            )
 
 
 def build_sample_maker(config: RunConfig, student: Side, teachers: Sequence[Side]) -> SampleMaker:

@@ -1,5 +1,6 @@
 """The command line is plain Hydra, with `--config FILE` beside it."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.command_line import read_command_line
+from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.load import run_settings_with_hydra, run_with_hydra, to_yaml
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.sweep import Sweep
@@ -133,7 +135,10 @@ def test_help_names_the_groups_and_runs_nothing(capsys) -> None:
     printed = capsys.readouterr().out
 
     assert caught.value.code in (None, 0)
-    assert printed.startswith("distil is powered by Hydra")  # the program's name, not that of a module of ours
+    assert printed.startswith("distil [--config FILE]")  # the program's name, not that of a module of ours
+    assert max(map(len, printed.splitlines())) <= 80
+    for told in ("docs/settings.md", "max_steps", "p_kl", "--cfg job"):
+        assert told in printed
     for group in sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir()):
         assert f"{group}: " in printed
 
@@ -143,6 +148,19 @@ def test_multirun_is_a_job_for_each_combination(tmp_path: Path, monkeypatch) -> 
     jobs = compose_all("--multirun", "train.max_steps=1,2", "loss.temperature=1.0,2.0")
 
     assert [(job.train.max_steps, job.loss.temperature) for job in jobs] == [(1, 1.0), (1, 2.0), (2, 1.0), (2, 2.0)]
+
+
+def test_a_group_counts_before_what_is_said_of_its_elements() -> None:
+    """Bug: a message of the two teachers that the group has replaced."""
+    with pytest.raises(ConfigError, match=r"^teachers\.2\.weight=1: teachers is a list of 1, teachers\.0; "):
+        configured("teachers.2.weight=1", "teachers=demo_single")
+
+
+def test_a_full_disk_under_stdout_is_not_a_fault_of_the_config() -> None:
+    command = read_command_line([], CONFIGS, "off_policy_demo")
+    reason = r"^stdout cannot be written \(No space left on device\)"
+    with pytest.raises(ConfigError, match=reason), composition_errors(command):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path, monkeypatch) -> None:

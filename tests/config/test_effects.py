@@ -57,8 +57,11 @@ def off_policy(**sections: Any) -> dict[str, Any]:
             off_policy(teachers=[SAME], loss={"type": "tcad", "power_alpha": 2}),
             r"loss\.power_alpha=2\.0 has no effect: it weighs the rollouts",
         ),
-        (changed("loss.beta", 0.9), r"0\.9 has no effect with divergence=forward_kl; write jsd, or leave beta out"),
-        (changed("loss.mixed_weight", 0.9), r"0\.9 has no effect with divergence=forward_kl; write mixed"),
+        (
+            changed("loss.beta", 0.9),
+            r"0\.9 has no effect with divergence=forward_kl; write divergence=jsd, or leave beta out",
+        ),
+        (changed("loss.mixed_weight", 0.9), r"0\.9 has no effect with divergence=forward_kl; write divergence=mixed"),
         (
             off_policy(teachers=[SAME], loss={"type": "same_vocab", "normalization": "support"}),
             "support has no effect with support=full; choose another support",

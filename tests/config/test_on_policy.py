@@ -33,8 +33,8 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
         ({"rollout": HF | {"max_new_tokens": 4096}}, "rollout.max_new_tokens=4096 leaves no room for a prompt in"),
         ({"rollout": HF | {"max_prompt_length": 4096}}, "rollout.max_prompt_length=4096 leaves no room for a response"),
         ({"rollout": HF | {"on_policy_share": 0.5}}, "rollout.on_policy_share=0.5 takes the other responses from"),
-        ({"rollout": HF | {"staleness": 1}}, "rollout: staleness=1: type=hf samples in the student's own processes"),
-        ({"rollout": {"type": "server", "overlap": True}}, "rollout: overlap=true samples with weights one step old"),
+        ({"rollout": HF | {"staleness": 1}}, "rollout.staleness=1: type=hf samples in the student's own processes"),
+        ({"rollout": {"type": "server", "overlap": True}}, "rollout.overlap=true samples with weights one step old"),
         (
             {"data": {"messages_key": "messages", "response_key": "response"}},
             "data.response_key=response: with data.messages_key the response is what the assistant says last",

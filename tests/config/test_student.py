@@ -9,7 +9,7 @@ from tests.composition import compose
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["student.compile=true", "student.parallelism.tp=2"], "student: compile=true with parallelism.tp=2: "),
+        (["student.compile=true", "student.parallelism.tp=2"], "student.compile=true with parallelism.tp=2: "),
         (["student.lora={rank:2}", "student.parallelism.cp=2"], "student: lora with parallelism.cp=2: "),
     ],
 )

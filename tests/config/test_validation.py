@@ -246,7 +246,7 @@ def test_it_is_one_of_our_errors_and_a_value_error() -> None:
 def test_steps_or_epochs() -> None:
     assert message_of(changed("train", {})).startswith("train: neither max_steps nor epochs is set")
     both = message_of(changed("train.epochs", 2))
-    assert both.startswith("train: max_steps=3 and epochs=2 are both set")
+    assert both.startswith("train.max_steps=3 and epochs=2 are both set")
     assert both.endswith("write train.max_steps=null or train.epochs=null")
     assert from_dict(changed("train", {"epochs": 2})).train.epochs == 2
 
@@ -303,7 +303,7 @@ def test_a_preset_decides_its_own_settings() -> None:
 def test_top_k_needs_a_truncated_support() -> None:
     """It would be a loss over the whole vocabulary that its author takes for a truncated one."""
     message = message_of(changed("teachers.1.loss", {"type": "same_vocab", "top_k": 64}))
-    assert message.startswith("teachers.1.loss.top_k: 64 has no effect with support=full; choose support=teacher_topk")
+    assert message.startswith("teachers.1.loss.top_k=64 has no effect with support=full; choose support=teacher_topk")
     assert message_of(changed("teachers.1.loss", {"type": "same_vocab", "support": "union", "top_k": 0})).startswith(
         "teachers.1.loss.top_k=0: must be greater than or equal to 1"
     )

@@ -330,7 +330,16 @@ def test_conversations_without_a_mistake_pass(configure: Configure, inputs: Path
 
 
 def test_no_chat_template(refused: Refused, chat: list[str]) -> None:
-    assert "has no chat template" in refused(AlignmentError, *chat)
+    """Bug: an error that names a folder of ours and no key."""
+    message = refused(AlignmentError, *chat)
+    assert message.startswith("student.")
+    assert "has no chat template" in message
+    assert "student.chat_template" in message
+
+
+def test_a_teacher_without_a_chat_template_is_named_by_its_key(refused: Refused, inputs: Path, chat: list[str]) -> None:
+    own = with_templates(inputs, TEMPLATE, TEMPLATE)[:1]
+    assert refused(AlignmentError, *chat, *own).startswith("teachers.0.")
 
 
 def test_a_chat_template_that_is_no_file(refused: Refused, chat: list[str]) -> None:

@@ -35,6 +35,8 @@ def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
     ("overrides", "kind", "says"),
     [
         (["student.model=/nowhere"], ModelError, "student.model=/nowhere: there is no such folder"),
+        (["student.tokenizer=/nope"], ModelError, "student.tokenizer=/nope: there is no such folder"),
+        (["teachers.0.tokenizer=/tmp"], ModelError, "teachers.0.tokenizer=/tmp: the folder has no tokenizer"),
         (["teachers.1.model=/nowhere"], ModelError, "teachers.1.model=/nowhere: there is no such folder"),
         (["student.chat_template=/no.jinja"], ModelError, "student.chat_template=/no.jinja: "),
         (["teachers.0.projection=/no.safetensors"], ProjectionError, "teachers.0.projection: cannot read the"),

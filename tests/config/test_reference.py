@@ -1,0 +1,37 @@
+"""Catches a settings page that is behind the settings, and keys that it leaves out."""
+
+from collections.abc import Iterator
+
+import pytest
+from pydantic import BaseModel
+
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.problems import models_in
+from nemo_opd.config.reference import PAGE, help_text, page
+from nemo_opd.config.run import RunConfig
+from tests.composition import CONFIGS, ROOT
+
+
+def all_keys(model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield name
+        for inner in models_in(field.annotation):
+            yield from all_keys(inner)
+
+
+def test_the_page_is_that_of_the_settings() -> None:
+    assert (ROOT / PAGE).read_text() == page(), f"run `uv run python -m nemo_opd.config.reference > {PAGE}`"
+
+
+def test_every_key_is_on_the_page() -> None:
+    told = page()
+    sections = set(RunConfig.model_fields)
+    missing = [key for key in all_keys(RunConfig) if key not in sections and f"| `{key}` |" not in told]
+    assert set(missing) <= {"type"}
+
+
+@pytest.mark.parametrize("model", [RunConfig, EvaluationConfig])
+def test_help_fits_a_terminal_and_names_every_section(model: type[BaseModel]) -> None:
+    lines = help_text(model, CONFIGS, "distil").splitlines()
+    assert max(map(len, lines)) <= 80
+    assert set(model.model_fields) <= {word.strip(":,") for line in lines for word in line.split()}
