@@ -9,7 +9,7 @@ from quality_runs import Outcome
 from quality_settings import COMMON, CONTROL, Setting
 from quality_statistics import Comparison, Interval, compare
 
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.files import write_atomically
 
 NOTES = """\
 * **interval**: 95 % of Student's t over the seeds; a seed draws another order of the training data, and the student

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.jsonl import read
 
 ROOT = Path(__file__).resolve().parents[1]

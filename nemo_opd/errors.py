@@ -41,6 +41,14 @@ class CheckpointError(OPDError, RuntimeError):
     """A checkpoint that is incomplete, unreadable or of another run."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint of which a file is missing, or not as it was written."""
+
+
+class StorageError(OPDError, OSError):
+    """A file that cannot be written: a full disk, a quota, permissions."""
+
+
 class NotFiniteError(OPDError, FloatingPointError):
     """Training that has produced NaN or infinity."""
 

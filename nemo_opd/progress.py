@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -28,9 +29,12 @@ class Work:
     started: float = field(default_factory=time.monotonic)
     measure: Callable[[], float] | None = None
     """Asked for `done` where the work cannot count itself."""
+    _lock: Lock = field(default_factory=Lock, repr=False)
 
     def advance(self, number: float = 1) -> None:
-        self.done += number
+        """Count what is done; several threads may do parts of one work."""
+        with self._lock:
+            self.done += number
 
     @property
     def elapsed_s(self) -> float:

@@ -13,7 +13,7 @@ import nemo_opd
 
 PACKAGE = Path(nemo_opd.__file__).parent
 LEVELS = (
-    {"errors", "types", "paths", "progress"},
+    {"errors", "types", "paths", "progress", "problems", "disk", "files"},
     {"config"},
     {"alignment", "distributed", "demo"},
     {"projection"},
@@ -25,7 +25,7 @@ LEVELS = (
 LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
-WITHOUT_TORCH = {"errors", "types", "paths", "progress", "config", "alignment"}
+WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "config", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 

@@ -31,6 +31,8 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import CheckpointError, OPDError
+from nemo_opd.files import write_atomically
+from nemo_opd.training.cli import busy
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.prompts import load_prompts
 from nemo_opd.training.side import load_side
@@ -87,7 +89,8 @@ def convert(arguments: argparse.Namespace) -> str:
 
 def to_hf(arguments: argparse.Namespace) -> str:
     checkpoint, output, dtype = arguments.checkpoint, arguments.output, arguments.dtype
-    progress = read_whole_checkpoint(checkpoint)
+    with busy(f"reading {checkpoint}"):
+        progress = read_whole_checkpoint(checkpoint)
     require_unused(output)
     config = read_config(arguments.config, run_directory(checkpoint))
     require_same_adapters(progress.settings, identity(config), checkpoint)
@@ -121,7 +124,7 @@ def from_hf(arguments: argparse.Namespace) -> str:
             lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
         )
     if not (run / CONFIG).exists():
-        (run / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+        write_atomically(run / CONFIG, to_yaml(config).encode())
     said = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
     if config.student.lora is None and (others := other_settings(arguments.model, config.student)):
         shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())

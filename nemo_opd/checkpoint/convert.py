@@ -10,23 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress
+from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress, read_whole
+from nemo_opd.checkpoint.metadata import MetadataError, read_metadata
+from nemo_opd.checkpoint.sharded import read_sharded, write_sharded
+from nemo_opd.checkpoint.state import write_rank_file
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student
+from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.finite import find_not_finite_here
 from nemo_opd.errors import CheckpointError
+from nemo_opd.files import settle, sync
 from nemo_opd.models.export import stored
 from nemo_opd.models.folder import first_line, resolve
 from nemo_opd.models.load import load_config, load_model, tokenizer_of
@@ -134,8 +136,8 @@ def dtype_of(student: Student) -> torch.dtype:
 def shapes_in(state: Path) -> dict[str, torch.Size]:
     """Of the weights in a sharded state. Raises CheckpointError where there is none, or it is damaged."""
     try:
-        entries = FileSystemReader(state).read_metadata().state_dict_metadata
-    except Exception as error:  # its files are pickled
+        entries = read_metadata(state).state_dict_metadata
+    except (OSError, MetadataError) as error:
         raise unreadable(state, error) from error
     return {
         name.removeprefix(MODEL): entry.size
@@ -152,8 +154,8 @@ def read_weights(state: Path, into: Mapping[str, Tensor]) -> None:
     """Copy whole weights out of a sharded state, each in its own dtype. Raises CheckpointError where it is damaged."""
     try:
         with in_one_process():
-            dcp.load({MODEL.removesuffix("."): dict(into)}, checkpoint_id=state, no_dist=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+            read_sharded({MODEL.removesuffix("."): dict(into)}, state, no_dist=True)
+    except Exception as error:
         raise unreadable(state, error) from error
 
 
@@ -166,8 +168,6 @@ def in_one_process() -> Iterator[None]:
 
 
 def unreadable(state: Path, error: BaseException) -> CheckpointError:
-    if isinstance(error, CheckpointException):
-        error = next((cause for cause, _ in error.failures.values()), error)
     return CheckpointError(
         f"{state} cannot be read ({first_line(error)}): it is incomplete, damaged, or no state of a run; use another "
         "checkpoint"
@@ -200,13 +200,12 @@ def new_folder(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f"{TEMPORARY}{target.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        temporary.rename(target)
-    except OSError as error:
-        raise CheckpointError(
-            f"{target} could not be written ({error}); make room, or name another folder as --output"
-        ) from error
+        with storage_errors(target, CheckpointError, instead="name another folder as --output"):
+            temporary.mkdir(parents=True)
+            yield temporary
+            settle(temporary)
+            temporary.rename(target)
+            sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -223,7 +222,10 @@ def require_unused(target: Path) -> None:
 
 
 def read_whole_checkpoint(checkpoint: Path) -> Progress:
-    """The driver's part. Raises CheckpointError for what is no whole checkpoint, with what it is where that shows."""
+    """The driver's part, once all files are compared with the manifest.
+
+    Raises CheckpointError for what is no whole checkpoint, with what it is where that shows.
+    """
     value = f"--checkpoint={checkpoint}"
     if not checkpoint.is_dir():
         raise CheckpointError(f"{value}: there is no such folder; name one such as RUN/checkpoints/step_000100")
@@ -233,9 +235,9 @@ def read_whole_checkpoint(checkpoint: Path) -> Progress:
         if not (checkpoint / part).exists():
             raise CheckpointError(f"{value}: it has no {part}; {what_else(checkpoint)}")
     try:
-        return Progress(**json.loads((checkpoint / PROGRESS).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{value}: {PROGRESS} cannot be read ({error}); use another checkpoint") from error
+        return read_whole(checkpoint)
+    except CheckpointError as error:
+        raise CheckpointError(f"--checkpoint: {error}; use another checkpoint") from error
 
 
 def what_else(folder: Path) -> str:
@@ -342,9 +344,10 @@ def save_start(
     _, optimizer_state = get_state_dict(model, optimizer)
     state = {MODEL.removesuffix("."): dict(weights), "optimizer": before_first_step(optimizer_state)}
     with in_one_process():
-        dcp.save(state, checkpoint_id=folder / STATE, no_dist=True)
-    rest = {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
-    torch.save(rest, folder / STATE / "rank_00000.pt")
+        write_sharded(state, folder / STATE, no_dist=True)
+    write_rank_file(
+        folder / STATE, 0, {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
+    )
 
 
 def before_first_step(optimizer_state: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from nemo_opd.checkpoint.free_settings import FREE_KEYS
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import CheckpointManager, Found
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError
 
@@ -34,17 +34,17 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
         yield from flatten(inner, f"{prefix}.{key}" if prefix else str(key))
 
 
-def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig) -> Progress | None:
-    """The newest checkpoint, from which `config` can continue; None where there is none.
+def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, hashed: bool = True) -> Found | None:
+    """The newest whole checkpoint, from which `config` can continue; None where there is none at all.
 
-    Raises CheckpointError where it is of another run or cannot be read.
+    hashed: as for `CheckpointManager.newest`. Raises CheckpointError where it is of another run, or none is
+    whole.
     """
-    steps = checkpoints.steps()
-    if not steps:
-        return None
-    progress = checkpoints.read(steps[-1])
-    require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
-    return progress
+    found = checkpoints.newest(hashed=hashed)
+    if found is not None:
+        progress = found.progress
+        require_same_run(progress.settings, identity(config), str(checkpoints.path(progress.step)))
+    return found
 
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:

@@ -4,22 +4,45 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Annotated, ClassVar
 
-from nemo_opd.errors import CheckpointError
+from pydantic import ConfigDict, Field
+
+from nemo_opd.checkpoint.manifest import (
+    MANIFEST,
+    read_manifest,
+    require_hashes,
+    require_sizes,
+    seal,
+)
+from nemo_opd.checkpoint.typed import read_typed
+from nemo_opd.disk import require_room, storage_errors
+from nemo_opd.errors import CheckpointError, DamagedError
+from nemo_opd.files import sync
 
 NAME = re.compile(r"^step_(\d{6,})$")
 TEMPORARY = ".incomplete_"
+DAMAGED = "damaged_"
+"""Before the name of a checkpoint that a run did not continue from."""
 PROGRESS = "progress.json"
+WITH_MANIFEST = 2
+"""Format of checkpoints that have a manifest."""
+INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
+"""What to do about a full disk."""
+NUM_TOLD = 3
+"""Damaged checkpoints that one message names."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The driver's part of a checkpoint; the workers write theirs beside it."""
 
-    step: int
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    step: Annotated[int, Field(ge=0)]
     loader: Mapping[str, int]
     """State of the data order."""
     settings: Mapping[str, object]
@@ -30,15 +53,26 @@ class Progress:
     """Steps that were not taken, in all and in a row at the end; empty before the first step."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Of the student before training and of each teacher, for the closing table."""
+    format: Annotated[int, Field(ge=1, le=WITH_MANIFEST)] = field(default=1, compare=False)
+    """As it was read; 1 is that of a version which wrote no manifest."""
 
 
-def size_of(folder: Path) -> int:
-    """Bytes in the files below a folder, some of which may be on their way out."""
-    total = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            total += file.stat().st_size if file.is_file() else 0
-    return total
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The newest checkpoint that is whole, and what is wrong with those after it."""
+
+    progress: Progress
+    damaged: Mapping[int, str] = field(default_factory=dict)
+    """Step → why it is not taken; the newest first."""
+
+    def warnings(self, checkpoints: "CheckpointManager") -> Iterator[str]:
+        """What is to be said of the choice."""
+        taken = checkpoints.path(self.progress.step)
+        for step, reason in self.damaged.items():
+            name = checkpoints.path(step).name
+            yield f"{reason}; the run continues from {taken} instead, and renames this one {DAMAGED}{name}"
+        if self.progress.format < WITH_MANIFEST:
+            yield f"{taken} has no {MANIFEST}, for an older version wrote it: its files are read without a check"
 
 
 class CheckpointManager:
@@ -58,48 +92,99 @@ class CheckpointManager:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:06d}"
 
-    def size_of_newest(self) -> int | None:
-        """Bytes of the newest complete checkpoint; None where there is none."""
-        steps = self.steps()
-        return size_of(self.path(steps[-1])) if steps else None
-
     @contextmanager
-    def writing(self, progress: Progress) -> Iterator[Path]:
+    def writing(self, progress: Progress, estimate: int = 0) -> Iterator[Path]:
         """A temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
-        An error inside leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step
-        was not taken: then the student may have diverged already, and an older one is needed.
+        estimate: bytes that it will have, at least; the size of the checkpoint before counts as well. An error inside
+        leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step was not taken:
+        then the student may have diverged already, and an older one is needed. Raises CheckpointError where it cannot
+        be written.
         """
         target = self.path(progress.step)
         temporary = self.folder / f"{TEMPORARY}{target.name}"
         shutil.rmtree(temporary, ignore_errors=True)
+        needed = max(estimate, self._newest_size())
+        require_room(target, needed, "this checkpoint", instead=INSTEAD, kind=CheckpointError)
         try:
-            temporary.mkdir(parents=True)
-            yield temporary
-            (temporary / PROGRESS).write_text(json.dumps(asdict(progress), indent=1), encoding="utf-8")
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.rename(target)
-        except OSError as error:
-            raise CheckpointError(
-                f"{target} could not be written ({error}); make room or choose another run.output_dir"
-            ) from error
+            with storage_errors(target, CheckpointError, needed=needed or None, instead=INSTEAD):
+                temporary.mkdir(parents=True)
+                yield temporary
+                record = {**asdict(progress), "format": WITH_MANIFEST}
+                (temporary / PROGRESS).write_text(json.dumps(record, indent=1), encoding="utf-8")
+                seal(temporary)
+                shutil.rmtree(target, ignore_errors=True)
+                temporary.rename(target)
+                sync(self.folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         if not progress.skipped_steps.get("in_a_row"):
             for step in self.steps()[: -self.keep_last]:
                 shutil.rmtree(self.path(step))
 
+    def _newest_size(self) -> int:
+        """Bytes; 0 where there is none."""
+        try:
+            return read_manifest(self.path(max(self.steps()))).size
+        except (ValueError, CheckpointError):
+            return 0
+
     def remove_incomplete(self) -> None:
         """Drop what a killed run left half-written."""
         for folder in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(folder)
 
-    def read(self, step: int) -> Progress:
-        """Raises CheckpointError where the checkpoint's record is not readable."""
-        file = self.path(step) / PROGRESS
-        try:
-            return Progress(**json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(
-                f"{file} cannot be read ({error}); remove {self.path(step)} to continue from the checkpoint before it"
-            ) from error
+    def set_aside(self, step: int) -> None:
+        """Rename a checkpoint, so that it neither is continued from nor counts among those that are kept."""
+        aside = self.folder / f"{DAMAGED}{self.path(step).name}"
+        with storage_errors(self.path(step), CheckpointError, instead="remove it"):
+            shutil.rmtree(aside, ignore_errors=True)
+            self.path(step).rename(aside)
+            sync(self.folder)
+
+    def newest(self, *, hashed: bool = True) -> Found | None:
+        """The newest checkpoint that is whole; None where there is none at all.
+
+        hashed: compare what files hold, not their sizes alone. Raises CheckpointError where all are damaged.
+        """
+        damaged: dict[int, str] = {}
+        for step in reversed(self.steps()):
+            try:
+                return Found(self.read(step, hashed=hashed), damaged)
+            except DamagedError as error:
+                damaged[step] = str(error)
+        if not damaged:
+            return None
+        told = "; ".join([*damaged.values()][:NUM_TOLD])
+        more = f"; and {len(damaged) - NUM_TOLD} more" if len(damaged) > NUM_TOLD else ""
+        raise CheckpointError(
+            f"no checkpoint in {self.folder} is whole: {told}{more}; copy one there again, or start anew with another "
+            "run.output_dir"
+        )
+
+    def read(self, step: int, *, hashed: bool = True) -> Progress:
+        """Compare a checkpoint's files with its manifest, and read the driver's part.
+
+        Raises DamagedError where one is not as it was written, and CheckpointError where one may not be read.
+        """
+        progress = read_whole(self.path(step), hashed=hashed)
+        if progress.step != step:
+            raise DamagedError(f"{self.path(step) / PROGRESS} is damaged: step: it is {progress.step} there")
+        return progress
+
+
+def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
+    """As `CheckpointManager.read`, of any folder. Those of older versions have no manifest to compare with."""
+    progress = read_typed(folder / PROGRESS, Progress)
+    if progress.format < WITH_MANIFEST and not (folder / MANIFEST).exists():
+        return progress
+    manifest = read_manifest(folder)
+    try:
+        require_sizes(folder, manifest)
+        if hashed:
+            require_hashes(folder, manifest)
+    except PermissionError as error:
+        raise CheckpointError(f"{error.filename} cannot be read ({error.strerror}); change its permissions") from error
+    except OSError as error:
+        raise DamagedError(f"{folder} is damaged: a file cannot be read ({error})") from error
+    return progress

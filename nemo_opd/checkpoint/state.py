@@ -1,25 +1,32 @@
 """The sharded training state of the student: master weights, optimizer, schedule, random generators."""
 
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_leaves
 
+from nemo_opd.checkpoint.manager import INSTEAD
+from nemo_opd.checkpoint.sharded import read_sharded, write_sharded
+from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.finite import NotFinite, find_not_finite
 from nemo_opd.errors import CheckpointError, NotFiniteError
+from nemo_opd.files import write_synced
+from nemo_opd.models.folder import first_line
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
     """Each rank writes its own shards; a checkpoint can be read with another number of ranks.
 
-    Raises NotFiniteError on all ranks, before anything is written, where a weight or a moment is NaN or infinite.
+    Raises NotFiniteError on all ranks, before anything is written, where a weight or a moment is NaN or infinite, and
+    CheckpointError where the disk does not take it.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     if (found := not_finite_in(weights, optimizer_state)) is not None:
@@ -27,9 +34,27 @@ def save_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
             f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
             "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
         )
-    dcp.save({"model": weights, "optimizer": optimizer_state}, checkpoint_id=folder)
-    torch.save({"scheduler": scheduler.state_dict(), "rng": random_state()}, folder / f"rank_{dist.get_rank():05d}.pt")
+    with storage_errors(folder, CheckpointError, needed=num_bytes((weights, optimizer_state)), instead=INSTEAD):
+        write_sharded({"model": weights, "optimizer": optimizer_state}, folder)
+        write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": random_state()})
     dist.barrier()
+
+
+def num_bytes(tensors: object) -> int:
+    """Of all tensors in nested containers, whole."""
+    return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+
+
+def write_rank_file(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
+    """Raises OSError; torch's own error, when it writes to a file itself, does not say why."""
+    archive = io.BytesIO()
+    torch.save(content, archive)
+    write_synced(folder / rank_file(rank), archive.getvalue())
+
+
+def rank_file(rank: int) -> str:
+    """The name of what a rank keeps besides its shards: the schedule, and its random generators."""
+    return f"rank_{rank:05d}.pt"
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
@@ -39,19 +64,36 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     try:
-        dcp.load({"model": weights, "optimizer": optimizer_state}, checkpoint_id=folder)
-        own = folder / f"rank_{dist.get_rank():05d}.pt"
+        read_sharded({"model": weights, "optimizer": optimizer_state}, folder)
+        own = folder / rank_file(dist.get_rank())
         # With more ranks than before, the additional ones start from rank 0's schedule and generators.
-        rest = torch.load(own if own.exists() else folder / "rank_00000.pt", weights_only=True)
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
-        raise CheckpointError(
-            f"{folder} cannot be read ({error}); remove this checkpoint to use the one before"
-        ) from error
+        file = own if own.exists() else folder / rank_file(0)
+        rest = read_rank_file(file)
+    except Exception as error:
+        raise unreadable(folder, error) from error
     if (found := not_finite_in(weights, optimizer_state)) is not None:
         raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
-    scheduler.load_state_dict(rest["scheduler"])
-    restore_random_state(rest["rng"])
+    try:
+        scheduler.load_state_dict(rest["scheduler"])
+        restore_random_state(rest["rng"])
+    except Exception as error:  # whatever torch makes of what is no state
+        raise unreadable(file, error) from error
+
+
+def read_rank_file(file: Path) -> dict[str, Any]:
+    """Raises TypeError for what has not the form that `save_state` writes, and what torch.load raises."""
+    rest = torch.load(file, weights_only=True)
+    if not isinstance(rest, dict) or not all(isinstance(rest.get(key), dict) for key in ("scheduler", "rng")):
+        raise TypeError(f"{file.name} has no scheduler and no rng")
+    return rest
+
+
+def unreadable(path: Path, error: BaseException) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read ({first_line(error)}): it is damaged, or no state of a run; remove this checkpoint to "
+        "use the one before"
+    )
 
 
 def not_finite_in(weights: dict[str, Any], optimizer_state: dict[str, Any]) -> NotFinite | None:

@@ -4,8 +4,8 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch.distributed.checkpoint import FileSystemReader
-
+from nemo_opd.checkpoint.metadata import MetadataError, read_metadata
+from nemo_opd.checkpoint.state import rank_file
 from nemo_opd.errors import CheckpointError
 from nemo_opd.models.folder import damage, safetensors_files
 
@@ -39,8 +39,8 @@ def require_none(folder: Path, problems: list[str]) -> None:
 
 def wrong_shards(state: Path) -> Iterator[str]:
     try:
-        entries = FileSystemReader(state).read_metadata().storage_data
-    except Exception as error:  # its index is pickled
+        entries = read_metadata(state).storage_data
+    except (OSError, MetadataError) as error:
         yield f"{STATE}/.metadata cannot be read ({error})"
         return
     ends: dict[str, int] = {}
@@ -54,7 +54,7 @@ def wrong_shards(state: Path) -> Iterator[str]:
 
 def wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
     for rank in range(num_ranks):
-        file = state / f"rank_{rank:05d}.pt"
+        file = state / rank_file(rank)
         if not file.is_file():
             yield f"{STATE} has no {file.name}"
         elif not zipfile.is_zipfile(file):  # its directory is at the end

@@ -18,8 +18,8 @@ from nemo_opd.evaluation.questions import fitting, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.table import estimates_table
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.busy import busy
-from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.load import load_config
 from nemo_opd.rewards import build_reward

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import RunSummary
-from nemo_opd.logging.files import write_atomically
 
 NAME = "hardware.json"
 

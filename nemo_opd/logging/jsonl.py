@@ -6,9 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_opd.disk import storage_errors
 from nemo_opd.errors import DataError
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.problems import first_problem
+
+VALUES = TypeAdapter(dict[str, float | None])
 
 
 def read(path: Path) -> list[dict[str, float]]:
@@ -29,9 +35,14 @@ def read(path: Path) -> list[dict[str, float]]:
 
 
 def _record(line: bytes) -> dict[str, float]:
-    record = json.loads(line)
-    if not isinstance(record, dict) or "step" not in record:
-        raise ValueError("no object with a step")
+    try:
+        VALUES.validate_json(line, strict=True)
+    except ValidationError as error:
+        raise ValueError(first_problem(error)) from None
+    record = json.loads(line)  # which keeps integers apart
+    step = record.get("step")
+    if step is None or step < 0 or step % 1:  # NaN and infinity are no numbers of steps either
+        raise ValueError(f"step: it is {step}" if "step" in record else "no step")
     return {name: math.nan if value is None else value for name, value in record.items()}
 
 
@@ -49,16 +60,20 @@ def _json_number(value: float) -> float | None:
 
 
 class JsonlLogger(Logger):
-    """Appends to metrics.jsonl and hands each line to the kernel, so a SIGKILL loses at most the current one."""
+    """Appends to metrics.jsonl and hands each line to the kernel, so a SIGKILL loses at most the current one.
+
+    Raises StorageError where the file does not take it.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file: TextIO | None = None
 
     def start(self, run: RunSummary, step: int) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.truncate_after(step)
-        self._file = self.path.open("a", encoding="utf-8")
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.truncate_after(step)
+            self._file = self.path.open("a", encoding="utf-8")
 
     def truncate_after(self, step: int) -> None:
         """Drops the records after `step` (all where it is 0, for step 0 is validated again) and a torn last line."""
@@ -70,13 +85,15 @@ class JsonlLogger(Logger):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         assert self._file is not None, "log before start"
-        self._file.write(_line(step, values))
-        self._file.flush()
+        with storage_errors(self.path):
+            self._file.write(_line(step, values))
+            self._file.flush()
 
     def summary(self, closing: ClosingTable) -> None:
         """The table is the report's and the console's; metrics.jsonl holds steps only."""
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with storage_errors(self.path):
+                file.close()

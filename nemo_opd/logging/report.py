@@ -7,9 +7,9 @@ from pathlib import Path
 
 import yaml
 
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.facts import Fact, correct_reward, run_facts, run_name, teacher_facts
-from nemo_opd.logging.files import write_atomically
 from nemo_opd.logging.formats import amount, change, clock, interval, share
 from nemo_opd.logging.hardware import read_hardware
 from nemo_opd.logging.jsonl import read

@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_opd.disk import storage_errors
 from nemo_opd.errors import DataError
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.files import write_atomically
+from nemo_opd.problems import first_problem
 
 Place = tuple[int, str, int]
 """Question, kind and sample."""
@@ -41,6 +45,9 @@ class ShownAnswer:
         return self.question, self.kind, self.sample
 
 
+ANSWER = TypeAdapter(ShownAnswer)
+
+
 class SampleLog:
     """Appends answers to samples.jsonl, which appears with the first of them."""
 
@@ -57,9 +64,11 @@ class SampleLog:
             write_atomically(self.path, _lines(kept).encode())
 
     def write(self, answers: Iterable[ShownAnswer]) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(_lines(answers))
+        """Raises StorageError where the file does not take them."""
+        with storage_errors(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(_lines(answers))
 
 
 def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
@@ -82,19 +91,13 @@ def read_samples(path: Path) -> list[ShownAnswer]:
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                answers.append(_answer(line))
-        except (ValueError, TypeError) as error:
+                answers.append(ANSWER.validate_json(line, strict=True))
+        except ValidationError as error:
             if number == len(lines):
                 break
-            raise DataError(f"{path}, line {number} is no answer ({error}); remove or repair it") from error
+            reason = first_problem(error)
+            raise DataError(f"{path}, line {number} is no answer ({reason}); remove or repair it") from error
     return answers
-
-
-def _answer(line: bytes) -> ShownAnswer:
-    record = json.loads(line)
-    if not isinstance(record, dict):
-        raise ValueError("no object")
-    return ShownAnswer(**{field.name: record[field.name] for field in fields(ShownAnswer) if field.name in record})
 
 
 def first_and_last(answers: Sequence[ShownAnswer]) -> dict[int, dict[Place, ShownAnswer]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.table import Table
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.formats import change, clock, figure, interval, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import chart, page

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import ParamSpec
 
-from nemo_opd.errors import OPDError
+from nemo_opd.errors import OPDError, StorageError
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 
 LOG = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class Tolerated(Logger):
             return
         try:
             method(*args, **kwargs)
+        except StorageError as error:
+            self._report(error)
         except OPDError:
             raise
         # rich answers a closed pipe by SystemExit, with nothing else said.

@@ -9,8 +9,8 @@ import yaml
 
 from nemo_opd.config.logging import Wandb
 from nemo_opd.errors import ConfigError
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
-from nemo_opd.logging.files import write_atomically
 
 
 def check_credentials() -> None:

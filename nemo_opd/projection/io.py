@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.files import umask_mode
 from nemo_opd.projection.options import BuilderOptions
 
 FORMAT = "nemo_opd.projection"
@@ -64,7 +65,7 @@ def write(path: str | PathLike[str], header: Header, arrays: Arrays) -> None:
         os.close(descriptor)
         temporary = Path(name)
         save_file(tensors, temporary, _metadata(header, tensors))
-        temporary.chmod(0o644)
+        temporary.chmod(umask_mode())
         temporary.replace(target)
     except (OSError, SafetensorError) as error:
         raise ProjectionError(f"cannot write the projection to {target}: {error}") from error

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
+from nemo_opd.disk import OF_THE_DISK, refusal
 from nemo_opd.errors import OPDError
 from nemo_opd.logging.busy import busy
 from nemo_opd.progress import hide_library_bars
@@ -43,6 +44,8 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
             kept = getattr(interrupt, "__notes__", ["nothing had been saved yet"])
             fail(f"interrupted; {kept[-1]}", INTERRUPTED)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+                fail(refusal(Path(error.filename or "a file"), error.errno), 1)
             traceback.print_exc()
             fail(f"{type(error).__name__}: {error}", 1)
 

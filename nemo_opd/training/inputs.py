@@ -15,7 +15,8 @@ from nemo_opd.training.run_directory import progress_to_resume, resolve_output_d
 
 def check_inputs(config: RunConfig) -> None:
     """Check that what the settings name is there and of the right form. Raises an OPDError for what is not."""
-    progress_to_resume(config, resolve_output_dir(config.run))
+    # Preflight hashes what a checkpoint has, once.
+    progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
         check_model(teacher, f"teachers.{i}")

@@ -13,7 +13,9 @@ from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.cluster.worker_group import Pending, WorkerGroup
 from nemo_opd.config.on_policy import confidence_alphas
+from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.files import sync
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -217,8 +219,10 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None) -> 
     try:
         models.export(temporary, served_as)
         require_whole_export(temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        with storage_errors(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+            sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

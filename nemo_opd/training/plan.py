@@ -44,6 +44,10 @@ class Plan:
     output_dir: Path
     progress: Progress | None
     """Where the run continues; None where it starts anew."""
+    damaged_steps: tuple[int, ...]
+    """Of newer checkpoints, which are not whole."""
+    checkpoint_bytes: int
+    """Of the weights and moments in one, which has a little more."""
     device: str
     placement: Placement
     student_layout: Layout

@@ -17,7 +17,8 @@ from nemo_opd.training.layout import (
 from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import load_prompts
-from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
+from nemo_opd.training.room import require_room_to_save
+from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, resolve_output_dir
 from nemo_opd.training.side import load_side
 from nemo_opd.training.sides import plan_teacher, require_templates
 from nemo_opd.training.survey import survey
@@ -32,7 +33,7 @@ def preflight(config: RunConfig) -> Plan:
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
-    progress = progress_to_resume(config, output_dir)
+    resumed = progress_to_resume(config, output_dir)
     with working("reading the student's tokenizer"):
         student = load_side(config.student, "student", device)
     teachers = [
@@ -45,7 +46,9 @@ def preflight(config: RunConfig) -> Plan:
         model = load_config(settings.model, key=f"{key}.model")
         check_head_precision(model, dtype, key=key, reference=settings.model)
     require_templates(config, student, teachers)
-    warnings = [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
+    checkpoint_bytes = require_room_to_save(config, student.size, output_dir)
+    warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
+    warnings += [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
     check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(
         plan_teacher(config, i, student, teacher)
@@ -81,7 +84,9 @@ def preflight(config: RunConfig) -> Plan:
     return Plan(
         config=config,
         output_dir=output_dir,
-        progress=progress,
+        progress=None if resumed is None else resumed.progress,
+        damaged_steps=() if resumed is None else tuple(resumed.damaged),
+        checkpoint_bytes=checkpoint_bytes,
         device=device,
         placement=placement,
         student_layout=student_layout,

@@ -6,7 +6,7 @@ from datetime import datetime
 from pathlib import Path
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import CheckpointManager, Found
 from nemo_opd.config.run import Run, RunConfig
 from nemo_opd.errors import ConfigError
 
@@ -27,15 +27,19 @@ def resolve_output_dir(run: Run) -> Path:
     return folder
 
 
-def progress_to_resume(config: RunConfig, output_dir: Path) -> Progress | None:
+def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
+    return CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
+
+
+def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> Found | None:
     """Where the run continues; None where it starts anew.
 
-    Raises ConfigError where the directory holds a run that is not to be continued, and CheckpointError where it is to
-    be continued and cannot be.
+    hashed: as for `CheckpointManager.newest`. Raises ConfigError where the directory holds a run that is not
+    to be continued, and CheckpointError where it is to be continued and cannot be.
     """
-    checkpoints = CheckpointManager(output_dir / "checkpoints", config.train.keep_last)
+    checkpoints = checkpoints_of(config, output_dir)
     if config.run.resume == "auto":
-        return newest_of_same_run(checkpoints, config)
+        return newest_of_same_run(checkpoints, config, hashed=hashed)
     if steps := checkpoints.steps():
         raise ConfigError(
             f"run.output_dir={output_dir} holds a run with a checkpoint at step {steps[-1]}; write run.resume=auto to "

@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self, TextIO
 
+from nemo_opd.disk import storage_errors
 from nemo_opd.errors import ConfigError
 
 NAME = ".lock"
@@ -23,12 +24,13 @@ class RunLock:
 
     def __init__(self, output_dir: Path) -> None:
         """Make the directory where it is missing. Raises ConfigError where another process holds the lock."""
-        output_dir.mkdir(parents=True, exist_ok=True)
         self.path = output_dir / NAME
-        self._file = self._take()
-        self._file.truncate(0)
-        self._file.write(holder())
-        self._file.flush()
+        with storage_errors(self.path):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self._file = self._take()
+            self._file.truncate(0)
+            self._file.write(holder())
+            self._file.flush()
 
     def _take(self) -> TextIO:
         while True:

@@ -6,13 +6,14 @@ from contextlib import ExitStack
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress, size_of
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
+from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
 from nemo_opd.logging.hardware import write_hardware
@@ -50,11 +51,13 @@ class Session:
             stack.enter_context(RunLock(plan.output_dir))
             self._require_as_planned()
             self.checkpoints.remove_incomplete()
+            for step in plan.damaged_steps:
+                self.checkpoints.set_aside(step)
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
             self.source = stack.enter_context(self.open_source())
             if progress is not None:
                 self._restore_driver(progress)
-            (plan.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            write_atomically(plan.output_dir / "config.yaml", to_yaml(config).encode())
             summary = run_summary(plan)
             write_hardware(summary)
             self.loggers.start(summary, self.step)
@@ -86,7 +89,7 @@ class Session:
     def _require_as_planned(self) -> None:
         """Raise ConfigError where another run has written checkpoints since preflight looked for them."""
         planned = self.plan.progress.step if self.plan.progress else None
-        newest = max(self.checkpoints.steps(), default=None)
+        newest = max(set(self.checkpoints.steps()) - set(self.plan.damaged_steps), default=None)
         if newest != planned:
             raise ConfigError(
                 f"run.output_dir={self.plan.output_dir}: another run has just written a checkpoint of step {newest} "
@@ -194,8 +197,11 @@ class Session:
             bits_per_byte=self.bits_per_byte,
             settings=identity(self.config),
         )
-        name, former = f"writing the checkpoint of step {self.step}", self.checkpoints.size_of_newest()
-        with self.checkpoints.writing(progress) as folder, working(name, former, "B", measure=lambda: size_of(folder)):
+        name, size = f"writing the checkpoint of step {self.step}", self.plan.checkpoint_bytes
+        with (
+            self.checkpoints.writing(progress, size) as folder,
+            working(name, size, "B", measure=lambda: size_below(folder)),
+        ):
             self.models.save(folder)
             # Before it becomes the newest, and older ones are removed.
             require_whole(folder, self.plan.student_layout.size)

@@ -7,11 +7,15 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from nemo_opd.config.model import Student
+from nemo_opd.disk import storage_errors
+from nemo_opd.files import settle
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.export import save_adapted, save_pretrained, whole_state
 from nemo_opd.models.load import load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.rollout.weight_sync import HeldWeights
+
+CONTINUE = "move the run's directory, and continue with run.resume=auto"
 
 
 class Exports:
@@ -27,15 +31,21 @@ class Exports:
     def write(self, folder: Path, served_as: str | None) -> None:
         """Model and tokenizer in Hugging Face form, in the precision of the model it started from.
 
-        Of adapters what `student.lora.export` says. served_as: a dtype's name; a whole model in that instead.
+        Of adapters what `student.lora.export` says. served_as: a dtype's name; a whole model in that instead. Raises
+        StorageError, on rank 0 alone, where the disk does not take it.
         """
         tokenizer = tokenizer_of(self._settings, key="student")
         dtype = self._stored_dtype() if served_as is None else getattr(torch, served_as)
-        if self._adapters is None:
-            save_pretrained(self._model, tokenizer, folder, dtype)
-        else:
-            form = "merged" if served_as is not None else self._adapters.settings.export
-            save_adapted(self._model, self._adapters, tokenizer, folder, dtype, form)
+        needed = dtype.itemsize * sum(parameter.numel() for parameter in self._model.parameters())
+        with storage_errors(folder, needed=needed, instead=CONTINUE):
+            if self._adapters is None:
+                save_pretrained(self._model, tokenizer, folder, dtype)
+            else:
+                form = "merged" if served_as is not None else self._adapters.settings.export
+                save_adapted(self._model, self._adapters, tokenizer, folder, dtype, form)
+            # What a server loads at once and nobody else reads does not have to be on the disk.
+            if served_as is None and dist.get_rank() == 0:
+                settle(folder)
 
     def _stored_dtype(self) -> torch.dtype:
         dtype = load_config(self._settings.model, key="student.model").dtype

@@ -1,8 +1,9 @@
 """Checkpoints of real workers, on one rank and on two, to Hugging Face folders and back: the same bits."""
 
 import json
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manifest import seal
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.training.plan import Plan
@@ -259,8 +261,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     [
         ("progress.json", "it has no progress.json; it is incomplete, or no checkpoint"),
         ("state", "it has no state; it is incomplete"),
-        ("state/.metadata", "state cannot be read ("),
-        ("state/__1_0.distcp", "it is incomplete, damaged, or no state of a run; use another checkpoint"),
+        ("state/.metadata", "is damaged: state/.metadata is missing ("),
+        ("state/__1_0.distcp", "is damaged: state/__1_0.distcp is missing ("),
+        ("manifest.json", "manifest.json is missing; use another checkpoint"),
     ],
 )
 def test_an_incomplete_checkpoint(
@@ -274,13 +277,47 @@ def test_an_incomplete_checkpoint(
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
 
 
-def test_a_shard_that_is_cut_short(world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def flip(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda content: content[:2000], r"state/__0_0\.distcp has 2,000 bytes, and [\d,]+ were written; use another"),
+        (flip, r"state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256 \w+…, and \w+… was written; use another"),
+    ],
+    ids=["cut", "flipped"],
+)
+def test_a_shard_that_is_damaged(
+    edit: Callable[[bytes], bytes], message: str, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkpoint = copied(world.checkpoints["plain"], tmp_path)
     shard = checkpoint / "state" / "__0_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:2000])
+    shard.write_bytes(edit(shard.read_bytes()))
 
     said = refused(capsys, "to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}")
-    assert "state cannot be read" in said
+    assert re.search(message, said), said
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_code_in_a_checkpoint_is_not_run(
+    has_manifest: bool, world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its hashes are right, as its author's would be; and as one of an older version, which has none."""
+    checkpoint = copied(world.checkpoints["plain"], tmp_path)
+    mark = tmp_path / "mark"
+    (checkpoint / "state" / ".metadata").write_bytes(f"cposix\nmkdir\n(V{mark}\ntR.".encode())
+    seal(checkpoint)
+    if not has_manifest:
+        (checkpoint / "manifest.json").unlink()
+        record = checkpoint / "progress.json"
+        record.write_text(record.read_text().replace('"format": 2', '"format": 1'))
+
+    said = refused(capsys, "to-hf", f"--checkpoint={checkpoint}", f"--output={tmp_path / 'out'}")
+    assert "it names posix.mkdir, which no run writes there; nothing of it was run" in said
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
 
 

@@ -179,6 +179,6 @@ def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) 
 
     found = newest_of_same_run(checkpoints, compose("train.max_steps=900"))
     assert found is not None
-    assert found.step == 12
+    assert found.progress.step == 12
     with pytest.raises(CheckpointError, match=r"step_000012 is a checkpoint of another run: run\.seed=5, there 0"):
         newest_of_same_run(checkpoints, compose("run.seed=5"))

@@ -1,16 +1,18 @@
 """Checkpoints are complete or absent, found again, and kept in number."""
 
-import json
+import hashlib
 import multiprocessing
 import os
+import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.errors import CheckpointError
+from nemo_opd.errors import CheckpointError, DamagedError
 
 
 def progress(step: int) -> Progress:
@@ -40,7 +42,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
     write(manager, 100)
 
     assert entries(manager.folder) == ["step_000100"]
-    assert entries(manager.path(100)) == ["progress.json", "state"]
+    assert entries(manager.path(100)) == ["manifest.json", "progress.json", "state"]
     assert CheckpointManager(manager.folder, keep_last=1).steps() == [100]
     assert manager.read(100) == progress(100)
 
@@ -73,7 +75,10 @@ def test_an_error_inside_leaves_no_trace(error: BaseException, tmp_path: Path) -
 def test_a_full_disk_is_told_with_the_folder_and_the_way_out(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
-    message = r"step_000002 could not be written \(.*No space left.*\); make room or choose another run\.output_dir"
+    message = (
+        r"step_000002 could not be written \(No space left on device; .* needed, .* free\); free some space, or choose "
+        r"another run\.output_dir, or keep fewer checkpoints \(train\.keep_last\)$"
+    )
     with pytest.raises(CheckpointError, match=message), manager.writing(progress(2)):
         raise OSError(28, os.strerror(28))
 
@@ -126,7 +131,7 @@ def test_a_step_is_written_again(tmp_path: Path) -> None:
         pass
 
     assert entries(tmp_path) == ["step_000003"]
-    assert entries(manager.path(3)) == ["progress.json"]
+    assert entries(manager.path(3)) == ["manifest.json", "progress.json"]
 
 
 def test_other_entries_are_left_alone(tmp_path: Path) -> None:
@@ -169,7 +174,7 @@ def test_what_a_killed_run_left_is_not_in_the_way(tmp_path: Path) -> None:
     (leftover / "half").write_bytes(b"of another attempt")
     write(manager, 2)
 
-    assert entries(manager.path(2)) == ["progress.json", "state"]
+    assert entries(manager.path(2)) == ["manifest.json", "progress.json", "state"]
 
 
 def test_nothing_to_remove_where_nothing_is(tmp_path: Path) -> None:
@@ -178,23 +183,144 @@ def test_nothing_to_remove_where_nothing_is(tmp_path: Path) -> None:
     assert entries(tmp_path) == []
 
 
-WHOLE = json.dumps({"step": 4, "loader": {}})
+def test_a_checkpoint_without_room_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: hours of writing before the disk is full."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    write(manager, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=300))
+    message = r"step_000002: no room for this checkpoint \(5\.0 kB needed, 300 bytes free\); free some space, or "
+    with pytest.raises(CheckpointError, match=message), manager.writing(progress(2), estimate=5000):
+        raise AssertionError("it was begun")
+    with pytest.raises(CheckpointError, match=r"no room for this checkpoint \(.* needed, 300 bytes free\)"):
+        write(manager, 2)  # as large as the one before
+
+    assert entries(tmp_path) == ["step_000001"]
 
 
-@pytest.mark.parametrize("text", ["", WHOLE[:-5], WHOLE, "[]", "null", '{"unknown": 1}', "\x00" * 40])
-def test_a_torn_record_is_refused(text: str, tmp_path: Path) -> None:
-    """Cut, of another version, or zeros after a power cut: never a resume from half a state."""
+def damaged(manager: CheckpointManager, step: int, how: str) -> None:
+    file = manager.path(step) / "state" / "rank_0.pt"
+    content = bytearray(file.read_bytes())
+    content[3] ^= 1
+    file.write_bytes(content if how == "flipped" else content[:-1])
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=4)
+    for step in (1, 2, 3, 4):
+        write(manager, step)
+    damaged(manager, 4, "flipped")
+    (manager.path(3) / "progress.json").unlink()
+    found = manager.newest()
+
+    assert found is not None
+    assert found.progress == progress(2)
+    assert list(found.damaged) == [4, 3]
+    first, second = found.warnings(manager)
+    flipped = hashlib.sha256(b"weifhts").hexdigest()[:16]
+    assert first == (
+        f"{tmp_path}/step_000004 is damaged: state/rank_0.pt (7 bytes) has the SHA-256 {flipped}…, and "
+        f"{hashlib.sha256(b'weights').hexdigest()[:16]}… was written; the run continues from {tmp_path}/step_000002 "
+        "instead, and renames this one damaged_step_000004"
+    )
+    assert second.startswith(f"{tmp_path}/step_000003/progress.json is missing; the run continues from ")
+
+
+def test_what_a_file_holds_is_compared_where_asked(tmp_path: Path) -> None:
+    """Before PyTorch is imported sizes must do: hashing takes minutes, and comes once."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    write(manager, 1)
+    damaged(manager, 1, "flipped")
+    assert manager.newest(hashed=False) is not None
+    damaged(manager, 1, "cut")
+    with pytest.raises(CheckpointError, match=r"rank_0\.pt has 6 bytes, and 7 were written"):
+        manager.newest(hashed=False)
+
+
+def test_where_none_is_whole_all_are_told_in_one_error(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=9)
+    for step in range(1, 6):
+        write(manager, step)
+        damaged(manager, step, "cut")
+    with pytest.raises(CheckpointError) as caught:
+        manager.newest()
+
+    said = str(caught.value)
+    assert said.startswith(f"no checkpoint in {tmp_path} is whole: {tmp_path}/step_000005 is damaged: state/rank_0.pt ")
+    assert said.count("is damaged") == 3
+    assert said.endswith("; and 2 more; copy one there again, or start anew with another run.output_dir")
+    assert "\n" not in said
+
+
+def test_a_damaged_one_is_set_aside_and_not_counted(tmp_path: Path) -> None:
+    """Bug: the damaged checkpoint is the newest by its name, so the next whole ones are removed as older."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    write(manager, 1)
+    write(CheckpointManager(tmp_path, keep_last=2), 9)
+    damaged(manager, 9, "flipped")
+    manager.set_aside(9)
+    write(manager, 2)
+
+    assert entries(tmp_path) == ["damaged_step_000009", "step_000002"]
+
+
+def test_one_of_an_older_version_is_taken_with_a_warning(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004" / "progress.json").write_text('{"step": 4, "loader": {}, "settings": {}}')
+    found = manager.newest()
+
+    assert found is not None
+    assert found.progress == Progress(4, {}, {})
+    (said,) = found.warnings(manager)
+    assert said.startswith(f"{tmp_path}/step_000004 has no manifest.json, for an older version wrote it")
+
+
+def test_a_manifest_that_is_absent_is_no_older_version(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, keep_last=2)
     write(manager, 4)
-    (manager.path(4) / "progress.json").write_text(text)
-
-    with pytest.raises(
-        CheckpointError, match=r"step_000004/progress\.json cannot be read \(.*; remove .*step_000004 to"
-    ):
+    (manager.path(4) / "manifest.json").unlink()
+    with pytest.raises(DamagedError, match=r"manifest\.json is missing"):
         manager.read(4)
+
+
+RECORDS = {
+    "": "invalid JSON",
+    '{"step": 4, "loa': "invalid JSON",
+    "\x00" * 40: "invalid JSON",
+    "[" * 100_000: "invalid JSON",
+    "[]": "input should be an object",
+    "null": "input should be an object",
+    '{"step": 4, "loader": {}}': "settings: field required",
+    '{"step": "4", "loader": {}, "settings": {}}': "step: input should be a valid integer, not '4'",
+    '{"step": -1, "loader": {}, "settings": {}}': "step: input should be greater than or equal to 0, not -1",
+    '{"step": 9, "loader": {}, "settings": {}}': "step: it is 9 there",
+    '{"step": 4, "loader": {"a": "b"}, "settings": {}}': "loader.a: input should be a valid integer, not 'b'",
+    '{"step": 4, "loader": {}, "settings": [1]}': "settings: input should be an object, not [1]",
+    '{"step": 4, "loader": {}, "settings": {}, "zzz": 1}': "zzz: unexpected",
+}
+
+
+@pytest.mark.parametrize("text", RECORDS, ids=lambda text: text[:50])
+def test_a_record_of_another_form_is_refused(text: str, tmp_path: Path) -> None:
+    """Cut, of another version, of another type, or zeros after a power cut: never a resume from half a state."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004" / "progress.json").write_text(text)
+    with pytest.raises(DamagedError) as caught:
+        manager.read(4)
+
+    assert str(caught.value).startswith(f"{tmp_path}/step_000004/progress.json is damaged: {RECORDS[text]}")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_record_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "step_000004").mkdir()
+    (tmp_path / "step_000004" / "progress.json").write_bytes(b'{"step": 4, "\xff": 1}')
+    with pytest.raises(DamagedError, match=r"progress\.json is damaged: invalid JSON"):
+        CheckpointManager(tmp_path, keep_last=2).read(4)
 
 
 def test_a_record_that_is_absent_is_refused(tmp_path: Path) -> None:
     (tmp_path / "step_000004").mkdir()
-    with pytest.raises(CheckpointError, match=r"progress\.json cannot be read"):
+    with pytest.raises(DamagedError, match=r"progress\.json is missing"):
         CheckpointManager(tmp_path, keep_last=2).read(4)

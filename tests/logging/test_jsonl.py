@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -70,6 +71,34 @@ def test_a_damaged_line_elsewhere_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(DataError, match="line 2"):
         read(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"step": "1"}', "step: input should be a valid number"),
+        (b'{"step": null}', "step: it is None"),
+        (b'{"step": -1}', "step: it is -1"),
+        (b'{"step": 1.5}', "step: it is 1.5"),
+        (b'{"step": 1e400}', "step: it is inf"),
+        (b'{"step": true}', "step: input should be a valid"),
+        (b'{"train/loss": 1.0}', "no step"),
+        (b'{"step": 1, "train/loss": "x"}', "train/loss: input should be a valid number, not 'x'"),
+        (b'{"step": 1, "train/loss": [1]}', "train/loss: input should be a valid number"),
+        (b'{"step": 1, "\xff": 1}', "invalid JSON"),
+        (b'{"step":' + b"[" * 100_000, "invalid JSON: recursion limit exceeded"),
+        (b"[1]", "input should be an object"),
+        (b"\0" * 100, "invalid JSON"),
+    ],
+    ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else "",
+)
+def test_a_line_of_another_form_is_named_with_its_key(line: bytes, reason: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "train/loss": 2}\n' + line + b'\n{"step": 3, "train/loss": NaN}\n')
+    with pytest.raises(DataError) as caught:
+        read(path)
+    said = str(caught.value)
+    assert re.match(rf"{path}, line 2 is not a metrics record \({reason}.*\); remove or repair it$", said), said
 
 
 def test_every_finished_line_survives_sigkill(tmp_path: Path) -> None:

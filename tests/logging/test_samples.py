@@ -52,14 +52,14 @@ def test_a_run_that_continues_drops_what_it_will_do_again(path: Path) -> None:
     assert read_samples(path) == []
 
 
-@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}'])
+@pytest.mark.parametrize("line", ["nonsense", "[1]", '{"step": 1}', '{"step": "1"}', "[" * 100_000])
 def test_a_damaged_line_is_named(path: Path, line: str) -> None:
     log = SampleLog(path)
     log.write([ONE])
     path.write_text(path.read_text() + line + "\n")
     log.write([ONE])
 
-    with pytest.raises(DataError, match=r"samples.jsonl, line 2 is no answer"):
+    with pytest.raises(DataError, match=r"samples.jsonl, line 2 is no answer \([^\n]*\); remove or repair it$"):
         read_samples(path)
 
 

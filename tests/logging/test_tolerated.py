@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.config.logging import Logging
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, StorageError
 from nemo_opd.logging import Logger, Loggers, build
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.tolerated import Tolerated
@@ -74,10 +74,16 @@ def test_settings_that_cannot_work_still_end_the_run(tmp_path: Path) -> None:
         Tolerated(Failing(ConfigError("no key"))).start(summary(tmp_path), 0)
 
 
+def test_a_full_disk_under_an_optional_logger_ends_its_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One of our own errors, too: nothing in the settings is wrong."""
+    Tolerated(Failing(StorageError("no space left"))).start(summary(tmp_path), 0)
+    assert caplog.messages == ["Failing failed (StorageError: no space left) and is switched off; the run goes on"]
+
+
 def test_metrics_that_cannot_be_written_still_end_the_run(tmp_path: Path) -> None:
     """They are results, and what a run continues from."""
     (tmp_path / "metrics.jsonl").mkdir()
-    with build(Logging(), tmp_path) as loggers, pytest.raises(IsADirectoryError):
+    with build(Logging(), tmp_path) as loggers, pytest.raises(StorageError, match="Is a directory"):
         loggers.start(summary(tmp_path))
 
 

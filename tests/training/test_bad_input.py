@@ -2,18 +2,21 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, T5Config
 
 from nemo_opd.checkpoint.identity import identity
@@ -482,8 +485,46 @@ def test_a_checkpoint_that_is_torn(refused: Refused, configure: Configure, input
     record.write_text(record.read_text()[:-20])
     message = refused(CheckpointError, f"run.output_dir={inputs}", "run.resume=auto")
 
-    assert message.startswith(f"{record} cannot be read (")
-    assert message.endswith("to continue from the checkpoint before it")
+    assert message.startswith(f"no checkpoint in {inputs}/checkpoints is whole: {record} is damaged: invalid JSON")
+    assert message.endswith("copy one there again, or start anew with another run.output_dir")
+
+
+def test_a_checkpoint_that_is_damaged(configure: Configure, inputs: Path) -> None:
+    checkpoints = save_checkpoint(inputs, configure)
+    with checkpoints.writing(Progress(5, {}, identity(configure()))) as folder:
+        (folder / "weights").write_bytes(b"as written")
+    (checkpoints.path(5) / "weights").write_bytes(b"as wriTten")
+    plan = preflight(configure(f"run.output_dir={inputs}", "run.resume=auto"))
+
+    assert plan.progress is not None
+    assert plan.progress.step == 3
+    assert plan.damaged_steps == (5,)
+    (said,) = [warning for warning in plan.warnings if "damaged" in warning]
+    assert said.startswith(f"{checkpoints.path(5)} is damaged: weights (10 bytes) has the SHA-256 ")
+    assert said.endswith(
+        f"the run continues from {checkpoints.path(3)} instead, and renames this one damaged_step_000005"
+    )
+    assert checkpoints.steps() == [3, 5], "a look at a run changes nothing"
+
+
+def test_a_disk_without_room(refused: Refused, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: hours of training whose first checkpoint cannot be written."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
+    message = refused(ConfigError, f"run.output_dir={inputs}")
+
+    assert re.fullmatch(
+        rf"{inputs}: no room for one checkpoint and the trained model \([\d.]+ kB needed, 50\.0 kB free\); free some "
+        r"space, or choose another run\.output_dir",
+        message,
+    )
+
+
+def test_room_is_estimated_by_what_a_checkpoint_has(tiny: Tiny, configure: Configure) -> None:
+    """Bugs: a run refused that has room, or one let through that has none."""
+    weights = sum(tensor.nbytes for tensor in load_file(tiny.student / "model.safetensors").values())
+    estimate = preflight(configure()).checkpoint_bytes
+    assert estimate == 4 * weights  # fp32 weights, two moments and the exported model
+    assert preflight(configure("student.lora={rank:3}")).checkpoint_bytes < 2 * weights
 
 
 # The real command line

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from nemo_opd.config.reward import MathReward
 from nemo_opd.errors import DataError
-from nemo_opd.logging.files import write_atomically
+from nemo_opd.files import write_atomically
 from nemo_opd.rewards import check_answer
 from tools.data.rows import Row
 

@@ -119,6 +119,10 @@ class ModelSize:
         return numel(self.shapes)
 
     @property
+    def trained_parameters(self) -> int:
+        return numel(self.trained_shapes)
+
+    @property
     def widest_layer(self) -> LayerSize:
         """The one with most parameters."""
         return max(self.layers, key=lambda layer: numel(layer.shapes))

@@ -1,0 +1,85 @@
+"""Files that are whole or absent, and that stay after a power cut."""
+
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from nemo_opd.disk import storage_errors
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace `path` at once: a reader, or a run that is killed, sees the old file or the new one, never a part.
+
+    Raises StorageError where it cannot be written.
+    """
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(temporary, umask_mode())
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    """Write a file, and return when it is on the disk. Raises OSError."""
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def settle(folder: Path) -> None:
+    """Give every file below `folder` the mode of the umask, and wait until all is on the disk, the folders last.
+
+    Some libraries write through temporary files, which are private.
+    """
+    mode = umask_mode()
+    for path in files_below(folder):
+        if path.stat().st_mode & 0o777 != mode:
+            with suppress(PermissionError):  # some file systems have one mode for all
+                path.chmod(mode)
+        sync(path)
+    for path in (*(each for each in sorted(folder.rglob("*"), reverse=True) if each.is_dir()), folder):
+        sync(path)
+
+
+def size_below(folder: Path) -> int:
+    """Return the bytes of the files below a folder, some of which may be on their way out."""
+    total = 0
+    for path in files_below(folder):
+        with suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of a file system that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
+
+
+def umask_mode() -> int:
+    """Return the mode that a new file gets."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask

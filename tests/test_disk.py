@@ -1,0 +1,213 @@
+"""A disk that does not take a file is told in one line, whichever library wrote: the file, the reason, the way out."""
+
+import errno
+import os
+import pickle
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_tensors
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR
+from transformers import AutoTokenizer
+
+from nemo_opd.checkpoint.state import save_state
+from nemo_opd.disk import require_room, storage_errors
+from nemo_opd.errors import CheckpointError, DataError, OPDError, StorageError
+from nemo_opd.files import settle, write_atomically
+from nemo_opd.logging.jsonl import JsonlLogger
+from nemo_opd.logging.samples import SampleLog, ShownAnswer
+from nemo_opd.projection import ProjectionMatrix
+from tests.tiny import Tiny
+
+FULL = Path("/dev/full")
+"""Takes nothing, as a full disk."""
+TOO_LARGE = 100_000
+"""Bytes: more than a file may have where that is limited."""
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", folder], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may have more than 20 kB."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    signal.signal(signal.SIGXFSZ, handler)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def told(error: OPDError) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"),
+    [
+        (errno.ENOSPC, r"\(No space left on device; 1\.5 kB needed, [\d.]+ \w*B free\); free some space, or"),
+        (
+            errno.EDQUOT,
+            r"\(Disk quota exceeded; 1\.5 kB needed, [\d.]+ \w*B free\); free some space, or have",
+        ),
+        (errno.EFBIG, r"\(File too large\); raise the limit on a file's size \(ulimit -f\), or"),
+        (errno.EIO, r"\(Input/output error\); check the disk, or"),
+        (errno.EROFS, r"\(Read-only file system\); mount it for writing, or"),
+        (errno.EACCES, r"\(Permission denied\); change its permissions, or"),
+        (errno.ENAMETOOLONG, r"\(File name too long\);"),
+    ],
+)
+def test_every_reason_has_its_way_out(number: int, way_out: str, tmp_path: Path) -> None:
+    expected = rf"^{re.escape(str(tmp_path))}/a could not be written {way_out}.* choose another run\.output_dir$"
+    with pytest.raises(StorageError, match=expected) as caught, storage_errors(tmp_path / "a", needed=1500):
+        raise OSError(number, os.strerror(number))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == told(caught.value)
+
+
+def test_other_errors_pass(tmp_path: Path) -> None:
+    """Also those that were raised while another one, long dealt with, was handled."""
+    for error in (DataError("mine"), ValueError("a bug")):
+        with pytest.raises(type(error), match=str(error)), storage_errors(tmp_path):
+            raise error
+    with pytest.raises(ValueError, match="a bug"), storage_errors(tmp_path):
+        raise_while_handling(FileNotFoundError(errno.ENOENT, "absent"), ValueError("a bug"))
+
+
+def raise_while_handling(first: Exception, second: Exception) -> None:
+    try:
+        raise first
+    except type(first):
+        raise second  # noqa: B904
+
+
+def test_room_is_asked_for_where_a_folder_is_to_be(tmp_path: Path) -> None:
+    require_room(tmp_path / "to" / "be", 1, "this", instead="not")
+    with pytest.raises(StorageError, match=r"no room for this \(1\.0 EB needed, .*B free\); free some space, or not"):
+        require_room(tmp_path / "to" / "be", 10**18, "this", instead="not")
+
+
+def test_a_disk_with_room_and_no_further_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: no space left on device, with gigabytes free."""
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0, f_bavail=9, f_frsize=1000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
+    with pytest.raises(StorageError, match=r"device; 9\.0 kB free but no further file can be made\)"):  # noqa: SIM117
+        with storage_errors(tmp_path):
+            raise OSError(errno.ENOSPC, "full")
+
+
+def answer() -> ShownAnswer:
+    return ShownAnswer(0, 0, "greedy", 0, "prompt", None, "response", 1.0, "stop", 2)
+
+
+def logged(path: Path) -> None:
+    logger = JsonlLogger(path)
+    logger._file = path.open("a", encoding="utf-8")
+    try:
+        logger.log(1, {"train/loss": 1.0})
+    finally:
+        with pytest.raises(StorageError):
+            logger.close()
+
+
+WRITERS: dict[str, Callable[[Path], None]] = {
+    "metrics.jsonl": logged,
+    "samples.jsonl": lambda path: SampleLog(path).write([answer()]),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_under_a_log(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).symlink_to(FULL)
+    with pytest.raises(StorageError, match=rf"/{name} could not be written \(No space left on device; .* free\); free"):
+        WRITERS[name](tmp_path / name)
+
+
+def train(width: int) -> tuple[nn.Module, torch.optim.Optimizer, ConstantLR]:
+    model = nn.Linear(width, width)
+    optimizer = torch.optim.AdamW(model.parameters())
+    return model, optimizer, ConstantLR(optimizer)
+
+
+@pytest.mark.usefixtures("alone", "small_files")
+def test_a_training_state_that_does_not_fit(tmp_path: Path) -> None:
+    """Bug: torch's writer of archives raises `unexpected pos 704 vs 598`, and its collective no Exception at all."""
+    with pytest.raises(CheckpointError) as caught:
+        save_state(tmp_path / "state", *train(100))
+    assert told(caught.value) == (
+        f"{tmp_path}/state could not be written (File too large); raise the limit on a file's size (ulimit -f), or "
+        "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
+    )
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_training_state_on_a_full_disk(small_disk: Path) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        save_state(small_disk / "state", *train(200))
+    message = r"/state could not be written \(No space left on device; 482\.4 kB needed, [\w. ]+ free\); free some"
+    assert re.search(message, told(caught.value)), caught.value
+
+
+def test_every_writer_on_a_full_disk(small_disk: Path, tiny: Tiny) -> None:
+    """The libraries that write in Rust raise no OSError."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny.student)
+    (small_disk / "fill").write_bytes(bytes(200 * 1024))
+    writers: list[Callable[[Path], object]] = [
+        lambda path: save_tensors({"a": torch.zeros(TOO_LARGE)}, path),
+        lambda path: save_file({"a": torch.zeros(TOO_LARGE).numpy()}, path),
+        lambda path: write_atomically(path, bytes(TOO_LARGE)),
+        lambda path: [tokenizer.save_pretrained(path / str(i)) for i in range(50)],
+    ]
+    for write in writers:
+        with pytest.raises(StorageError, match=r"No space left on device; .* free\)") as caught:  # noqa: SIM117
+            with storage_errors(small_disk / "out"):
+                write(small_disk / "out")
+        told(caught.value)
+
+
+def test_files_get_the_mode_of_the_umask(tmp_path: Path) -> None:
+    """Bug: weights that colleagues cannot read, since safetensors writes through a private temporary file."""
+    matrix = ProjectionMatrix([[0], [1]], [[1.0], [1.0]])
+    for mask, mode in ((0o022, 0o644), (0o027, 0o640), (0o077, 0o600)):
+        folder = tmp_path / f"{mask:o}"
+        (folder / "inside").mkdir(parents=True)
+        before = os.umask(mask)
+        try:
+            save_tensors({"a": torch.zeros(2)}, folder / "inside" / "model.safetensors")
+            write_atomically(folder / "page.html", b"page")
+            matrix.save(folder / "projection.safetensors")
+            settle(folder / "inside")
+        finally:
+            os.umask(before)
+        modes = {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+        assert modes == dict.fromkeys(("model.safetensors", "page.html", "projection.safetensors"), mode)
