@@ -38,8 +38,16 @@ class Source(Settings):
     @model_validator(mode="after")
     def one_kind_of_source(self) -> "Source":
         if len(self.given) > 1:
-            raise ValueError(f"give one kind of source, not {' and '.join(self.given)}; set the others to null")
+            both = " and ".join(f"{kind}={_first(value)}" for kind, value in self.given.items())
+            raise ValueError(f"give one kind of source, not {both}; set the others to null ({next(iter(self.given))}=null)")
         return self
+
+
+def _first(value: tuple[str, ...] | HubDataset) -> str:
+    """Write one value for all."""
+    if isinstance(value, HubDataset):
+        return value.path
+    return value[0] + (f" and {len(value) - 1} more" if len(value) > 1 else "")
 
 
 class ValidationSource(Source):

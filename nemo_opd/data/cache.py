@@ -12,15 +12,17 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from nemo_opd.data.documents import Document
 from nemo_opd.data.samples import Chunks, Sample, SampleMaker, TeacherSample, Tokens
+from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """For another process to finish writing."""
@@ -31,23 +33,30 @@ class CachedSampleMaker:
 
     A document is found by its content, so the file serves every dataset, order and run with these settings. Processes
     share it: SQLite writes each sample whole or not at all, also when a process is killed. A file that is damaged is
-    begun again; one that cannot be used (a full disk, a folder without locks) is left alone with a warning.
+    begun again, one that is deleted while in use too, and a sample that is damaged is made again. What cannot be used
+    (a full disk, a read-only folder, one without locks, a lock that another process keeps) is left alone with a warning.
     """
 
     def __init__(self, make: SampleMaker) -> None:
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{VERSION} {self.identity}".encode()).hexdigest()
-        self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
         self._store: Store | None = None
         self._is_usable = True
+        try:
+            self._path = cache_dir("samples") / f"{digest[:32]}.sqlite"
+        except ConfigError as error:
+            logger.warning("samples are not cached: %s", error)
+            self._is_usable = False
 
     def __call__(self, document: Document) -> Sample:
         """Raises what making the sample raises."""
         key = key_of(document)
-        stored = self._read(key)
-        if stored is not None:
-            return decoded(stored)
+        if (stored := self._read(key)) is not None:
+            try:
+                return decoded(stored)
+            except (zlib.error, SafetensorError, KeyError, ValueError) as error:
+                logger.warning("%s holds a damaged sample (%s), which is made again", self._path, error)
         sample = self._make(document)
         self._write(key, encoded(sample))
         return sample
@@ -73,37 +82,53 @@ class CachedSampleMaker:
             self._give_up(error)
 
     def _opened(self) -> Store:
+        if self._store is not None and not self._store.is_in_place():
+            # SQLite goes on with a file that no other process will find, and may not notice.
+            logger.warning("%s was deleted while in use and is begun again", self._path)
+            self._store = None
         if self._store is None:
             self._store = Store(self._path)
         return self._store
 
-    def _give_up(self, error: sqlite3.DatabaseError) -> None:
+    def _give_up(self, error: sqlite3.DatabaseError | OSError) -> None:
         logger.warning("samples are not cached in %s (%s); set data.cache=false or $NEMO_OPD_CACHE", self._path, error)
         self._is_usable = False
 
     def _begin_again(self, error: sqlite3.DatabaseError) -> None:
         logger.warning("%s is damaged (%s) and begun again", self._path, error)
         self._store = None
-        for suffix in ("", "-wal", "-shm"):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        try:
+            for suffix in ("", "-wal", "-shm"):
+                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        except OSError as refused:
+            self._give_up(refused)
 
 
 class Store:
     """Key → value in an SQLite file. Raises sqlite3.DatabaseError."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._connection = sqlite3.connect(path, timeout=WAIT_S, isolation_level=None)
         # Readers do not wait for a writer; a crash of the machine, not of a process, may cost the newest samples.
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
+        self._inode = path.stat().st_ino
+
+    def is_in_place(self) -> bool:
+        """Return whether the path still leads to this file."""
+        try:
+            return self._path.stat().st_ino == self._inode
+        except OSError:
+            return False
 
     def get(self, key: bytes) -> bytes | None:
         row = self._connection.execute("SELECT value FROM samples WHERE key = ?", (key,)).fetchone()
         return None if row is None else row[0]
 
     def put(self, key: bytes, value: bytes) -> None:
-        self._connection.execute("INSERT OR IGNORE INTO samples VALUES (?, ?)", (key, value))
+        self._connection.execute("INSERT OR REPLACE INTO samples VALUES (?, ?)", (key, value))
 
 
 def key_of(document: Document) -> bytes:

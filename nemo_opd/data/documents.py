@@ -59,19 +59,30 @@ def read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Conten
 
 
 def parsed(value: Any) -> Any:
-    """A column's value, which may be JSON.
+    """A column's value, which may be JSON. Raises DataError where it is malformed.
 
     Arrow gives every message all keys that any message has; those that are null were not there.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"a conversation is malformed JSON: {error.msg} in {value[:60]!r}…; repair the column that "
-                "data.messages_key or data.tools_key names"
-            ) from error
-    return without_nulls(value)
+    return without_nulls(from_json(value) if isinstance(value, str) else value)
+
+
+def from_json(text: str) -> Any:
+    try:
+        value = json.loads(text)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        reason = error.msg
+    except RecursionError:
+        reason = "too many lists and objects in each other"
+    except UnicodeEncodeError:
+        reason = "half of a surrogate pair (\\ud800 to \\udfff), which is no character,"
+    else:
+        return value
+    raise DataError(
+        f"a conversation is malformed JSON: {reason} in {text[:60]!r}…; repair the column that data.messages_key or "
+        "data.tools_key names"
+    )
 
 
 def without_nulls(value: Any) -> Any:

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 
 from nemo_opd.config.data import Data
 from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT, TOOLS
+from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ class Layout(Protocol):
     def require_columns(self, schema: pa.Schema, source: str) -> None:
         """Raises DataError where a column is missing or of another type."""
 
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raises DataError where there is nothing to learn from."""
 
 
@@ -52,8 +53,8 @@ class TextLayout:
                 "strings"
             )
 
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
-        column = whole_column(documents, TEXT, source)
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        column = whole_column(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
             raise DataError(f"{source}: all {len(documents)} documents are empty; check data.text_key and the source")
 
@@ -74,14 +75,14 @@ class ChatLayout:
             if name is None:
                 continue
             dtype = type_of(schema, name, setting, source)
-            if not is_string(dtype) and not is_list_of_structs(dtype):
+            if not is_string(dtype) and not is_list_of_objects(dtype):
                 raise DataError(
                     f"{source}: column {name!r} is of type {dtype}, neither a list of objects nor that as JSON; set "
                     f"{setting} to such a column"
                 )
 
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
-        whole_column(documents, MESSAGES, source)
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        whole_column(documents, MESSAGES, source, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,15 @@ class RoutedLayout:
                 "the names of teachers"
             )
 
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raises DataError too where a row names a teacher that there is not."""
-        self.documents.require_content(documents, source)
-        names = whole_column(documents, TEACHER, source)
+        self.documents.require_content(documents, source, origin)
+        names = whole_column(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
         row = pc.index(is_unknown, True).as_py()
         if row >= 0:
             raise DataError(
-                f"{source}: row {row} (counted from 0 over all files) has {self.key}={names[row].as_py()!r}, which is "
+                f"{source}: {origin(row)} has {self.key}={names[row].as_py()!r}, which is "
                 f"no teacher of this run; the teachers are {', '.join(self.teachers)}; correct the rows or the names "
                 "under teachers"
             )
@@ -129,6 +130,8 @@ def type_of(schema: pa.Schema, name: str, setting: str, source: str) -> pa.DataT
     if name not in schema.names:
         columns = ", ".join(schema.names) or "none"
         raise DataError(f"{source} has no column {name!r}; set {setting} to one of its columns: {columns}")
+    if (count := schema.names.count(name)) > 1:
+        raise DataError(f"{source} has {count} columns {name!r}; write the file with one, or set {setting} to another")
     return schema.field(name).type
 
 
@@ -136,12 +139,14 @@ def is_string(dtype: pa.DataType) -> bool:
     return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
 
 
-def is_list_of_structs(dtype: pa.DataType) -> bool:
-    is_list = pa.types.is_list(dtype) or pa.types.is_large_list(dtype)
-    return is_list and pa.types.is_struct(dtype.value_type)
+def is_list_of_objects(dtype: pa.DataType) -> bool:
+    """Also objects that differ in keys and types, which `datasets` keeps as JSON."""
+    if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
+        return isinstance(dtype, pa.JsonType)
+    return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
 
 
-def whole_column(documents: datasets.Dataset, column: str, source: str) -> pa.ChunkedArray:
+def whole_column(documents: datasets.Dataset, column: str, source: str, origin: Origin) -> pa.ChunkedArray:
     """Raises DataError where there are no rows, or rows that hold nothing."""
     if not len(documents):
         raise DataError(f"{source}: no documents; the source has no rows")
@@ -149,7 +154,7 @@ def whole_column(documents: datasets.Dataset, column: str, source: str) -> pa.Ch
     if values.null_count:
         first = pc.index(pc.is_null(values), True).as_py()
         raise DataError(
-            f"{source}: {values.null_count} of {len(documents)} documents have no {column} (null), the first in row "
-            f"{first} (counted from 0 over all files); leave those rows out"
+            f"{source}: {values.null_count} of {len(documents)} documents have no {column} (null), the first in "
+            f"{origin(first)}; leave those rows out"
         )
     return values

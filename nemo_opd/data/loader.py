@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import Columns, Document, read_documents
+from nemo_opd.data.mapped import MappedFiles
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample
+from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch
 
 Samples = list[Sample]
@@ -29,13 +31,24 @@ class SampleSource:
 
     columns: Columns
     make_sample: MakeSample
+    files: MappedFiles
+
+    @classmethod
+    def of(cls, columns: Columns, make_sample: MakeSample) -> Self:
+        return cls(columns, make_sample, MappedFiles.of(columns))
 
     def __getitems__(self, indices: list[int]) -> Samples:
         return list(self.each(indices))
 
     def each(self, indices: list[int]) -> Iterator[Sample]:
-        """Made one by one, as they are asked for."""
-        return map(self.make_sample, read_documents(self.columns, indices))
+        """Made one by one, as they are asked for. Raises DataError, with the row, for what cannot be read or used."""
+        self.files.check(indices)
+        for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
+            try:
+                sample = self.make_sample(document)
+            except (AlignmentError, DataError) as error:
+                raise DataError(f"row {index} (counted from 0 over all files) cannot be used: {error}") from error
+            yield sample
 
 
 class TrainLoader:
@@ -56,7 +69,7 @@ class TrainLoader:
         shuffle: bool,
         num_workers: int,
     ) -> None:
-        self._samples = SampleSource(documents, sample_maker)
+        self._samples = SampleSource.of(documents, sample_maker)
         self._order = BatchOrder(len(documents), batch_size, seed, shuffle)
         self._num_workers = num_workers
         self._num_batches = 0
@@ -175,7 +188,7 @@ class _Workers:
 
 def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:
     """All documents once, in order; the last batch may be short."""
-    samples = SampleSource(documents, sample_maker)
+    samples = SampleSource.of(documents, sample_maker)
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
         yield collate(samples.__getitems__(list(range(start, stop))))

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from nemo_opd.config.data import Data
 from nemo_opd.data.layout import Layout, is_string, layout_of, type_of
+from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class PromptLayout:
                 kinds = "strings or numbers" if ours == ANSWER else "strings"
                 raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
 
-    def require_content(self, documents: datasets.Dataset, source: str) -> None:
-        self.documents.require_content(documents, source)
+    def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
+        self.documents.require_content(documents, source, origin)
 
 
 def prompt_layout(data: Data, answer_key: str | None = None, response_key: str | None = None) -> PromptLayout:

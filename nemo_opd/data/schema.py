@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,8 +10,11 @@ import pyarrow.json
 import pyarrow.parquet
 
 from nemo_opd.config.data import HubDataset, Source
+from nemo_opd.data.documents import MESSAGES, parsed
 from nemo_opd.data.files import resolve_files
+from nemo_opd.data.first_row import first_value
 from nemo_opd.data.layout import Layout
+from nemo_opd.data.lines import unreadable
 from nemo_opd.errors import DataError
 
 ARROW_FILE_MAGIC = b"ARROW1"
@@ -35,6 +38,22 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
                 schema = SCHEMAS[kind](path)
             if schema is not None:
                 layout.require_columns(plain(schema), f"{named}={shown(path)}")
+                require_json(kind, path, layout, f"{named}={shown(path)}")
+
+
+def require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
+    """Raises DataError where the first conversation is a string that is no JSON list, as a column of texts is."""
+    for name, ours in layout.columns.items():
+        value = first_value(kind, path, name) if ours == MESSAGES else None
+        if not isinstance(value, str):
+            continue
+        with suppress(DataError):
+            if isinstance(parsed(value), list):
+                continue
+        raise DataError(
+            f"{source}: column {name!r} holds no conversations; its first row is {value[:60]!r}…, neither a list of "
+            "objects nor that as JSON; set data.messages_key to such a column, or leave it out to read texts"
+        )
 
 
 def require_source(source: Source, *, key: str) -> None:
@@ -62,7 +81,7 @@ def json_schema(path: Path) -> pa.Schema | None:
         has_more = bool(file.read(1))
     if has_more:
         block = block[: block.rfind(b"\n") + 1]
-    if not block.strip():
+    if not block.strip() or any(map(unreadable, block.splitlines())):
         return None
     try:
         options = pa.json.ReadOptions(block_size=len(block) + 1)
@@ -85,14 +104,18 @@ SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with encodings of text as text: what becomes of them is the loader's to say."""
+    """Return the schema with encodings of text as text, which the loader makes of them."""
 
     def of(dtype: pa.DataType) -> pa.DataType:
-        if pa.types.is_dictionary(dtype):
-            return dtype.value_type
-        return pa.string() if pa.types.is_null(dtype) or pa.types.is_string_view(dtype) else dtype
+        if is_encoded(dtype):
+            return dtype.value_type if pa.types.is_dictionary(dtype) else pa.string()
+        return dtype
 
     return pa.schema([(field.name, of(field.type)) for field in schema])
+
+
+def is_encoded(dtype: pa.DataType) -> bool:
+    return pa.types.is_dictionary(dtype) or pa.types.is_string_view(dtype)
 
 
 def is_ipc_file(path: Path) -> bool:

@@ -8,17 +8,26 @@ import glob
 import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.data.compressed import uncompressed
+from nemo_opd.data.conversations import conversation_problem, require_conversations
+from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT
 from nemo_opd.data.files import resolve_files
+from nemo_opd.data.intact import first_damage, require_intact
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.schema import PLAIN_JSON, is_ipc_file, reading, require_source, shown
+from nemo_opd.data.lines import BOM, malformation, no_utf8, numbered, unreadable
+from nemo_opd.data.origin import Origin, of_lines, of_rows, of_source
+from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, shown
 from nemo_opd.errors import DataError
 
 _ARROW_END = b"\xff\xff\xff\xff\x00\x00\x00\x00"
@@ -29,24 +38,32 @@ _log = logging.getLogger(__name__)
 def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Dataset:
     """The columns of the layout, under our names, in the order of the files and of their rows.
 
-    `key` is where the source stands in the config (`data.train`). Raises DataError, naming the key and the value, for a
-    source that is absent, missing, unreadable, without the layout's columns, or without content.
+    `key` is where the source stands in the config (`data.train`). All of it is checked. Raises DataError, naming the
+    key, the file and the row, for a source that is absent, missing, damaged, without the layout's columns, or without
+    content.
     """
     require_source(source, key=key)
     ((kind, value),) = ((kind, source.given[kind]) for kind in source.given)
     key = f"{key}.{kind}"
     if isinstance(value, HubDataset):
-        documents = _read_hub(value, layout, key)
-        layout.require_content(documents, f"{key}.path={value.path!r}")
+        named = f"{key}.path={value.path!r}"
+        documents, origin = _read_hub(value, layout, key), of_source
     else:
-        documents = _READERS[kind](resolve_files(value, key=key), layout, key)
-        layout.require_content(documents, f"{key}={shown(value)}")
+        named = f"{key}={shown(value)}"
+        documents, origin = _READERS[kind](resolve_files(value, key=key), layout, key)
+    require_intact(documents.data, named, origin)
+    layout.require_content(documents, named, origin)
+    if MESSAGES in documents.column_names:
+        require_conversations(documents, named, origin)
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))
     return documents
 
 
-def _read_arrow(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
+Read = tuple[datasets.Dataset, Origin]
+
+
+def _read_arrow(paths: list[Path], layout: Layout, key: str) -> Read:
     tables = [_read_arrow_file(path, layout, key) for path in paths]
     for name, column in layout.columns.items():
         types = {str(table.data.schema.field(column).type): path for table, path in zip(tables, paths, strict=True)}
@@ -55,27 +72,39 @@ def _read_arrow(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset
             raise DataError(
                 f"{key}: column {name!r} has several types ({differing}); rewrite the files with one of them"
             )
-    return datasets.concatenate_datasets(tables)
+    return datasets.concatenate_datasets(tables), of_rows(paths, [len(table) for table in tables])
 
 
 def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
+    source = f"{key}={shown(path)}"
     with reading(key, path):
-        if is_ipc_file(path):
-            dataset = _read_ipc_file(path)
+        schema = arrow_schema(path)
+    layout.require_columns(plain(schema), source)
+    with reading(key, path), pa.memory_map(str(path)) as file:
+        is_file = is_ipc_file(path)
+        table = (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
+        table.validate()
+        # Before anything converts it: an offset out of range would end the process.
+        require_intact(table.select(list(layout.columns)), source, of_rows([path], [len(table)]))
+        if not len(table):
+            return _selected(datasets.Dataset(datasets.table.InMemoryTable(table)), layout, key, path)
+        if not is_file:
+            _warn_without_end(path, key)
+        if is_file or any(is_encoded(schema.field(name).type) for name in layout.columns):
+            # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
+            dataset = _convert("arrow", [path], list(layout.columns), features=features_of(schema, layout))
         else:
             dataset = datasets.Dataset.from_file(str(path))
-            _warn_without_end(path, key)
-        dataset.data.table.validate()
     return _selected(dataset, layout, key, path)
 
 
-def _read_ipc_file(path: Path) -> datasets.Dataset:
-    with pa.memory_map(str(path)) as source:
-        table = pa.ipc.open_file(source).read_all()
-        if not len(table):
-            return datasets.Dataset(datasets.table.InMemoryTable(table))
-    # Converted, because a process that a dataset is sent to can only map streams.
-    return _convert("arrow", [path])
+def features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> datasets.Features:
+    """Return what `datasets` is to make of a schema: the layout's columns as plain text. only: of nothing else."""
+    text = plain(schema)
+    fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
+    return datasets.Features.from_arrow_schema(
+        pa.schema([field for field in fields if not only or field.name in layout.columns])
+    )
 
 
 def _warn_without_end(path: Path, key: str) -> None:
@@ -86,69 +115,91 @@ def _warn_without_end(path: Path, key: str) -> None:
             _log.warning("%s=%s: the Arrow stream has no end mark; was it written completely?", key, shown(path))
 
 
-def _read_parquet(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
-    filled = []
+def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
+    counts, schemas = [], []
     for path in paths:
         with reading(key, path):
             metadata = pq.read_metadata(path)
-        layout.require_columns(metadata.schema.to_arrow_schema(), f"{key}={shown(path)}")
-        filled += [path] * (metadata.num_rows > 0)
+            schemas.append(metadata.schema.to_arrow_schema())
+        layout.require_columns(plain(schemas[-1]), f"{key}={shown(path)}")
+        counts.append(metadata.num_rows)
+    filled = [path for path, count in zip(paths, counts, strict=True) if count]
     _require_rows(filled, key, paths)
+    columns = list(layout.columns)
     with reading(key, *paths):
-        dataset = _convert("parquet", filled, columns=list(layout.columns))
-    return _selected(dataset, layout, key, *paths)
+        dataset = _convert(
+            "parquet", filled, columns, columns=columns, features=features_of(schemas[0], layout, only=True)
+        )
+    return _selected(dataset, layout, key, *paths), of_rows(paths, counts)
 
 
-def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
-    filled = [path for path in paths if _has_lines(path, key)]
-    _require_rows(filled, key, paths)
+def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
+    files = {path: file for path in paths if (file := _readable(path, key))}
+    _require_rows(list(files), key, paths)
+    origin = of_lines(list(files), list(files.values()))
     try:
-        with reading(key, *paths):
-            dataset = _convert("json", filled)
+        way_out = "check that all files are complete, and have the same columns with values of the same types"
+        with reading(key, *paths, way_out=way_out):
+            dataset = _convert("json", list(files.values()), list(layout.columns))
     except DataError as error:
         # The reader counts rows within its own blocks; users need the line of the file.
-        _refuse_malformed_line(filled, key, error)
+        _refuse_line(files, key, malformation, error)
+        _refuse_line(files, key, partial(_unsuitable, layout), error)
         raise
-    return _selected(dataset, layout, key, *paths)
+    if any(isinstance(field.type, pa.JsonType) for field in dataset.data.schema if field.name in layout.columns):
+        # Its values are of several types, of which some may be none of the layout's.
+        _refuse_line(files, key, partial(_unsuitable, layout))
+    return _selected(dataset, layout, key, *paths), origin
 
 
-def _has_lines(path: Path, key: str) -> bool:
-    with reading(key, path), path.open("rb") as file:
-        return any(line.strip() for line in file)
+def _readable(path: Path, key: str) -> Path | None:
+    """Return the file, unpacked where it is compressed, all of whose lines a parser can take; None without any."""
+    has_lines = False
+    with reading(key, path):
+        file = uncompressed(path, f"{key}={shown(path)}")
+        for number, line in numbered(file):
+            has_lines = has_lines or bool(line.strip())
+            if reason := unreadable(line):
+                raise DataError(_malformed(path, key, number, reason))
+    return file if has_lines else None
 
 
-def _refuse_malformed_line(paths: list[Path], key: str, cause: DataError) -> None:
-    for path in paths:
-        if path.suffix not in PLAIN_JSON:
+def _refuse_line(
+    files: dict[Path, Path], key: str, problem: Callable[[bytes], str | None], cause: DataError | None = None
+) -> None:
+    """Raises DataError for the first line with a problem."""
+    for path, file in files.items():
+        for number, line in numbered(file):
+            if reason := problem(line):
+                raise DataError(_malformed(path, key, number, reason)) from cause
+
+
+def _malformed(path: Path, key: str, number: int, reason: str) -> str:
+    return f"{key}={shown(path)}: line {number} is malformed: {reason}; write one JSON object a line, in UTF-8"
+
+
+def _unsuitable(layout: Layout, line: bytes) -> str | None:
+    """Return which value of a line is not what its column is for; None where all are, or are not there."""
+    row = json.loads(line.removeprefix(BOM)) if line.strip() else {}
+    for name, ours in layout.columns.items():
+        value = row.get(name)
+        if value is None:
             continue
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if reason := _malformation(line):
-                    raise DataError(
-                        f"{key}={shown(path)}: line {number} is malformed: {reason};"
-                        " write one JSON object a line, in UTF-8"
-                    ) from cause
+        if ours == MESSAGES and (reason := conversation_problem(value)):
+            return f"{name!r} is no conversation: {reason}"
+        if ours in (TEXT, TEACHER) and not isinstance(value, str):
+            return f"{name!r} is no string but {repr(value)[:60]}"
+    return None
 
 
-def _malformation(line: bytes) -> str | None:
-    """Why a line is no JSON object; None for one that is, and for a blank one."""
-    try:
-        if not line.strip() or isinstance(json.loads(line), dict):
-            return None
-    except json.JSONDecodeError as error:
-        return f"{error.msg} (column {error.colno})"
-    except UnicodeDecodeError as error:
-        return str(error)
-    return "it is no JSON object"
-
-
-def _read_text(paths: list[Path], layout: Layout, key: str) -> datasets.Dataset:
+def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
     for path in paths:
-        with reading(key, path), path.open(encoding="utf-8") as file:
-            for _ in file:
-                pass
+        with reading(key, path):
+            for number, line in numbered(path):
+                if reason := no_utf8(line):
+                    raise DataError(f"{key}={shown(path)}: in line {number}, {reason}; convert the file to UTF-8")
     with reading(key, *paths):
-        return _convert("text", paths, sample_by="document")
+        return _convert("text", paths, [TEXT], sample_by="document"), of_rows(paths, [1] * len(paths))
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
@@ -158,7 +209,7 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     return _selected(dataset, layout, f"{key}.path", hub.path)
 
 
-_READERS: dict[str, Callable[[list[Path], Layout, str], datasets.Dataset]] = {
+_READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "arrow_files": _read_arrow,
     "parquet_files": _read_parquet,
     "jsonl_files": _read_jsonl,
@@ -172,10 +223,37 @@ def _require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
         raise DataError(f"{key}={shown(paths)}: no documents; the files have no rows")
 
 
-def _convert(builder: str, paths: list[Path], **options: object) -> datasets.Dataset:
+def _convert(format: str, paths: list[Path], checked: list[str], **options: object) -> datasets.Dataset:
+    """Return the rows of the files, from the cache of `datasets`; made anew where that is damaged in these columns."""
     # `datasets` takes paths for patterns; these are files.
-    files = [glob.escape(str(path)) for path in paths]
-    return datasets.load_dataset(builder, data_files=files, split="train", **options)
+    files = {"train": [glob.escape(str(path)) for path in paths]}
+    with quiet():
+        builder = datasets.load_dataset_builder(format, data_files=files, **options)
+        was_made = Path(builder.cache_dir).exists()
+        builder.download_and_prepare()
+        if was_made and _is_damaged(builder, checked):
+            _log.warning("%s is damaged; %s is converted again", builder.cache_dir, shown(paths))
+            builder.download_and_prepare(download_mode="force_redownload")
+        return builder.as_dataset(split="train")
+
+
+def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
+    try:
+        table = builder.as_dataset(split="train").data.table
+        return first_damage(table.select([name for name in columns if name in table.column_names])) is not None
+    except (pa.ArrowInvalid, OSError):
+        return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What `datasets` logs of an error is in the error too."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
 
 
 def _selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:

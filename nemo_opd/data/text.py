@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment import fingerprint, pieces_of
+from nemo_opd.alignment import Pieces, fingerprint, pieces_of
 from nemo_opd.config.teacher import EqualHistory
-from nemo_opd.data.beginning import first_tokens
+from nemo_opd.data.beginning import encode_beginning
 from nemo_opd.data.documents import Document
 from nemo_opd.data.samples import (
     Aligner,
@@ -25,7 +25,7 @@ from nemo_opd.data.samples import (
 )
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,9 @@ class Encoder:
     """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token behind."""
 
     tokenizer: PreTrainedTokenizerBase
+    pieces: Pieces
     lengths: NDArray[np.int32]
-    """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
+    """[V]: bytes of text per id that the model can read, 0 for special tokens (METHODS §1)."""
     max_length: int
     append_eos: bool
 
@@ -58,7 +59,8 @@ class Encoder:
         cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
     ) -> Self:
         """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
-        return cls(tokenizer, pieces_of(tokenizer).lengths[:vocab_size], max_length, append_eos)
+        pieces = pieces_of(tokenizer)
+        return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos)
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -70,8 +72,21 @@ class Encoder:
 
         Raises DataError for a text with a token that the model cannot read.
         """
+        return self._encoding(self._encoded(text), text)
+
+    def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
+        """The same, and [S]: the first character of each token, which do not decrease."""
+        encoded = self._encoded(text, return_offsets_mapping=True)
+        encoding = self._encoding(encoded, text)
+        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
+        return encoding, np.maximum.accumulate(np.concatenate((starts, appended)))
+
+    def _encoded(self, text: str, **options: bool) -> BatchEncoding:
         # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
-        encoded = self.tokenizer(text, return_attention_mask=False, verbose=False)
+        return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
+
+    def _encoding(self, encoded: BatchEncoding, text: str) -> Encoding:
         ids: list[int] = list(encoded["input_ids"])
         eos = self.tokenizer.eos_token_id
         if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
@@ -109,20 +124,27 @@ class TextSampleMaker:
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
-        read, whole = first_tokens(self.student, text, self.student.max_length)
+        readers = [teacher.encoder for teacher in self.teachers if isinstance(teacher, CrossTokenizer)]
+        whole, *others = encode_beginning(self.student, readers, text, self.student.max_length)
         kept = whole.cut(self.student.max_length)
         student = kept.tokens()
         is_cut = len(kept.ids) < len(whole.ids)
-        return Sample(student, tuple(teacher_sample(read, student, is_cut, teacher) for teacher in self.teachers))
+        unread = iter(others)
+        return Sample(
+            student,
+            tuple(
+                teacher.sample(student)
+                if isinstance(teacher, SameTokenizer)
+                else teacher_sample(next(unread), student, is_cut, teacher)
+                for teacher in self.teachers
+            ),
+        )
 
 
-def teacher_sample(text: str, student: Tokens, is_cut: bool, teacher: SameTokenizer | CrossTokenizer) -> TeacherSample:
-    """text: holds all that the student's tokens stand for. Their number of bytes says nothing of the teacher's, whose
+def teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
+    """whole: holds all that the student's tokens stand for. Their number of bytes says nothing of the teacher's, whose
     tokenizer may rewrite the text in another way.
     """
-    if isinstance(teacher, SameTokenizer):
-        return teacher.sample(student)
-    whole = teacher.encoder(text)
     alignment = teacher.aligner.align(student.ids, whole.ids)
     last = exact_length(alignment) if is_cut else len(whole.ids)
     tokens = whole.cut(min(last, teacher.encoder.max_length)).tokens()

@@ -88,7 +88,7 @@ def document_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
     number = len(plan.data.train)
     begin = step % math.ceil(number / BATCH) * BATCH
     indices = list(range(number))[begin : begin + BATCH]
-    samples = list(SampleSource(plan.data.train, plan.data.make_sample).each(indices))
+    samples = list(SampleSource.of(plan.data.train, plan.data.make_sample).each(indices))
     return collate(samples), plain_rows(samples, None, [route(plan, drawn, i) for i in indices])
 
 

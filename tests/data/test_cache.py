@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from nemo_opd.data import cache
 from nemo_opd.data.cache import CachedSampleMaker
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
@@ -184,3 +185,52 @@ def test_a_cache_that_cannot_be_used_costs_a_warning(folder: Path, caplog: pytes
     assert len(maker.made) == 2
     assert caplog.text.count("samples are not cached in") == 1
     assert "data.cache=false" in caplog.text
+
+
+def test_a_damaged_sample_is_made_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: the file is sound and what one row holds is not, which ended the run with a bare zlib.error."""
+    CachedSampleMaker(Maker())("x")
+    (file,) = folder.glob("*.sqlite")
+    connection = sqlite3.connect(file, isolation_level=None)
+    connection.execute("UPDATE samples SET value = x'00ff00ff'")
+    maker = Maker()
+    for _ in range(2):
+        assert arrays(CachedSampleMaker(maker)("x")) == arrays(Maker()("x"))
+    assert maker.made == ["x"]
+    assert "holds a damaged sample" in caplog.text
+
+
+def test_a_file_deleted_while_in_use_is_begun_again(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Bug: SQLite went on with a file that nobody else could find, and the samples were lost with it."""
+    cached = CachedSampleMaker(Maker())
+    cached("x")
+    for file in folder.iterdir():
+        file.unlink()
+    cached("y")
+    assert "was deleted while in use and is begun again" in caplog.text
+    maker = Maker()
+    CachedSampleMaker(maker)("y")
+    assert not maker.made
+
+
+def test_a_lock_that_is_kept_costs_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "WAIT_S", 0.01)
+    CachedSampleMaker(Maker())("x")
+    (file,) = folder.glob("*.sqlite")
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    cached = CachedSampleMaker(Maker())
+    assert arrays(cached("y")) == arrays(cached("y")) == arrays(Maker()("y"))
+    assert caplog.text.count("database is locked") == 1
+
+
+def test_without_a_cache_folder_samples_are_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file in the folder's place stands for whatever keeps it from being made."""
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
+    assert arrays(CachedSampleMaker(Maker())("x")) == arrays(Maker()("x"))
+    assert "set $NEMO_OPD_CACHE" in caplog.text

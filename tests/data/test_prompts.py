@@ -77,10 +77,10 @@ def test_conversations_end_before_the_assistants_last_turn(tmp_path: Path, as_js
     ],
 )
 def test_a_conversation_that_cannot_be_answered_names_its_row(tmp_path: Path, chat: Any, reason: str) -> None:
+    """Of those that are malformed before any prompt is read."""
     chats = [json.dumps([USER]), chat if isinstance(chat, str) else json.dumps(chat)]
-    documents = load(tmp_path, {"chat": chats}, Data(messages_key="chat"))
     with pytest.raises(DataError, match=reason):
-        read_prompts(documents, [0, 1])
+        read_prompts(load(tmp_path, {"chat": chats}, Data(messages_key="chat")), [0, 1])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,91 @@
+"""Compressed files, unpacked once into the cache folder and within bounds."""
+
+import bz2
+import gzip
+import hashlib
+import lzma
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+
+from nemo_opd.errors import DataError
+from nemo_opd.paths import cache_dir
+
+BLOCK = 1 << 20
+UNSUSPICIOUS = 1 << 30
+"""Bytes that any file may unpack to."""
+MAX_EXPANSION = 200
+"""Times its size that a file may unpack to beyond that. Logs reach 50, a bomb 1,000 and more."""
+SPARE = 1 << 30
+"""Bytes of the disk that are left free."""
+
+
+def _zstd(path: Path) -> IO[bytes]:
+    return pa.input_stream(str(path), compression="zstd")
+
+
+OPENERS: dict[bytes, Callable[[Path], IO[Any]]] = {
+    b"\x1f\x8b": gzip.open,
+    b"\x28\xb5\x2f\xfd": _zstd,
+    b"BZh": bz2.open,
+    b"\xfd7zXZ\x00": lzma.open,
+}
+"""By the first bytes of a file, whatever its name."""
+
+
+def uncompressed(path: Path, source: str) -> Path:
+    """Return the file itself, or its unpacked copy where it is compressed with gzip, zstd, bzip2 or xz.
+
+    source: what messages call it. Raises DataError for a file that unpacks to more than is reasonable or than the disk
+    holds, and what unpacking raises for one that is damaged.
+    """
+    opener = _opener(path)
+    if opener is None:
+        return path
+    status = path.stat()
+    identity = f"{path} {status.st_size} {status.st_mtime_ns}"
+    folder = cache_dir("unpacked")
+    target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
+    if not target.exists():
+        limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as unpacked:
+            try:
+                with opener(path) as packed:
+                    _copy(packed, unpacked, limit, source)
+                unpacked.flush()
+                # What is derived from it is found by its time, which must not depend on when it was unpacked.
+                os.utime(unpacked.name, ns=(status.st_mtime_ns, status.st_mtime_ns))
+                Path(unpacked.name).rename(target)
+            finally:
+                Path(unpacked.name).unlink(missing_ok=True)
+    return target
+
+
+def _opener(path: Path) -> Callable[[Path], IO[Any]] | None:
+    with path.open("rb") as file:
+        start = file.read(max(map(len, OPENERS)))
+    return next((opener for magic, opener in OPENERS.items() if start.startswith(magic)), None)
+
+
+def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> None:
+    folder = cache_dir()
+    free = shutil.disk_usage(folder).free - SPARE
+    size = 0
+    while block := packed.read(BLOCK):
+        size += len(block)
+        if size > limit:
+            raise DataError(
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text does; unpack "
+                "it yourself if it is no bomb"
+            )
+        if size > free:
+            raise DataError(
+                f"{source} unpacks to more than the {max(free, 0) / 1e9:.1f} GB that {folder} may take; set $NEMO_OPD_CACHE "
+                "to a folder with more room, or unpack the file yourself"
+            )
+        unpacked.write(block)

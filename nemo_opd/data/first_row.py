@@ -1,0 +1,49 @@
+"""The first value of a column, read without the rest of the file."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from nemo_opd.data.lines import BOM, numbered, unreadable
+
+
+def of_arrow(path: Path, column: str) -> Any:
+    with pa.memory_map(str(path)) as file:
+        try:
+            batch = pa.ipc.open_file(file).get_batch(0)
+        except pa.ArrowInvalid:
+            batch = pa.ipc.open_stream(file).read_next_batch()
+        value = batch.column(column).slice(0, 1)
+        value.validate(full=True)
+        return value.to_pylist()[0]
+
+
+def of_parquet(path: Path, column: str) -> Any:
+    with pq.ParquetFile(path) as file:
+        return next(file.iter_batches(1, columns=[column])).column(0).to_pylist()[0]
+
+
+def of_jsonl(path: Path, column: str) -> Any:
+    for _, line in numbered(path):
+        if line.strip() and not unreadable(line):
+            return json.loads(line.removeprefix(BOM))[column]
+    return None
+
+
+READERS: dict[str, Callable[[Path, str], Any]] = {
+    "arrow_files": of_arrow,
+    "parquet_files": of_parquet,
+    "jsonl_files": of_jsonl,
+}
+
+
+def first_value(kind: str, path: Path, column: str) -> Any:
+    """Return the first row's value of a column; None where that cannot be told, which the loader does with a reason."""
+    try:
+        return READERS[kind](path, column)
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):
+        return None

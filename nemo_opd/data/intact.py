@@ -1,0 +1,82 @@
+"""Whether the bytes of Arrow columns are what their types promise.
+
+A mapped file is read without any check: an offset beyond its text ends the process with a signal, and a byte that is no
+UTF-8 is noticed when its row is read. Full validation costs about as much as reading the file once.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from nemo_opd.data.origin import Origin
+from nemo_opd.errors import DataError
+
+MAX_THREADS = 8
+CHUNKS_AT_A_TIME = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    row: int
+    """Counted from 0."""
+    column: str
+    reason: str
+
+
+def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
+    """Raises DataError, with the place of the first row, for a column that cannot be read safely."""
+    if damage := first_damage(table):
+        raise DataError(
+            f"{source}: {origin(damage.row)} has a damaged {damage.column!r}: {damage.reason}; write or download the "
+            "file again"
+        )
+
+
+def first_damage(table: pa.Table) -> Damage | None:
+    """The first damaged row of the first damaged column, None where all of them are sound."""
+    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+        return next(damaged(threads, table), None)
+
+
+def damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[Damage]:
+    for name, column in zip(table.column_names, table.columns, strict=True):
+        chunks = [storage(chunk) for chunk in column.chunks]
+        groups = [chunks[i : i + CHUNKS_AT_A_TIME] for i in range(0, len(chunks), CHUNKS_AT_A_TIME)]
+        for group, bad in enumerate(threads.map(first_problem, groups)):
+            if bad is not None:
+                i = group * CHUNKS_AT_A_TIME + bad
+                row = first_bad(chunks[i])
+                reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
+                yield Damage(sum(map(len, chunks[:i])) + row, name, reason)
+
+
+def first_problem(chunks: list[pa.Array]) -> int | None:
+    return next((i for i, chunk in enumerate(chunks) if problem(chunk) is not None), None)
+
+
+def problem(values: pa.Array) -> str | None:
+    """Why the values are not sound; None where they are."""
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid as error:
+        return " ".join(str(error).split())
+    return None
+
+
+def first_bad(values: pa.Array) -> int:
+    """The row up to which values that are not sound are, by bisection."""
+    sound, unsound = 0, len(values)
+    while unsound - sound > 1:
+        middle = (sound + unsound) // 2
+        if problem(values.slice(0, middle)) is None:
+            sound = middle
+        else:
+            unsound = middle
+    return sound
+
+
+def storage(values: pa.Array) -> pa.Array:
+    return values.storage if isinstance(values, pa.ExtensionArray) else values

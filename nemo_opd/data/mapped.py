@@ -1,0 +1,81 @@
+"""Files that a dataset is mapped from, watched: reading behind the end of one that was cut ends the process."""
+
+import logging
+import os
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
+
+import datasets
+from datasets.table import ConcatenationTable, MemoryMappedTable, Table
+
+from nemo_opd.data.documents import Columns
+from nemo_opd.data.intact import first_damage
+from nemo_opd.errors import DataError
+
+_log = logging.getLogger(__name__)
+
+State = tuple[int, int, int]
+"""Inode, bytes, and time of the last change in ns."""
+
+
+@dataclass
+class MappedFiles:
+    """The files behind a dataset, as they were when it was loaded.
+
+    One that is deleted or replaced by another stays mapped as it was. One that is changed in place is the dataset's
+    new content: it is checked again. A change between the check and the reading is not noticed.
+    """
+
+    tables: list[MemoryMappedTable | None]
+    """None for rows in memory."""
+    stops: list[int]
+    """Row behind the last of each table."""
+    states: dict[str, State] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, columns: Columns) -> Self:
+        tables = tables_of(columns)
+        mapped = [table if isinstance(table, MemoryMappedTable) else None for table in tables]
+        paths = {table.path for table in mapped if table is not None}
+        states = {path: state for path in paths if (state := state_of(path)) is not None}
+        return cls(mapped, list(accumulate(table.num_rows for table in tables)), states)
+
+    def check(self, rows: Iterable[int]) -> None:
+        """Look at the files of these rows. Raises DataError for one that was cut or damaged."""
+        if not self.states:
+            return
+        for i in sorted({bisect_right(self.stops, row) for row in rows}):
+            table = self.tables[i]
+            if table is not None and table.path in self.states:
+                self._check(table)
+
+    def _check(self, table: MemoryMappedTable) -> None:
+        before, now = self.states[table.path], state_of(table.path)
+        if now is None or now[0] != before[0] or now == before:
+            return
+        changed = f"{table.path} was changed while the run reads it"
+        if now[1] < before[1]:
+            raise DataError(f"{changed}: it has {now[1]} bytes, and had {before[1]}; restore it and resume the run")
+        if damage := first_damage(table.table):
+            raise DataError(f"{changed}, and is damaged now: {damage.reason}; restore it and resume the run")
+        _log.warning("%s; what it holds now is used from here on", changed)
+        self.states[table.path] = now
+
+
+def tables_of(columns: Columns) -> list[Table]:
+    """Return the tables that hold a dataset's rows, in order; none where its rows are another order of theirs."""
+    if not isinstance(columns, datasets.Dataset) or columns._indices is not None:
+        return []
+    data = columns.data
+    return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
+
+
+def state_of(path: str) -> State | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns

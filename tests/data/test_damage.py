@@ -1,0 +1,340 @@
+"""Damaged and hostile files: each is refused before a run, in one line with the file and the row, or read."""
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from nemo_opd.config.data import Source, ValidationSource
+from nemo_opd.data import compressed, sources
+from nemo_opd.data.documents import read_documents
+from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
+from nemo_opd.data.lines import depth
+from nemo_opd.data.loader import SampleSource
+from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import DataError
+from tests.data.test_sources import KINDS, Write, table, write_file, write_parquet, write_stream
+
+TEXT, CHAT = TextLayout("text"), ChatLayout("chat", None)
+GOOD = b'{"text": "abc"}\n'
+TURNS = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+
+
+@pytest.fixture(autouse=True)
+def _caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf_cache"))
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+def load(source: Source, layout: Layout = TEXT) -> datasets.Dataset:
+    """What a run does with a source, in its order."""
+    require_suitable(source, layout, key="data.train")
+    return load_documents(source, layout, key="data.train")
+
+
+def refusal(source: Source, layout: Layout = TEXT) -> str:
+    with pytest.raises(DataError) as caught:
+        load(source, layout)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def strings(offsets: list[int], data: bytes) -> pa.Array:
+    """Strings as a file may claim to hold them."""
+    starts = b"".join(offset.to_bytes(4, "little", signed=True) for offset in offsets)
+    return pa.Array.from_buffers(pa.string(), len(offsets) - 1, [None, pa.py_buffer(starts), pa.py_buffer(data)])
+
+
+BAD_STRINGS = [
+    pytest.param(strings([0, 2**31 - 1, 2, 3], b"abc"), 1000, "out of bounds: 2147483647 > 3", id="offset"),
+    pytest.param(strings([0, 2, 1, 3], b"abc"), 1001, "non-monotonic offset", id="order"),
+    pytest.param(strings([0, 2, 4], b"ab\xff\xfe"), 1001, "Invalid UTF8", id="utf8"),
+]
+
+
+@pytest.mark.parametrize("write", [write_stream, write_file])
+@pytest.mark.parametrize(("bad", "row", "reason"), BAD_STRINGS)
+def test_arrow_strings(tmp_path: Path, write: Write, bad: pa.Array, row: int, reason: str) -> None:
+    """Bug: a mapped offset out of range was a SIGBUS at a later step; the row is found within batches and files."""
+    good = pa.table({"text": ["x"] * 10})
+    rows = pa.Table.from_arrays([pa.chunked_array([pa.array(["x"] * 1000), bad])], names=["text"])
+    with pa.OSFile(str(tmp_path / "b.arrow"), "wb") as sink:
+        new = pa.ipc.new_stream if write is write_stream else pa.ipc.new_file
+        with new(sink, rows.schema) as writer:
+            writer.write_table(rows)
+    write(tmp_path / "a.arrow", good)
+    message = refusal(Source(arrow_files=str(tmp_path / "*.arrow")))
+    assert message.startswith(f"data.train.arrow_files={str(tmp_path / 'b.arrow')!r}: row {row} ")
+    assert reason in message
+    assert "write or download the file again" in message
+
+
+def test_parquet_that_is_not_utf8(tmp_path: Path) -> None:
+    """Parquet's reader does not look at the bytes."""
+    write_parquet(tmp_path / "a.parquet", pa.table({"text": ["x"] * 7}))
+    bad = pa.Table.from_arrays([strings([0, 2, 4], b"ab\xff\xfe")], names=["text"])
+    write_parquet(tmp_path / "b.parquet", bad)
+    message = refusal(Source(parquet_files=str(tmp_path / "*.parquet")))
+    assert f"row 8 (counted from 0 over all files: row 1 of {str(tmp_path / 'b.parquet')!r})" in message
+    assert "Invalid UTF8" in message
+
+
+def deep(number: int) -> bytes:
+    return b'{"text": "a", "x": ' + b"[" * number + b"]" * number + b"}\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"text": "\xff\xfe abc"}\n', "byte 11 (0xff) is no UTF-8"),
+        (b'{"text": "a\\ud800b"}\n', "half of a surrogate pair"),
+        (b'{"text": "a\x00b"}\n', "Invalid control character"),
+        (b'{"text": "a", "text": "b"}\n', "key 'text' is given twice"),
+        (deep(100_000), "more than 500 lists and objects in each other"),
+        (b'{"text": 5}\n', "'text' is no string but 5"),
+        (b'{"text": ["a"]}\n', "'text' is no string but ['a']"),
+        (b'{"text": "ab', "Unterminated string"),
+    ],
+)
+@pytest.mark.parametrize("pack", [bytes, gzip.compress])
+def test_a_line_of_jsonl(tmp_path: Path, line: bytes, reason: str, pack: Callable[[bytes], bytes]) -> None:
+    """Behind many good ones, blank ones counted. Bug: a bad byte was a bare UnicodeDecodeError, depth ended Python."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    (tmp_path / "b.jsonl").write_bytes(pack(GOOD * 3000 + b"\n" + line))
+    message = refusal(Source(jsonl_files=str(tmp_path / "*.jsonl")))
+    assert message.startswith(f"data.train.jsonl_files={str(tmp_path / 'b.jsonl')!r}: line 3002 is malformed: ")
+    assert reason in message
+    assert message.endswith("write one JSON object a line, in UTF-8")
+
+
+def test_a_first_line_that_is_too_deep(tmp_path: Path) -> None:
+    """Bug: the early look at the columns was a stack overflow."""
+    (tmp_path / "a.jsonl").write_bytes(deep(100_000))
+    assert "line 1 is malformed: it has more than 500" in refusal(Source(jsonl_files=str(tmp_path / "a.jsonl")))
+
+
+def test_depth_is_of_lists_and_objects_outside_strings() -> None:
+    assert depth(b'{"a": [[{"b": "[[[[{{{\\"[[["}], [1]]}') == 4
+    assert depth(b'"[" "\\\\" [ "]" ]') == 1
+    assert depth(b"[]" * 10_000) == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        (b"\xef\xbb\xbf" + GOOD * 2, ["abc"] * 2),
+        (GOOD.replace(b"\n", b"\r\n") * 2, ["abc"] * 2),
+        (b'{"text": "a\\u0000b"}\n', ["a\0b"]),
+        (b'{"text": "\\ud83d\\ude00"}', ["\U0001f600"]),
+        (deep(50), ["a"]),
+        (b'{"text": "' + b"ab " * 5_000_000 + b'"}\n' + GOOD, ["ab " * 5_000_000, "abc"]),
+        (b'{"text": "a", "x": 1}\n{"text": "b", "x": {"y": 2}}\n', ["a", "b"]),
+    ],
+    ids=["bom", "crlf", "nul", "pair", "deep", "long", "other_columns"],
+)
+def test_unusual_jsonl_is_read(tmp_path: Path, content: bytes, texts: list[str]) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert load(Source(jsonl_files=str(tmp_path / "a.jsonl")))["text"][:] == texts
+
+
+def test_rows_without_text_name_their_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 2)
+    (tmp_path / "b.jsonl").write_bytes(b"\n" + GOOD + b'\n{"text": null}\n')
+    message = refusal(Source(jsonl_files=str(tmp_path / "*.jsonl")))
+    place = f"row 3 (counted from 0 over all files: line 4 of {str(tmp_path / 'b.jsonl')!r})"
+    assert f"1 of 4 documents have no text (null), the first in {place}; leave those rows out" in message
+
+
+def zstd(content: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(content)
+    return sink.getvalue().to_pybytes()
+
+
+PACKERS = [("gz", gzip.compress), ("zst", zstd), ("bz2", bz2.compress), ("xz", lzma.compress)]
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKERS)
+def test_compressed_lines(tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes]) -> None:
+    """Of one part or several, known by the content and not by the name; cut ones are refused, changed ones read anew."""
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(pack(GOOD * 20) + pack(b'{"text": "z"}\n'))
+    assert load(Source(jsonl_files=str(path)))["text"][:] == ["abc"] * 20 + ["z"]
+    (tmp_path / "b.jsonl").write_bytes(pack(b'{"text": "named otherwise"}\n'))
+    assert load(Source(jsonl_files=str(tmp_path / "b.jsonl")))["text"][:] == ["named otherwise"]
+    path.write_bytes(pack(b'{"text": "other"}\n'))
+    assert load(Source(jsonl_files=str(path)))["text"][:] == ["other"]
+    whole = pack(b"".join(b'{"text": "%d"}\n' % (i * i) for i in range(3000)))
+    path.write_bytes(whole[: len(whole) // 2])
+    message = refusal(Source(jsonl_files=str(path)))
+    assert f"data.train.jsonl_files={str(path)!r} cannot be read: " in message
+    assert "check that it is complete" in message
+
+
+@pytest.mark.parametrize(("suffix", "pack"), PACKERS)
+def test_bombs_are_bounded(
+    tmp_path: Path, suffix: str, pack: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of them is left."""
+    path = tmp_path / f"a.jsonl.{suffix}"
+    path.write_bytes(pack(b'{"text": "' + b"a" * 20_000_000 + b'"}\n'))
+    monkeypatch.setattr(compressed, "UNSUSPICIOUS", 1 << 20)
+    message = refusal(Source(jsonl_files=str(path)))
+    assert "unpacks to more than 0.0 GB, 200 times its size" in message
+    assert not list(compressed.cache_dir("unpacked").iterdir())
+    monkeypatch.undo()
+    monkeypatch.setattr(compressed, "SPARE", 1 << 60)
+    assert "set $NEMO_OPD_CACHE to a folder with more room" in refusal(Source(jsonl_files=str(path)))
+
+
+ENCODINGS = [
+    pa.large_string(),
+    pa.string_view(),
+    pa.dictionary(pa.int32(), pa.string()),
+    pa.dictionary(pa.int8(), pa.large_string()),
+]
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS[:3])
+@pytest.mark.parametrize("dtype", ENCODINGS, ids=str)
+def test_every_encoding_of_text(tmp_path: Path, kind: str, write: Write, suffix: str, dtype: pa.DataType) -> None:
+    """Beside a column that nobody reads, in the same encoding."""
+    texts = pa.array(["a", "zwei", "a"]).cast(dtype)
+    write(tmp_path / f"a{suffix}", pa.table({"text": texts, "other": texts}))
+    documents = load(Source(**{kind: str(tmp_path / f"a{suffix}")}))
+    assert documents["text"][:] == ["a", "zwei", "a"]
+    assert documents.column_names == ["text"]
+
+
+def test_a_column_that_is_there_twice(tmp_path: Path) -> None:
+    """Bug: a bare KeyError."""
+    twice = pa.Table.from_arrays([pa.array(["a"]), pa.array([1])], names=["text", "text"])
+    write_stream(tmp_path / "a.arrow", twice)
+    assert "has 2 columns 'text'" in refusal(Source(arrow_files=str(tmp_path / "a.arrow")))
+
+
+def write_chats(path: Path, chats: list[Any]) -> None:
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in chats))
+    else:
+        pq.write_table(pa.table({"chat": [json.dumps(chat) for chat in chats]}), path)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("chat", "reason"),
+    [
+        ([], "without messages"),
+        ([{"content": "no role"}], "no mapping with a role"),
+        ([{"role": 1, "content": "x"}], "no mapping with a role"),
+        ([{"role": "user", "content": 1}], "content is 1"),
+        ({"role": "user"}, "conversation"),
+        ("{", "conversation"),
+        ([{"role": "user", "content": "\ud800"}], "half of a surrogate pair"),
+    ],
+)
+def test_a_malformed_conversation_names_its_row(tmp_path: Path, suffix: str, chat: Any, reason: str) -> None:
+    path = tmp_path / f"a.{suffix}"
+    write_chats(path, [TURNS, TURNS, chat])
+    message = refusal(Source(**{f"{suffix}_files": str(path)}), CHAT)
+    assert reason in message
+    assert ("line 3 " if suffix == "jsonl" else f"row 2 of {str(path)!r}") in message
+
+
+def test_conversations_whose_messages_differ_in_keys(tmp_path: Path) -> None:
+    """Bug: refused as no list of objects, because `datasets` keeps such messages as JSON."""
+    called = [*TURNS, {"role": "tool", "content": "4", "name": "f"}]
+    called[1] = TURNS[1] | {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 2}}}]}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}, TURNS[1]]
+    write_chats(tmp_path / "a.jsonl", [TURNS, called, parts])
+    documents = load(Source(jsonl_files=str(tmp_path / "a.jsonl")), CHAT)
+    assert [each.messages for each in read_documents(documents, [0, 1, 2])] == [TURNS, called, parts]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("kind", "write", "suffix"), KINDS)
+def test_a_column_of_texts_is_no_conversation(tmp_path: Path, kind: str, write: Write, suffix: str) -> None:
+    """Bug: any strings passed the check that is made before PyTorch is imported."""
+    write(tmp_path / f"a{suffix}", table(["hello", "[1]"], "chat"))
+    with pytest.raises(DataError, match=r"column 'chat' holds no conversations; its first row is 'hello'…"):
+        require_suitable(Source(**{kind: str(tmp_path / f"a{suffix}")}), CHAT, key="data.train")
+
+
+@pytest.mark.parametrize("damage", ["cut", "overwritten"])
+def test_a_damaged_conversion_is_made_again(
+    tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the user's file was said to be incomplete, or its text was read as what the damage had made of it."""
+    (tmp_path / "a.jsonl").write_bytes(GOOD * 50)
+    source = Source(jsonl_files=str(tmp_path / "a.jsonl"))
+    (cached,) = (Path(each["filename"]) for each in load(source).cache_files)
+    content = cached.read_bytes()
+    cached.write_bytes(content[: len(content) // 2] if damage == "cut" else content.replace(b"abc", b"\xff\xfe\xfd"))
+    monkeypatch.setattr(sources._log, "propagate", True)
+    assert load(source)["text"][:] == ["abc"] * 50
+    assert "is converted again" in caplog.text
+
+
+def test_the_loader_names_the_row(tmp_path: Path) -> None:
+    """Of what only making the sample shows."""
+
+    def refuse(document: object) -> Any:
+        raise DataError("no such token")
+
+    write_stream(tmp_path / "a.arrow", table(["a"] * 9))
+    source = SampleSource.of(load(Source(arrow_files=str(tmp_path / "a.arrow"))), refuse)
+    with pytest.raises(DataError, match=r"row 7 \(counted from 0 over all files\) cannot be used: no such token"):
+        source.__getitems__([7])
+
+
+def test_a_file_that_is_cut_under_the_run(tmp_path: Path) -> None:
+    """Bug: reading behind its new end is a SIGBUS. Other files, and rows that are read before, are no matter."""
+    rows = table(["some text"] * 50_000)
+    for name in ("a", "b"):
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, rows.schema) as writer:
+            writer.write_table(rows)
+    documents = load(ValidationSource(arrow_files=str(tmp_path / "*.arrow"), max_samples=99_000))
+    source = SampleSource.of(documents, str)  # type: ignore[arg-type]
+    (tmp_path / "b.arrow").open("r+b").truncate(100_000)
+    assert source.__getitems__([49_999]) == ["some text"]
+    with pytest.raises(DataError, match=r"b.arrow was changed while the run reads it: it has 100000 bytes, and had"):
+        source.__getitems__([98_000])
+
+
+def test_a_file_that_is_replaced_under_the_run_stays_as_it_was(tmp_path: Path) -> None:
+    write_stream(tmp_path / "a.arrow", table(["old"] * 9))
+    source = SampleSource.of(load(Source(arrow_files=str(tmp_path / "a.arrow"))), str)  # type: ignore[arg-type]
+    write_stream(tmp_path / "new.arrow", table(["new"]))
+    (tmp_path / "new.arrow").rename(tmp_path / "a.arrow")
+    assert source.__getitems__([8]) == ["old"]
+    (tmp_path / "a.arrow").unlink()
+    assert source.__getitems__([8]) == ["old"]
+
+
+def test_a_file_that_is_changed_in_place_is_checked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.arrow"
+    write_stream(path, table(["old"] * 9))
+    source = SampleSource.of(load(Source(arrow_files=str(path))), str)  # type: ignore[arg-type]
+
+    def put(old: bytes, new: bytes) -> None:
+        content = path.read_bytes().replace(old, new)
+        with path.open("r+b") as file:
+            file.write(content)
+
+    put(b"old", b"new")
+    assert source.__getitems__([8]) == ["new"]
+    assert "what it holds now is used from here on" in caplog.text
+    put(b"new", b"\xff\xfe\xfd")
+    with pytest.raises(DataError, match="was changed while the run reads it, and is damaged now: Invalid UTF8"):
+        source.__getitems__([8])
