@@ -19,6 +19,7 @@ def cache_dir(*parts: str) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the cache folder {path} cannot be made ({error.strerror}); set $NEMO_OPD_CACHE to a folder that can be written to"
+            f"the cache folder {path} cannot be made ({error.strerror}); set $NEMO_OPD_CACHE to a folder that can be "
+            "written to"
         ) from error
     return path

@@ -39,7 +39,9 @@ class Source(Settings):
     def one_kind_of_source(self) -> "Source":
         if len(self.given) > 1:
             both = " and ".join(f"{kind}={_first(value)}" for kind, value in self.given.items())
-            raise ValueError(f"give one kind of source, not {both}; set the others to null ({next(iter(self.given))}=null)")
+            raise ValueError(
+                f"give one kind of source, not {both}; set the others to null ({next(iter(self.given))}=null)"
+            )
         return self
 
 

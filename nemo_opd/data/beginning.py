@@ -24,9 +24,11 @@ def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, l
     """Encode as much of a text as a sample of `length` tokens of the student needs: for the student, then each teacher.
 
     The student's first `length` tokens are those of the whole text, with more behind them where that has more. So are
-    each teacher's for the same characters: a seam follows in either, and MARGIN characters behind it. What is read grows
-    with `length` and with the distance to the next seam, not with the text. A text without seams, such as one letter
-    millions of times, is read whole.
+    each teacher's for the same characters: a seam follows in either, and MARGIN characters behind it. What is read
+    grows with `length` and with the distance to the next seam, not with the text. A text without seams, such as one
+    letter millions of times, is read whole.
+
+    Raises DataError for a text with a token that a model cannot read.
     """
     size = CHARACTERS_A_TOKEN * length + MARGIN
     while size < len(text):

@@ -34,7 +34,8 @@ class CachedSampleMaker:
     A document is found by its content, so the file serves every dataset, order and run with these settings. Processes
     share it: SQLite writes each sample whole or not at all, also when a process is killed. A file that is damaged is
     begun again, one that is deleted while in use too, and a sample that is damaged is made again. What cannot be used
-    (a full disk, a read-only folder, one without locks, a lock that another process keeps) is left alone with a warning.
+    (a full disk, a read-only folder, one without locks, a lock that another process keeps) is left alone, with a
+    warning.
     """
 
     def __init__(self, make: SampleMaker) -> None:

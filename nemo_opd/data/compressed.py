@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,11 +30,12 @@ def _zstd(path: Path) -> IO[bytes]:
     return pa.input_stream(str(path), compression="zstd")
 
 
-OPENERS: dict[bytes, Callable[[Path], IO[Any]]] = {
-    b"\x1f\x8b": gzip.open,
+Opener = Callable[[Path], AbstractContextManager[Any]]
+OPENERS: dict[bytes, Opener] = {
+    b"\x1f\x8b": gzip.GzipFile,
     b"\x28\xb5\x2f\xfd": _zstd,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\x00": lzma.open,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
 }
 """By the first bytes of a file, whatever its name."""
 
@@ -66,7 +68,7 @@ def uncompressed(path: Path, source: str) -> Path:
     return target
 
 
-def _opener(path: Path) -> Callable[[Path], IO[Any]] | None:
+def _opener(path: Path) -> Opener | None:
     with path.open("rb") as file:
         start = file.read(max(map(len, OPENERS)))
     return next((opener for magic, opener in OPENERS.items() if start.startswith(magic)), None)
@@ -80,12 +82,12 @@ def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> No
         size += len(block)
         if size > limit:
             raise DataError(
-                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text does; unpack "
-                "it yourself if it is no bomb"
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text does; "
+                "unpack it yourself if it is no bomb"
             )
         if size > free:
             raise DataError(
-                f"{source} unpacks to more than the {max(free, 0) / 1e9:.1f} GB that {folder} may take; set $NEMO_OPD_CACHE "
-                "to a folder with more room, or unpack the file yourself"
+                f"{source} unpacks to more than the {max(free, 0) / 1e9:.1f} GB that {folder} may take; set "
+                "$NEMO_OPD_CACHE to a folder with more room, or unpack the file yourself"
             )
         unpacked.write(block)

@@ -20,7 +20,7 @@ MAX_TRIED = 256
 
 
 def find_seam(pieces: Pieces, ids: NDArray[np.int32], start: int, stop: int) -> int | None:
-    """Return an i in [start, stop), 0 < i < S, with a seam before token i; None where there is none in MAX_TRIED places."""
+    """Return an i in [start, stop), 0 < i < S, with a seam before token i; None where MAX_TRIED places have none."""
     start = max(start, 1)
     if start >= stop:
         return None

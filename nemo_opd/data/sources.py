@@ -4,29 +4,25 @@ Nothing is written beside the user's files: Arrow streams are mapped where they 
 once into the cache of `datasets` (`$HF_DATASETS_CACHE`).
 """
 
-import glob
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
-from nemo_opd.data.compressed import uncompressed
-from nemo_opd.data.conversations import conversation_problem, require_conversations
-from nemo_opd.data.documents import MESSAGES, TEACHER, TEXT
+from nemo_opd.data.conversations import require_conversations
+from nemo_opd.data.convert import Read, convert, require_rows, selected
+from nemo_opd.data.documents import MESSAGES, TEXT
 from nemo_opd.data.files import resolve_files
-from nemo_opd.data.intact import first_damage, require_intact
+from nemo_opd.data.intact import require_intact
+from nemo_opd.data.jsonl import read_jsonl
 from nemo_opd.data.layout import Layout
-from nemo_opd.data.lines import BOM, malformation, no_utf8, numbered, unreadable
-from nemo_opd.data.origin import Origin, of_lines, of_rows, of_source
+from nemo_opd.data.lines import no_utf8, numbered
+from nemo_opd.data.origin import Origin, of_rows, of_source
 from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, shown
 from nemo_opd.errors import DataError
 
@@ -47,7 +43,8 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
     key = f"{key}.{kind}"
     if isinstance(value, HubDataset):
         named = f"{key}.path={value.path!r}"
-        documents, origin = _read_hub(value, layout, key), of_source
+        documents = _read_hub(value, layout, key)
+        origin: Origin = of_source
     else:
         named = f"{key}={shown(value)}"
         documents, origin = _READERS[kind](resolve_files(value, key=key), layout, key)
@@ -58,9 +55,6 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
     if isinstance(source, ValidationSource) and source.max_samples is not None:
         return documents.select(range(min(source.max_samples, len(documents))))
     return documents
-
-
-Read = tuple[datasets.Dataset, Origin]
 
 
 def _read_arrow(paths: list[Path], layout: Layout, key: str) -> Read:
@@ -87,15 +81,15 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
         # Before anything converts it: an offset out of range would end the process.
         require_intact(table.select(list(layout.columns)), source, of_rows([path], [len(table)]))
         if not len(table):
-            return _selected(datasets.Dataset(datasets.table.InMemoryTable(table)), layout, key, path)
+            return selected(datasets.Dataset(datasets.table.InMemoryTable(table)), layout, key, path)
         if not is_file:
             _warn_without_end(path, key)
         if is_file or any(is_encoded(schema.field(name).type) for name in layout.columns):
             # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
-            dataset = _convert("arrow", [path], list(layout.columns), features=features_of(schema, layout))
+            dataset = convert("arrow", [path], list(layout.columns), features=features_of(schema, layout))
         else:
             dataset = datasets.Dataset.from_file(str(path))
-    return _selected(dataset, layout, key, path)
+    return selected(dataset, layout, key, path)
 
 
 def features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> datasets.Features:
@@ -124,72 +118,13 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
         layout.require_columns(plain(schemas[-1]), f"{key}={shown(path)}")
         counts.append(metadata.num_rows)
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
-    _require_rows(filled, key, paths)
+    require_rows(filled, key, paths)
     columns = list(layout.columns)
     with reading(key, *paths):
-        dataset = _convert(
+        dataset = convert(
             "parquet", filled, columns, columns=columns, features=features_of(schemas[0], layout, only=True)
         )
-    return _selected(dataset, layout, key, *paths), of_rows(paths, counts)
-
-
-def _read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
-    files = {path: file for path in paths if (file := _readable(path, key))}
-    _require_rows(list(files), key, paths)
-    origin = of_lines(list(files), list(files.values()))
-    try:
-        way_out = "check that all files are complete, and have the same columns with values of the same types"
-        with reading(key, *paths, way_out=way_out):
-            dataset = _convert("json", list(files.values()), list(layout.columns))
-    except DataError as error:
-        # The reader counts rows within its own blocks; users need the line of the file.
-        _refuse_line(files, key, malformation, error)
-        _refuse_line(files, key, partial(_unsuitable, layout), error)
-        raise
-    if any(isinstance(field.type, pa.JsonType) for field in dataset.data.schema if field.name in layout.columns):
-        # Its values are of several types, of which some may be none of the layout's.
-        _refuse_line(files, key, partial(_unsuitable, layout))
-    return _selected(dataset, layout, key, *paths), origin
-
-
-def _readable(path: Path, key: str) -> Path | None:
-    """Return the file, unpacked where it is compressed, all of whose lines a parser can take; None without any."""
-    has_lines = False
-    with reading(key, path):
-        file = uncompressed(path, f"{key}={shown(path)}")
-        for number, line in numbered(file):
-            has_lines = has_lines or bool(line.strip())
-            if reason := unreadable(line):
-                raise DataError(_malformed(path, key, number, reason))
-    return file if has_lines else None
-
-
-def _refuse_line(
-    files: dict[Path, Path], key: str, problem: Callable[[bytes], str | None], cause: DataError | None = None
-) -> None:
-    """Raises DataError for the first line with a problem."""
-    for path, file in files.items():
-        for number, line in numbered(file):
-            if reason := problem(line):
-                raise DataError(_malformed(path, key, number, reason)) from cause
-
-
-def _malformed(path: Path, key: str, number: int, reason: str) -> str:
-    return f"{key}={shown(path)}: line {number} is malformed: {reason}; write one JSON object a line, in UTF-8"
-
-
-def _unsuitable(layout: Layout, line: bytes) -> str | None:
-    """Return which value of a line is not what its column is for; None where all are, or are not there."""
-    row = json.loads(line.removeprefix(BOM)) if line.strip() else {}
-    for name, ours in layout.columns.items():
-        value = row.get(name)
-        if value is None:
-            continue
-        if ours == MESSAGES and (reason := conversation_problem(value)):
-            return f"{name!r} is no conversation: {reason}"
-        if ours in (TEXT, TEACHER) and not isinstance(value, str):
-            return f"{name!r} is no string but {repr(value)[:60]}"
-    return None
+    return selected(dataset, layout, key, *paths), of_rows(paths, counts)
 
 
 def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
@@ -199,64 +134,19 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
                 if reason := no_utf8(line):
                     raise DataError(f"{key}={shown(path)}: in line {number}, {reason}; convert the file to UTF-8")
     with reading(key, *paths):
-        return _convert("text", paths, [TEXT], sample_by="document"), of_rows(paths, [1] * len(paths))
+        return convert("text", paths, [TEXT], sample_by="document"), of_rows(paths, [1] * len(paths))
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
     with reading(f"{key}.path", hub.path, way_out=way_out):
         dataset = datasets.load_dataset(hub.path, hub.name, split=hub.split)
-    return _selected(dataset, layout, f"{key}.path", hub.path)
+    return selected(dataset, layout, f"{key}.path", hub.path)
 
 
 _READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "arrow_files": _read_arrow,
     "parquet_files": _read_parquet,
-    "jsonl_files": _read_jsonl,
+    "jsonl_files": read_jsonl,
     "text_files": _read_text,
 }
-
-
-def _require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
-    """`datasets` refuses to convert nothing."""
-    if not filled:
-        raise DataError(f"{key}={shown(paths)}: no documents; the files have no rows")
-
-
-def _convert(format: str, paths: list[Path], checked: list[str], **options: object) -> datasets.Dataset:
-    """Return the rows of the files, from the cache of `datasets`; made anew where that is damaged in these columns."""
-    # `datasets` takes paths for patterns; these are files.
-    files = {"train": [glob.escape(str(path)) for path in paths]}
-    with quiet():
-        builder = datasets.load_dataset_builder(format, data_files=files, **options)
-        was_made = Path(builder.cache_dir).exists()
-        builder.download_and_prepare()
-        if was_made and _is_damaged(builder, checked):
-            _log.warning("%s is damaged; %s is converted again", builder.cache_dir, shown(paths))
-            builder.download_and_prepare(download_mode="force_redownload")
-        return builder.as_dataset(split="train")
-
-
-def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
-    try:
-        table = builder.as_dataset(split="train").data.table
-        return first_damage(table.select([name for name in columns if name in table.column_names])) is not None
-    except (pa.ArrowInvalid, OSError):
-        return True
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """What `datasets` logs of an error is in the error too."""
-    level = datasets.logging.get_verbosity()
-    datasets.logging.set_verbosity(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(level)
-
-
-def _selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
-    layout.require_columns(dataset.data.schema, f"{key}={shown(value)}")
-    renamed = {name: column for name, column in layout.columns.items() if name != column}
-    return dataset.select_columns(list(layout.columns)).rename_columns(renamed)

@@ -253,8 +253,8 @@ def test_steps_or_epochs() -> None:
 
 def test_one_kind_of_source() -> None:
     assert message_of(changed("data.train.jsonl_files", "/b.jsonl")) == (
-        "data.train: give one kind of source, not arrow_files=/a.arrow and jsonl_files=/b.jsonl; set the others to null "
-        "(arrow_files=null)"
+        "data.train: give one kind of source, not arrow_files=/a.arrow and jsonl_files=/b.jsonl; set the others to "
+        "null (arrow_files=null)"
     )
     data = changed("data.train.jsonl_files", "/b.jsonl")
     data["data"]["train"]["arrow_files"] = None

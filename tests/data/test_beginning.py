@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data import text as text_module
@@ -118,6 +121,22 @@ def test_a_run_is_read_to_its_end() -> None:
     """Digits that are grouped from their end: bug: those far behind what was read decide on the first group."""
     for number in (MARGIN * 4, MARGIN * 4 + 1, MARGIN * 4 + 2):
         assert_same(("digits_from_the_end",), "a " + "2024" * number + " fox " * 5_000, 5)
+
+
+def test_merges_that_reach_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a chain whose pairs are merged from its end; bug: its last character decides on the first."""
+    symbols = [chr(code) for code in (*range(0x2200, 0x2400), *range(0x2500, 0x2700), *range(0x1F300, 0x1F600))]
+    chain = [character for i, symbol in enumerate(symbols) for character in (chr(0x4E00 + i), symbol)]
+    pairs = list(pairwise(chain))
+    vocab = ["<unk>", "▁", "x", *chain, *("".join(pair) for pair in pairs)]
+    model = models.BPE({piece: i for i, piece in enumerate(vocab)}, pairs[::-1], unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse()])
+    monkeypatch.setitem(SMALL, "chain", lambda: PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>"))
+    for number in (len(chain), len(chain) - 1):
+        assert_same(("chain",), "x" + "".join(chain[:number]) + "x" * 20_000, 5)
+        encoder.cache_clear()
 
 
 def test_what_is_read_does_not_grow_with_the_text() -> None:

@@ -1,0 +1,72 @@
+"""Files as datasets, through the cache of `datasets` (`$HF_DATASETS_CACHE`)."""
+
+import glob
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+
+from nemo_opd.data.intact import first_damage
+from nemo_opd.data.layout import Layout
+from nemo_opd.data.origin import Origin
+from nemo_opd.data.schema import shown
+from nemo_opd.errors import DataError
+
+Read = tuple[datasets.Dataset, Origin]
+
+_log = logging.getLogger(__name__)
+
+
+def require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
+    """`datasets` refuses to convert nothing."""
+    if not filled:
+        raise DataError(f"{key}={shown(paths)}: no documents; the files have no rows")
+
+
+def convert(
+    format: str, paths: list[Path], checked: list[str], prepare: Callable[[], None] = lambda: None, **options: object
+) -> datasets.Dataset:
+    """Return the rows of the files, from the cache of `datasets`; made anew where that is damaged in these columns.
+
+    prepare: is called before files are converted that are not in the cache.
+    """
+    # `datasets` takes paths for patterns; these are files.
+    files = {"train": [glob.escape(str(path)) for path in paths]}
+    with quiet():
+        builder = datasets.load_dataset_builder(format, data_files=files, **options)
+        was_made = Path(builder.cache_dir).exists()
+        if not was_made:
+            prepare()
+        builder.download_and_prepare()
+        if was_made and _is_damaged(builder, checked):
+            _log.warning("%s is damaged; %s is converted again", builder.cache_dir, shown(paths))
+            builder.download_and_prepare(download_mode="force_redownload")
+        return builder.as_dataset(split="train")
+
+
+def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
+    try:
+        table = builder.as_dataset(split="train").data.table
+        return first_damage(table.select([name for name in columns if name in table.column_names])) is not None
+    except (pa.ArrowInvalid, OSError):
+        return True
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """What `datasets` logs of an error is in the error too."""
+    level = datasets.logging.get_verbosity()
+    datasets.logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+
+
+def selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
+    layout.require_columns(dataset.data.schema, f"{key}={shown(value)}")
+    renamed = {name: column for name, column in layout.columns.items() if name != column}
+    return dataset.select_columns(list(layout.columns)).rename_columns(renamed)
