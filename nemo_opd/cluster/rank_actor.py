@@ -16,19 +16,25 @@ KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
 
 
 class RankActor:
-    def __init__(self, rank: int, world_size: int, device: str, threads: int, timeout_s: float) -> None:
+    def __init__(
+        self, rank: int, world_size: int, device: str, threads: int, timeout_s: float, host: str | None
+    ) -> None:
+        """host: of this machine, where all ranks of the group are on it; None: they are on several."""
         torch.set_num_threads(threads)
+        if host is not None:
+            process_group.stay_on_this_machine()
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.timeout_s = timeout_s
+        self.host = host
         self.store: torch.distributed.TCPStore | None = None
         self.teller: Teller | None = None
         self.worker: Any = None
 
     def serve(self) -> tuple[str, int]:
         """Rank 0 only: host and port where the group meets."""
-        host = process_group.reachable_host()
+        host = self.host or process_group.reachable_host()
         self.store = process_group.serve_store(host, self.timeout_s)
         return host, self.store.port
 

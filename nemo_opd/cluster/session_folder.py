@@ -28,6 +28,11 @@ class SessionFolder:
         # Under its own name only once it is locked: others take a lock that is free for one whose owner is gone.
         unnamed.rename(self.path / LOCK)
 
+    @property
+    def for_ray(self) -> Path:
+        """Inside the folder, which stays closed to other users: Ray opens what it is given to everybody."""
+        return self.path / "ray"
+
     def processes(self) -> list[psutil.Process]:
         """This process's children that have the folder on their command line, and all that these have started."""
         found = []

@@ -10,10 +10,12 @@ from typing import Any, Self
 
 import psutil
 import ray
+from ray.exceptions import AuthenticationError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_opd.cluster.nodes import choose_nodes, reserve
 from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.privacy import LOOPBACK, forget, private_start, require_token
 from nemo_opd.cluster.services import Services, end
 from nemo_opd.cluster.session_folder import SessionFolder
 from nemo_opd.cluster.worker_progress import Watch
@@ -42,10 +44,14 @@ def num_cores() -> int:
 
 
 def probe(address: str) -> None:
-    """Raises OSError at once where nothing listens at `host:port`; Ray itself would try for minutes."""
+    """Raises at once what Ray itself would try for long: OSError where nothing listens at `host:port`, and
+    AuthenticationError where a cluster there does not accept this process's token.
+    """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
         socket.create_connection((host, int(port)), timeout=10).close()
+        if "://" not in address:
+            require_token(address)
 
 
 @contextmanager
@@ -82,6 +88,8 @@ class VirtualCluster:
         """Whether this process's Ray session is to be ended by `close`."""
         self._folder: SessionFolder | None = None
         self._reserved: Any = None
+        self.host = LOOPBACK if placement.num_nodes == 1 else None
+        """Where the ranks of a group meet; None: at the address of a node, which others can reach."""
         self.services = Services()
         self.watches: list[Watch] = []
         """How far the groups on it are."""
@@ -103,6 +111,12 @@ class VirtualCluster:
             self._is_ours = True
             with own_signal_handlers():
                 ray.init(address=address, **QUIET)
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"cluster.address={address}: the cluster asks for a token that this process does not have; set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that the cluster was started "
+                "with"
+            ) from error
         except (OSError, RuntimeError, ValueError) as error:
             raise ClusterError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
@@ -126,13 +140,14 @@ class VirtualCluster:
     def _start_once(self) -> None:
         self._folder = SessionFolder()
         self._is_ours = True
-        with own_signal_handlers():
+        with own_signal_handlers(), private_start():
             ray.init(
                 address="local",
                 num_cpus=self.placement.num_processes,
                 object_store_memory=OBJECT_STORE_BYTES,
                 include_dashboard=False,
-                _temp_dir=str(self._folder.path),
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(self._folder.for_ray),
                 _system_config=SYSTEM,
                 **QUIET,
             )
@@ -171,6 +186,7 @@ class VirtualCluster:
         try:
             if self._is_ours:
                 ray.shutdown()
+                forget()
         finally:
             end(started)
             if self._folder:

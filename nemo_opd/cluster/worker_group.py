@@ -38,7 +38,7 @@ class WorkerGroup:
     def _actor(self, rank: int, place: Place) -> Any:
         cluster = self.cluster
         remote = ray.remote(max_restarts=0, **cluster.options(place))(RankActor)
-        return remote.remote(rank, len(self.places), cluster.device, cluster.threads, cluster.timeout_s)
+        return remote.remote(rank, len(self.places), cluster.device, cluster.threads, cluster.timeout_s, cluster.host)
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> Pending:
         """Call `method` on every rank, with its own arguments where given; returns at once.

@@ -1,5 +1,6 @@
 """Joining and leaving the world of one worker group."""
 
+import os
 import socket
 from datetime import timedelta
 
@@ -9,8 +10,18 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Rank 0's side of the rendezvous; the port is the system's choice, so two groups never collide."""
-    return dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+    """Rank 0's side of the rendezvous, on `host` alone; the system picks the port, so two groups never collide."""
+    # TCPStore itself would listen at all of the machine's addresses, whatever its host.
+    listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=timeout_s),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -22,6 +33,11 @@ def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: 
     dist.init_process_group(
         BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def stay_on_this_machine() -> None:
+    """Make this process's gloo groups use loopback, and not the address that others can reach."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def leave() -> None:

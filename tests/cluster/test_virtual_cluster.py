@@ -27,7 +27,7 @@ class SlowRay:
         self.processes: list[psutil.Process] = []
 
     def __call__(self, *, _temp_dir: str, **_: Any) -> None:
-        self.folders.append(Path(_temp_dir))
+        self.folders.append(Path(_temp_dir).parent)
         command = ["raylet", "-c", "sleep 600 & echo; wait", f"--temp-dir={_temp_dir}/session"]
         raylet = subprocess.Popen(command, executable=self.raylet, stdout=subprocess.PIPE)
         assert raylet.stdout is not None
