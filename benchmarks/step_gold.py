@@ -144,12 +144,12 @@ def train(pipe: Connection, job: Job) -> None:
                 control.should_training_stop = True
             self._began = time.perf_counter()
 
-    tokenizer = AutoTokenizer.from_pretrained(job.student)
+    tokenizer = AutoTokenizer.from_pretrained(job.student, trust_remote_code=False)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     teacher_dtype = torch.bfloat16 if job.device == "cuda" else torch.float32
     GOLDTrainer(
-        model=AutoModelForCausalLM.from_pretrained(job.student, dtype=torch.float32),
-        teacher_model=AutoModelForCausalLM.from_pretrained(job.teacher, dtype=teacher_dtype),
+        model=AutoModelForCausalLM.from_pretrained(job.student, dtype=torch.float32, trust_remote_code=False),
+        teacher_model=AutoModelForCausalLM.from_pretrained(job.teacher, dtype=teacher_dtype, trust_remote_code=False),
         args=settings(job),
         train_dataset=dataset(job),
         processing_class=tokenizer,

@@ -76,7 +76,7 @@ def shape_of(name: str) -> PretrainedConfig:
         return PRESETS[name]()
     if not Path(name).exists():
         raise SystemExit(f"{name}: neither a file nor one of {', '.join(PRESETS)}")
-    return AutoConfig.from_pretrained(name)
+    return AutoConfig.from_pretrained(name, trust_remote_code=False)
 
 
 def write_model(

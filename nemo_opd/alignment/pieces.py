@@ -73,6 +73,8 @@ class Pieces:
         return [data[start:end] for start, end in pairwise(ends)]
 
 
+MAX_IDS = 1 << 24
+"""Sixty times the largest vocabularies: a table of pieces has a row for each id."""
 _CACHE: dict[str, Pieces] = {}
 
 
@@ -92,6 +94,11 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
 
 def _build(backend: Backend) -> Pieces:
     size = 1 + max([*backend.vocab.values(), *(token.id for token in backend.added)], default=-1)
+    if size > MAX_IDS:
+        raise AlignmentError(
+            f"a token of the tokenizer has the id {size - 1:,}, and ids above {MAX_IDS:,} are not read; its file is "
+            "damaged, so copy it there again"
+        )
     pieces = [b""] * size
     origin = np.zeros(size, np.uint8)
     is_special = np.zeros(size, np.bool_)

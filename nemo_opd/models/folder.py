@@ -16,6 +16,8 @@ WEIGHT_FILES = (
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
+INDICES = tuple(name for name in WEIGHT_FILES if name.endswith(".index.json"))
+
 
 def resolve(reference: str) -> str:
     """A folder or hub name; `demo:NAME` becomes the folder that comes with the package."""
@@ -58,15 +60,15 @@ def check_folder(reference: str, *, key: str) -> None:
             f"{key}={reference}: the folder has no weights (none of {', '.join(WEIGHT_FILES)}); copy them there or "
             "name another folder"
         )
-    try:
-        files = safetensors_files(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{key}={reference}: {WEIGHT_FILES[1]} is damaged ({first_line(error)}); copy it there again"
-        ) from error
-    for file in files:
-        if (reason := damage(file)) is not None:
-            raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({reason}); copy it there again")
+    for name in INDICES:
+        try:
+            if (folder / name).is_file():
+                shards_in(folder / name)
+        except (OSError, ValueError, RecursionError) as error:
+            raise ModelError(f"{key}={reference}: {name} is damaged ({reason(error)}); copy it there again") from error
+    for file in safetensors_files(folder):
+        if (found := damage(file)) is not None:
+            raise ModelError(f"{key}={reference}: {file.name} is missing or damaged ({found}); copy it there again")
 
 
 def damage(file: Path) -> str | None:
@@ -78,6 +80,11 @@ def damage(file: Path) -> str | None:
         return first_line(error)
 
 
+def num_tensors(file: Path) -> int:
+    with safe_open(file, framework="numpy") as tensors:
+        return len(tensors.keys())
+
+
 def safetensors_files(folder: Path) -> list[Path]:
     """The files that the weights are read from; none where they are in another format."""
     if (folder / WEIGHT_FILES[0]).is_file():
@@ -85,9 +92,33 @@ def safetensors_files(folder: Path) -> list[Path]:
     index = folder / WEIGHT_FILES[1]
     if not index.is_file():
         return []
-    shards = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    return [folder / shard for shard in sorted(set(shards))]
+    return shards_in(index)
+
+
+def shards_in(index: Path) -> list[Path]:
+    """The files that an index names, which are beside it.
+
+    Raises OSError, and ValueError or RecursionError for what is no index, or names a file elsewhere.
+    """
+    content = json.loads(index.read_text(encoding="utf-8"))
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise ValueError("it has no weight_map")
+    for name in names.values():
+        if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
+            raise ValueError(f"it names {name!r}, which is no file of the model's folder")
+    return [index.parent / name for name in sorted(set(names.values()))]
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def reason(error: BaseException) -> str:
+    """What of a library's error goes into one line of ours."""
+    if "trust_remote_code" in str(error):
+        return "it needs Python code that comes with it, which is never run"
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    text = " ".join(lines[:2]) if lines and lines[0].endswith(":") else first_line(error)
+    is_bare = isinstance(error, KeyError | AttributeError | TypeError | IndexError | ZeroDivisionError)
+    return f"{type(error).__name__}: {text}" if is_bare else text

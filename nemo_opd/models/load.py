@@ -1,5 +1,6 @@
 """Models and tokenizers from a folder, the hub, or the demo."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,17 +17,20 @@ from transformers import (
 from nemo_opd.config.model import Model
 from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import check_folder, first_line, read_template, resolve
+from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, resolve, safetensors_files
+
+SOME_LAYERS = 512
+"""More than models have, and few enough to build."""
 
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
     """Raises ModelError, naming `key`, where there is no tokenizer or none with a fast backend."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve(reference))
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(resolve(reference), trust_remote_code=False)
+    except Exception as error:  # tokenizers, the hub and transformers each raise their own
         raise ModelError(
-            f"{key}={reference}: no tokenizer could be loaded ({first_line(error)}); give a folder with "
-            "tokenizer.json, or a hub name that this machine can reach"
+            f"{key}={reference}: no tokenizer could be loaded ({reason(error)}); give a folder with tokenizer.json, or "
+            "a hub name that this machine can reach"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(
@@ -55,17 +59,50 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
     """
     check_folder(reference, key=key)
     try:
-        config = AutoConfig.from_pretrained(resolve(reference))
-    except (OSError, ValueError, KeyError) as error:
+        config = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
+    except Exception as error:  # the hub and transformers each raise their own
         raise ModelError(
-            f"{key}={reference}: no model configuration could be read ({first_line(error)}); give a folder in Hugging "
-            "Face form, or a hub name that this machine can reach"
+            f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
+            "form, of an architecture that transformers has, or a hub name that this machine can reach"
         ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{key}={reference}: {config.model_type} is no causal language model; name a model that continues text"
         )
+    if "/" in str(config._attn_implementation):  # transformers would fetch it from the hub, and run it
+        raise ModelError(
+            f"{key}={reference}: its config.json asks for the attention {config._attn_implementation!r}, which is code "
+            "from the hub; take attn_implementation out of the file"
+        )
+    check_depth(config, reference, key=key)
     return config
+
+
+def check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
+    """Raise ModelError for more layers than its files have tensors: to build them would take for ever."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    folder = Path(resolve(reference))
+    if not isinstance(layers, int) or layers <= SOME_LAYERS or not folder.is_dir():
+        return
+    tensors = sum(map(num_tensors, safetensors_files(folder)))
+    if 0 < tensors < layers:
+        raise ModelError(
+            f"{key}={reference}: its config.json says {layers} layers, but its weights are {tensors} tensors; copy the "
+            "file there again"
+        )
+
+
+def build_on_meta(config: PretrainedConfig, reference: str, *, key: str, **options: Any) -> PreTrainedModel:
+    """The model without its weights. Raises ModelError, naming `key`, for a configuration that describes none."""
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
+    except Exception as error:  # whatever each architecture's own code raises for numbers that do not fit
+        raise ModelError(
+            f"{key}={reference}: no model can be built as its config.json says ({reason(error)}); copy the file there "
+            "again, or name another model"
+        ) from error
+    return model
 
 
 def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
@@ -74,7 +111,9 @@ def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedMod
     Raises ModelError naming `key` where weights are unreadable or, which transformers would draw at random, missing.
     """
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve(reference), dtype=dtype, output_loading_info=True)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            resolve(reference), dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
     except Exception as error:  # safetensors, pickle and transformers each raise their own
         raise unreadable(reference, error, key=key) from error
     model: PreTrainedModel = loaded[0]
@@ -84,7 +123,7 @@ def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedMod
 
 def unreadable(reference: str, error: BaseException, *, key: str) -> ModelError:
     return ModelError(
-        f"{key}={reference}: the weights could not be loaded ({first_line(error)}); copy them there again, or name "
+        f"{key}={reference}: the weights could not be loaded ({reason(error)}); copy them there again, or name "
         "another model"
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -14,7 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -24,14 +25,23 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.finite import find_not_finite
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
-from nemo_opd.models.folder import resolve, safetensors_files
-from nemo_opd.models.load import check_nothing_missing, load_config, load_model, not_finite, unreadable
+from nemo_opd.models.folder import resolve, safetensors_files, shards_in
+from nemo_opd.models.load import (
+    build_on_meta,
+    check_nothing_missing,
+    load_config,
+    load_model,
+    not_finite,
+    unreadable,
+)
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
 from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
 from nemo_opd.models.tensor_styles import part_of
 from nemo_opd.progress import tracked
 
 COMPARED_ROWS = 1024
+FLOATS = {"F64", "F32", "F16", "BF16"}
+"""What safetensors calls the types of weights that are no codes of quantised ones."""
 
 
 class NotPiecewiseError(Exception):
@@ -45,6 +55,8 @@ class Stored:
     file: Path
     name: str
     shape: torch.Size
+    dtype: str
+    """By its name in safetensors."""
 
     def read(self, tensors: Any, region: tuple[slice, ...]) -> Tensor:
         """From the opened file: this part of the tensor, and no more."""
@@ -107,14 +119,11 @@ def load_sharded(
 def _streamed(
     reference: str, dtype: torch.dtype, cut: Callable[[PreTrainedModel], None], device: str, key: str
 ) -> PreTrainedModel:
-    model = _on_meta(load_config(reference, key=key), dtype)
-    try:
-        stored = _stored(model, _weight_files(reference))
-    except NotPiecewiseError:
-        raise
-    except Exception as error:  # safetensors, the hub and transformers each raise their own
-        raise unreadable(reference, error, key=key) from error
-    check_nothing_missing(reference, _missing(model, stored), key=key)
+    config = load_config(reference, key=key)
+    model = build_on_meta(config, reference, key=key, dtype=dtype)
+    _require_piecewise(model, dtype)
+    stored = _whole(model, reference, key)
+    _require_equal_ties(model, stored)
     cut(model)
     model.to_empty(device=device)
     try:
@@ -128,12 +137,33 @@ def _streamed(
     return model
 
 
-def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def check_weights(model: PreTrainedModel, reference: str, *, key: str) -> None:
+    """Compare a model on meta with the headers of its files, where these are on this machine.
+
+    Raises ModelError, naming `key`, for tensors that are missing, or of another shape or kind than the model's.
+    """
+    if Path(resolve(reference)).is_dir():
+        with suppress(NotPiecewiseError):
+            _require_piecewise(model, model.dtype)
+            _whole(model, reference, key)
+
+
+def _whole(model: PreTrainedModel, reference: str, key: str) -> dict[str, Stored]:
+    """Where all that the model needs is. Raises ModelError, and NotPiecewiseError as `_stored` does."""
+    try:
+        stored = _stored(model, _weight_files(reference))
+    except NotPiecewiseError:
+        raise
+    except Exception as error:  # safetensors, the hub and transformers each raise their own
+        raise unreadable(reference, error, key=key) from error
+    check_nothing_missing(reference, _missing(model, stored), key=key)
+    return stored
+
+
+def _require_piecewise(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Raises NotPiecewiseError for a model of which transformers' own loading would make something else."""
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(model.config, "quantization_config", None) is not None:
         raise NotPiecewiseError
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     keeps_fp32 = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     if keeps_fp32 and dtype != torch.float32:
         raise NotPiecewiseError
@@ -142,7 +172,6 @@ def _on_meta(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
         # What is neither parameter nor buffer would stay on meta.
         if any(isinstance(value, Tensor) and id(value) not in buffers for value in vars(module).values()):
             raise NotPiecewiseError
-    return model
 
 
 def _weight_files(reference: str) -> list[Path]:
@@ -160,6 +189,7 @@ def _hub_files(name: str) -> list[Path]:
         return [Path(single)]
     if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
         return []
+    shards_in(Path(index))  # refuses names of files elsewhere
     files, _ = get_checkpoint_shard_files(name, index)
     return [Path(file) for file in files]
 
@@ -167,8 +197,8 @@ def _hub_files(name: str) -> list[Path]:
 def _stored(model: PreTrainedModel, files: list[Path]) -> dict[str, Stored]:
     """Where each parameter and buffer of a model on meta is, by its name in the model; what it lacks is ignored.
 
-    Raises NotPiecewiseError where transformers would fuse or split tensors, or leave tied weights apart since they
-    differ, and ValueError for a tensor of another shape.
+    Raises NotPiecewiseError where transformers would fuse or split tensors, and ValueError for a tensor of another
+    shape or kind.
     """
     mapping = get_model_conversion_mapping(model)
     expected = model.state_dict()
@@ -178,17 +208,24 @@ def _stored(model: PreTrainedModel, files: list[Path]) -> dict[str, Stored]:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
                 target = _target(name, mapping, model.base_model_prefix, expected)
                 if target in expected:
-                    stored[target] = Stored(file, name, torch.Size(tensors.get_slice(name).get_shape()))
+                    about = tensors.get_slice(name)
+                    stored[target] = Stored(file, name, torch.Size(about.get_shape()), about.get_dtype())
     # What has been renamed is given its old name when the model is exported. Older versions do not tell what has been.
     used: Any = [each for each in mapping if not hasattr(each, "was_used") or each.was_used()]
     model._weight_conversions = used
     for name, each in stored.items():
         if each.shape != expected[name].shape:
             raise ValueError(f"{each.name} is {list(each.shape)}, the model has {list(expected[name].shape)}")
+        if expected[name].is_floating_point() and each.dtype not in FLOATS:
+            raise ValueError(f"{each.name} is of type {each.dtype}, and config.json has no quantization_config for it")
+    return stored
+
+
+def _require_equal_ties(model: PreTrainedModel, stored: dict[str, Stored]) -> None:
+    """Raises NotPiecewiseError where transformers would leave tied weights apart, since they differ."""
     for target, source in model.all_tied_weights_keys.items():
         if target in stored and source in stored and not _are_equal(stored[target], stored[source]):
             raise NotPiecewiseError
-    return stored
 
 
 def _target(name: str, mapping: list[Any], prefix: str, expected: dict[str, Tensor]) -> str:
@@ -295,7 +332,5 @@ def _computed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 def _take_generation_config(model: PreTrainedModel, reference: str) -> None:
     """So that what is exported generates as what was loaded."""
-    try:
+    with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(resolve(reference))
-    except OSError:
-        return

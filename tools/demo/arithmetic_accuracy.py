@@ -17,8 +17,8 @@ SEED = 0
 def accuracy(folder: Path, questions: Sequence[Sum], *, greedy: bool) -> float:
     """Share of the questions whose last number is the answer; one response each, greedy or drawn at temperature 1."""
     torch.manual_seed(SEED)
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     prompts = tokenizer([question.prompt for question in questions], padding=True, return_tensors="pt")
     sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0}
     ids = model.generate(**prompts, **sampling, max_new_tokens=MAX_NEW_TOKENS)

@@ -18,8 +18,8 @@ def bits_per_byte(folder: Path, texts: list[str]) -> float:
     Documents are cut into sequences of SEQUENCE tokens. A token is a label where it is not special
     and has a predecessor in its sequence.
     """
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     bytes_of_id = _bytes_of_id(tokenizer, model.config.vocab_size)
     documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
     sequences = [ids[start : start + SEQUENCE] for ids in documents for start in range(0, len(ids), SEQUENCE)]

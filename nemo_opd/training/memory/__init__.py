@@ -4,7 +4,7 @@ from nemo_opd.training.memory.estimate import Advice, Memory, MemoryEstimate, Pa
 from nemo_opd.training.memory.offload import settle_memory
 from nemo_opd.training.memory.process import ModelSetup
 from nemo_opd.training.memory.situation import Machine, Situation, estimate
-from nemo_opd.training.memory.size import ModelSize, model_size
+from nemo_opd.training.memory.size import ModelSize, model_size, size_of
 
 __all__ = [
     "Advice",
@@ -19,4 +19,5 @@ __all__ = [
     "estimate",
     "model_size",
     "settle_memory",
+    "size_of",
 ]

@@ -158,8 +158,12 @@ def model_size(config: PretrainedConfig, adapters: Adapters | None = None) -> Mo
     Raises ModelError for adapters that do not fit the model.
     """
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    text = config.get_text_config()
+        return size_of(AutoModelForCausalLM.from_config(config), adapters)
+
+
+def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
+    """Of a model on meta, to which the adapters are then attached. Raises ModelError as `model_size` does."""
+    text = model.config.get_text_config()
     if adapters is not None:
         adapters.attach(model)
     layers = list(decoder_layers(model))

@@ -1,0 +1,178 @@
+"""Folders with damaged or hostile files: one line that names the key, before a run starts, and no code is run."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from nemo_opd.config.model import Student
+from nemo_opd.errors import OPDError
+from nemo_opd.training.side import load_side
+from tests.tiny import Tiny
+
+WEIGHTS, INDEX, CONFIG, TOKENIZER = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "config.json",
+    "tokenizer.json",
+)
+
+
+@pytest.fixture
+def folder(tiny: Tiny, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny.student, tmp_path / "model"))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(OPDError) as caught:
+        load_side(Student(model=str(folder)), "student", "cpu")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder) in message
+    return message
+
+
+def rewritten(file: Path, change: Callable[[Any], object]) -> None:
+    content = json.loads(file.read_text(encoding="utf-8"))
+    change(content)
+    file.write_text(json.dumps(content), encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_hidden_layers": 10**6}, "says 1000000 layers, but its weights are"),
+        ({"num_hidden_layers": 0}, "says 0 layers"),
+        ({"vocab_size": 0}, "embed_tokens.weight is .*, the model has .0,"),
+        ({"vocab_size": 10**9}, "embed_tokens.weight is .*, the model has .1000000000"),
+        ({"num_attention_heads": 7}, r"no model configuration could be read \(.*attention heads \(7\)"),
+        ({"num_attention_heads": 0}, r"no model configuration could be read \(ZeroDivisionError"),
+        ({"hidden_act": "os.system"}, r"no model can be built .* \(KeyError: 'os.system'\)"),
+        ({"dtype": "float128"}, "no model configuration could be read .*float128"),
+        ({"attn_implementation": "evil/repo"}, "asks for the attention 'evil/repo', which is code from the hub"),
+        ({"_attn_implementation": "evil/repo"}, "asks for the attention 'evil/repo', which is code from the hub"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_configuration_that_describes_no_model(folder: Path, changes: dict[str, object], reason: str) -> None:
+    rewritten(folder / CONFIG, lambda config: config.update(changes))
+    with pytest.raises(OPDError, match=f"^student.model={folder}: .*{reason}"):
+        load_side(Student(model=str(folder)), "student", "cpu")
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", bytes(range(128, 256)), b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
+def test_a_configuration_that_is_none(folder: Path, content: bytes) -> None:
+    (folder / CONFIG).write_bytes(content)
+    assert refusal(folder).startswith(f"student.model={folder}: no model configuration could be read (")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[]", "it has no weight_map"),
+        ('{"weight_map": [1]}', "it has no weight_map"),
+        ('{"weight_map": {"a": 5}}', "it names 5, which is no file of the model's folder"),
+        ('{"weight_map": {"a": "../other/model.safetensors"}}', "'../other/model.safetensors', which is no file"),
+        ('{"weight_map": {"a": "/etc/model.safetensors"}}', "'/etc/model.safetensors', which is no file"),
+        ("[" * 100_000, "maximum recursion depth"),
+    ],
+    ids=["list", "list of tensors", "number", "parent", "absolute", "deep"],
+)
+@pytest.mark.parametrize("index", [INDEX, "pytorch_model.bin.index.json"])
+def test_an_index_that_is_none_or_leaves_the_folder(folder: Path, index: str, content: str, reason: str) -> None:
+    shutil.copytree(folder, folder.parent / "other")
+    (folder / WEIGHTS).unlink()
+    (folder / index).write_text(content)
+    assert f"{index} is damaged (" in (message := refusal(folder))
+    assert reason in message
+
+
+def test_a_shard_that_is_not_there(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
+    assert "model-00001-of-00002.safetensors is missing or damaged" in refusal(folder)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float8_e4m3fn], ids=str)
+def test_weights_that_are_no_numbers_to_compute_with(folder: Path, dtype: torch.dtype) -> None:
+    """Bug: codes of quantised weights, whose scales nobody knows, are trained on as they are."""
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(dtype)
+    save_file(tensors, folder / WEIGHTS)
+    assert "model.norm.weight is of type" in refusal(folder)
+
+
+@pytest.mark.parametrize("size", [0, 7])
+def test_a_tensor_of_another_size(folder: Path, size: int) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    save_file(tensors | {"model.norm.weight": torch.ones(size)}, folder / WEIGHTS)
+    assert f"model.norm.weight is [{size}], the model has" in refusal(folder)
+
+
+def test_a_tensor_that_is_missing(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / WEIGHTS)
+    assert "1 weights are missing (model.norm.weight)" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", struct.pack("<Q", 2**62) + b"{}", struct.pack("<Q", 2) + b"[]"],
+    ids=["empty", "header of 4 EiB", "list"],
+)
+def test_a_file_that_is_no_safetensors(folder: Path, content: bytes) -> None:
+    (folder / WEIGHTS).write_bytes(content)
+    assert f"{WEIGHTS} is missing or damaged (" in refusal(folder)
+
+
+def of_last_token(id_: int) -> Callable[[Any], object]:
+    def change(content: Any) -> None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary[list(vocabulary)[-1]] = id_
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda content: content.clear(), "no tokenizer could be loaded"),
+        (of_last_token(-1), "no tokenizer could be loaded .*-1"),
+        (of_last_token(4_000_000_000), "has the id 4,000,000,000"),
+        (of_last_token(1_000_000), "has ids up to 1000000, but"),
+    ],
+    ids=["empty", "negative id", "id that no list can reach", "beyond the embeddings"],
+)
+def test_a_tokenizer_that_is_none(folder: Path, change: Callable[[Any], object], reason: str) -> None:
+    rewritten(folder / TOKENIZER, change)
+    with pytest.raises(OPDError, match=reason):
+        load_side(Student(model=str(folder)), "student", "cpu")
+    refusal(folder)
+
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+from transformers import LlamaConfig as C, LlamaForCausalLM as M, PreTrainedTokenizerFast as T
+"""
+
+
+@pytest.mark.parametrize("file", [CONFIG, "tokenizer_config.json"])
+def test_code_of_a_model_is_neither_run_nor_asked_about(
+    folder: Path, file: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: transformers asks at a terminal, in the middle of preflight, and a worker would wait for an answer."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked"))
+    (folder / "evil.py").write_text(CODE)
+    maps = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M", "AutoTokenizer": [None, "evil.T"]}
+    kind = {"model_type": "evil"} if file == CONFIG else {"tokenizer_class": "Evil"}
+    rewritten(folder / file, lambda content: content.update(auto_map=maps, **kind))
+    assert "(it needs Python code that comes with it, which is never run)" in refusal(folder)
+    assert not (folder / "ran").exists()
