@@ -37,6 +37,8 @@ FREE: dict[type[BaseModel], str] = {
     rollout.ServerRollout: (
         "url command options environment start_timeout_s request_timeout_s retries concurrency weights_folder"
     ),
+    reward.FunctionReward: "call_timeout_s",
+    environment.EnvironmentBase: "call_timeout_s",
     Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
     Cluster: ("device num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
     Console: "enabled interval_s memory_table",

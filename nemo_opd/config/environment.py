@@ -12,6 +12,8 @@ class EnvironmentBase(Settings):
     """Of the student in one rollout."""
     max_response_tokens: int = Field(256, ge=1)
     """Of the environment between two turns; what is longer is cut, with a mark that says so."""
+    call_timeout_s: float = Field(300, gt=0)
+    """For one answer; an environment that takes longer ends the run."""
 
 
 class CalculatorEnvironment(EnvironmentBase):

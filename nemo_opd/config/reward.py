@@ -52,6 +52,8 @@ class FunctionReward(RewardBase):
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
+    call_timeout_s: float = Field(300, gt=0)
+    """For one rollout; a function that takes longer ends the run."""
 
 
 Reward = Annotated[

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
@@ -74,11 +75,12 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
 def collector(
     config: EvaluationConfig, engine: Generator, renderer: Renderer, sampling: Sampling, max_length: int
 ) -> Collector:
-    limits = {}
+    limits: dict[str, Any] = {}
     if config.environment is not None:
         limits = {
             "max_turns": config.environment.max_turns,
             "max_response_tokens": config.environment.max_response_tokens,
+            "answer_timeout_s": config.environment.call_timeout_s,
         }
     return Collector(
         engine,

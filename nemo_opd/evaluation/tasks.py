@@ -99,6 +99,7 @@ def _answers(
 ) -> dict[int, tuple[Answer, ...]]:
     """By the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
+    reward.begin()
     for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers"):
         answers[rollout.prompt.index].append(Answer(rollout, reward(rollout), reward.vote(rollout)))
     for index, own in answers.items():

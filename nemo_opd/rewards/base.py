@@ -1,14 +1,15 @@
 """What every reward does: score a rollout, and stand for the number it gives."""
 
-import math
 import numbers
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar, Self
 
 import numpy as np
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.record import Rollout
+from nemo_opd.rollout.users_code import is_finite, shown
 
 
 class RewardFunction(ABC):
@@ -24,15 +25,23 @@ class RewardFunction(ABC):
         value = self.score(rollout)
         if not isinstance(value, numbers.Real | np.bool_):
             raise RolloutError(
-                f"{self.at(rollout)}: it returned {value!r} ({type(value).__name__}), no number; return a float"
+                f"{self.at(rollout)}: it returned {shown(value)} ({type(value).__name__}), no number; return a float"
             )
-        if not math.isfinite(value):
-            raise RolloutError(f"{self.at(rollout)}: it returned {float(value)}; return a finite number")
+        if not is_finite(value):
+            raise RolloutError(f"{self.at(rollout)}: it returned {shown(value)}; return a finite number")
         return float(value)
 
     @abstractmethod
     def score(self, rollout: Rollout) -> float:
         """As computed, before it is checked."""
+
+    def of_batch(self, rollouts: Iterable[Rollout]) -> list[float]:
+        """Score the rollouts of one batch."""
+        self.begin()
+        return [self(rollout) for rollout in rollouts]
+
+    def begin(self) -> None:  # noqa: B027  most need not know
+        """To be called before the rollouts of a batch, or of an evaluation."""
 
     def vote(self, rollout: Rollout) -> str | None:
         """The answer that the rollout gives, equal for answers that mean the same; None where it gives none."""

@@ -19,6 +19,10 @@ INTEGER = re.compile(r"[+-]?\d{1,1000}")
 WORD = re.compile(r"[^\W\d_]{3,}")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+SLOW_S = 60.0
+"""Added to twenty times the processor time, the longest wait for an answer: more than a busy machine makes of it."""
+MANY = 16
+"""Comparisons that run out of time, of one batch of rollouts, before the others get a twentieth of it each."""
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 
 
@@ -27,11 +31,16 @@ class Equivalence:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        self._num_overdue = 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         # The rollouts of a prompt repeat each other's answers, and the same wrong ones come back every epoch.
         self._ask_once = lru_cache(maxsize=1 << 16)(self._ask)
+
+    def begin(self) -> None:
+        """Start to count comparisons that run out of time anew; to be called before each batch of rollouts."""
+        self._num_overdue = 0
 
     def equal(self, wanted: str, given: str) -> bool:
         """Whether both LaTeX formulas are equal; False where the comparison takes more processor time than
@@ -45,7 +54,7 @@ class Equivalence:
             return False  # algebra takes a word for a product of letters
         if INTEGER.fullmatch(wanted) and INTEGER.fullmatch(given):
             return int(wanted) == int(given)
-        return bool(given) and self._ask_once("equal", wanted, given) is True
+        return bool(given) and self._answer("equal", wanted, given) is True
 
     def canonical(self, formula: str) -> str | None:
         """One text for formulas that simplify to the same; None where the formula is empty."""
@@ -55,35 +64,53 @@ class Equivalence:
             return word
         if INTEGER.fullmatch(formula):
             return str(int(formula))
-        found = self._ask_once("canonical", formula)
+        found = self._answer("canonical", formula)
         return found if isinstance(found, str) else word or None
 
     def close(self) -> None:
         with self._lock:
             self._end()
 
-    def _ask(self, task: str, *formulas: str) -> Any:
-        """None where the process ran out of time, of which it is ended."""
-        question = json.dumps({"task": task, "formulas": formulas, "timeout_s": self.timeout_s})
+    def _answer(self, task: str, *formulas: str) -> Any:
+        """None where time ran out, also where that was known already: what a run is told does not depend on it."""
+        limit_s = self.timeout_s if self._num_overdue < MANY else self.timeout_s / 20
+        answer = self._ask_once(task, limit_s, *formulas)
+        if isinstance(answer, dict):  # {"ended": signal}
+            self._num_overdue += 1
+            return None
+        return answer
+
+    def _ask(self, task: str, limit_s: float, *formulas: str) -> Any:
+        """Raises RolloutError where the process has ended, or says nothing."""
+        question = json.dumps({"task": task, "formulas": formulas, "timeout_s": limit_s})
+        longest_s = SLOW_S + 20 * limit_s
         with self._lock:
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
+            watch = threading.Timer(longest_s, process.kill)
+            watch.start()
             try:
                 process.stdin.write(question + "\n")
                 process.stdin.flush()
                 line = process.stdout.readline()
             except OSError:
                 line = ""
+            finally:
+                is_overdue = not watch.is_alive()
+                watch.cancel()
             if line:
                 return json.loads(line)
             status = process.wait()
             self._end()
-        if status > 0:
+        if is_overdue:
             raise RolloutError(
-                f"the process that compares formulas ended with status {status}; run `{' '.join(COMMAND)}` to see why"
+                f"the process that compares formulas gave no answer in {longest_s:.2g} s; see whether it was stopped, "
+                "or whether the machine's memory is full"
             )
-        return None
+        raise RolloutError(
+            f"the process that compares formulas ended with status {status}; run `{' '.join(COMMAND)}` to see why"
+        )
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:

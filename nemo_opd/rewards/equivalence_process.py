@@ -1,12 +1,15 @@
 """A process that reads pairs of formulas and answers whether they are equal: JSON lines in, JSON lines out.
 
 It is one because symbolic algebra can run for ever, in C code too, where neither a thread nor a signal handler ends it.
-An interval timer with the signal's default action does: the kernel ends the process, and whoever asked starts another.
+An interval timer with the signal's default action does: the kernel ends the child that computes, and its parent, which
+has the libraries loaded, answers `{"ended": SIGNAL}` for it and forks the next in a moment.
 The timer counts processor time, so that a busy machine changes no answer.
 """
 
+import ctypes
 import json
 import logging
+import os
 import resource
 import signal
 import sys
@@ -18,13 +21,32 @@ from math_verify import parse, verify
 MAX_MEMORY = 4 << 30
 """Bytes of address space; a formula that wants more raises MemoryError instead of taking the machine down."""
 
+PR_SET_PDEATHSIG = 1
+
 
 def main() -> None:
     logging.disable(logging.WARNING)  # math-verify warns about timeouts it does not have to keep
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for who asks; end of input ends this
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY if limit < 0 else min(MAX_MEMORY, limit), limit))
-    for line in sys.stdin:
+    parent = os.getpid()
+    while True:
+        if not (child := os.fork()):
+            answer_all(parent)
+            os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status >= 0:
+            sys.exit(status)
+        print(json.dumps({"ended": -status}), flush=True)
+
+
+def answer_all(parent: int) -> None:
+    """Answer until the input ends, or a comparison ends this process, which is not to outlive its parent."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    # One request is read at a time, and the next comes after its answer: none is lost with a buffer.
+    while line := sys.stdin.readline():
         request = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, request["timeout_s"])
         answer = answered(request["task"], request["formulas"])

@@ -1,5 +1,6 @@
 """A user's own reward."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.base import RewardFunction
 from nemo_opd.rollout.imported import imported
 from nemo_opd.rollout.record import Rollout
+from nemo_opd.rollout.users_code import UsersCodeError, called
 
 
 class UserFunction(RewardFunction):
@@ -16,12 +18,13 @@ class UserFunction(RewardFunction):
     def __init__(self, settings: FunctionReward) -> None:
         self.name = settings.function
         self._function = reward_function(settings.function)
+        self._timeout_s = settings.call_timeout_s
 
     def score(self, rollout: Rollout) -> float:
         try:
-            return self._function(rollout)
-        except Exception as error:
-            raise RolloutError(f"{self.at(rollout)}: it raised {type(error).__name__}: {error}") from error
+            return called(self._function, rollout, timeout_s=self._timeout_s, key="reward.call_timeout_s")
+        except UsersCodeError as error:
+            raise RolloutError(f"{self.at(rollout)}: it {error}") from error
 
 
 def reward_function(reference: str) -> Callable[[Rollout], Any]:
@@ -29,5 +32,21 @@ def reward_function(reference: str) -> Callable[[Rollout], Any]:
     found = imported(reference, key="reward.function", form="package.module:function")
     if not callable(found):
         raise ConfigError(f"reward.function={reference}: it is a {type(found).__name__}; name a function")
+    require_one_argument(found, reference)
     function: Callable[[Rollout], Any] = found
     return function
+
+
+def require_one_argument(function: Callable[..., Any], reference: str) -> None:
+    """Raise ConfigError for what cannot be called with a rollout alone, as far as it says what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # as of many functions in C
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            f"reward.function={reference}: it is called with a Rollout and nothing else, but it takes {signature} "
+            f"({error}); give the other parameters defaults"
+        ) from None

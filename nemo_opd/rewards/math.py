@@ -24,6 +24,9 @@ class Math(RewardFunction):
         given = last_boxed(last_turn(rollout))
         return self._equivalence.canonical(given) if given else None
 
+    def begin(self) -> None:
+        self._equivalence.begin()
+
     def close(self) -> None:
         self._equivalence.close()
 

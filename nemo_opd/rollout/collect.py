@@ -31,10 +31,12 @@ class Collector:
         environment: Callable[[], Environment] | None = None,
         max_turns: int = 1,
         max_response_tokens: int = 256,
+        answer_timeout_s: float = 300.0,
         seed: int = 0,
     ) -> None:
         """`max_new_tokens`: of a turn, less where `max_length` tokens of the whole sequence are reached before;
-        `max_response_tokens`: of what an environment says between two turns, without the template's tokens.
+        `max_response_tokens`: of what an environment says between two turns, without the template's tokens;
+        `answer_timeout_s`: for it to say so.
 
         Raises RolloutError for an environment and a renderer of texts.
         """
@@ -45,6 +47,7 @@ class Collector:
         self._environment = environment
         self._max_turns = max_turns if environment is not None else 1
         self._max_response_tokens = max_response_tokens
+        self._answer_timeout_s = answer_timeout_s
         self._seed = seed
         self._has_asked = False
 
@@ -69,7 +72,7 @@ class Collector:
         for prompt in prompts:
             before: tuple[Prompt, Episode] | None = None
             for sample in range(n):
-                environment = None if self._environment is None else Played(self._environment, prompt.index)
+                environment = self._played(prompt)
                 seen = prompt if environment is None else with_opening(prompt, environment)
                 self._warn_of_hidden_tools(seen)
                 messages = [] if isinstance(seen.content, str) else list(seen.content)
@@ -81,6 +84,9 @@ class Collector:
                 episode.extend(ids)
                 before = seen, episode
                 yield episode
+
+    def _played(self, prompt: Prompt) -> Played | None:
+        return self._environment and Played(self._environment, prompt.index, self._answer_timeout_s)
 
     def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
         if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.environment import Environment as Settings
@@ -14,6 +13,9 @@ from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.imported import imported
 from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
+from nemo_opd.rollout.users_code import UsersCodeError, called, is_finite, shown
+
+T = TypeVar("T")
 
 __all__ = ["Environment", "EnvironmentStep", "Opening", "Played", "build_environment"]
 
@@ -72,35 +74,31 @@ class Played:
     that are none.
     """
 
-    def __init__(self, make: Callable[[], Environment], index: int) -> None:
+    def __init__(self, make: Callable[[], Environment], index: int, timeout_s: float) -> None:
+        """timeout_s: for each of its answers."""
         self._name = getattr(make, "__qualname__", type(make).__name__)
         self._index = index
         self._turn = 0
-        try:
-            self._environment = make()
-        except Exception as error:
-            self._raised("making it", error)
+        self._timeout_s = timeout_s
+        self._environment = self._called("making it", make)
 
     def reset(self, prompt: Prompt) -> Opening:
-        try:
-            messages = self._environment.reset(prompt)
-            tools = list(getattr(self._environment, "tools", None) or ())
-        except Exception as error:
-            self._raised("reset", error)
+        messages, tools = self._called("reset", self._reset, prompt)
         self._require_messages(messages)
         return Opening([dict(message) for message in messages], tools)
 
+    def _reset(self, prompt: Prompt) -> tuple[list[Message], list[dict[str, Any]]]:
+        messages = self._environment.reset(prompt)
+        return messages, list(getattr(self._environment, "tools", None) or ())
+
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
         self._turn += 1
-        try:
-            step = self._environment.step(messages)
-        except Exception as error:
-            self._raised("step", error)
+        step = self._called("step", self._environment.step, messages)
         if not isinstance(step, EnvironmentStep):
             self._refuse(f"step returned {shown(step)}, no EnvironmentStep")
         self._require_messages(step.messages)
-        if not isinstance(step.reward, numbers.Real) or not math.isfinite(step.reward):
-            self._refuse(f"it paid {step.reward!r}; pay a finite number")
+        if not isinstance(step.reward, numbers.Real) or not is_finite(step.reward):
+            self._refuse(f"it paid {shown(step.reward)}; pay a finite number")
         if not step.done and not step.messages:
             self._refuse("it is not done and says nothing; answer with a message, or with done=True")
         return step
@@ -115,14 +113,12 @@ class Played:
             if message["role"] == "assistant":
                 self._refuse(f"it says {shown(message)} as the assistant, which is the student's role")
 
-    def _raised(self, call: str, error: Exception) -> NoReturn:
-        self._refuse(f"{call} raised {type(error).__name__}: {error}", error)
+    def _called(self, call: str, function: Callable[..., T], *arguments: Any) -> T:
+        try:
+            return called(function, *arguments, timeout_s=self._timeout_s, key="environment.call_timeout_s")
+        except UsersCodeError as error:
+            self._refuse(f"{call} {error}", error)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         where = f"turn {self._turn}" if self._turn else "before the first turn"
         raise RolloutError(f"environment {self._name}, prompt {self._index}, {where}: {reason}") from cause
-
-
-def shown(value: object) -> str:
-    written = repr(value)
-    return written if len(written) <= 80 else written[:77] + "..."

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.rollout.users_code import described
 
 
 def imported(reference: str, *, key: str, form: str) -> Any:
@@ -18,8 +19,10 @@ def imported(reference: str, *, key: str, form: str) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # what a module raises when imported shares no base class
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what a module raises when imported shares no base class, and it may call sys.exit
         raise ConfigError(
-            f"{key}={reference}: cannot be imported ({type(error).__name__}: {error}); give `{form}`, with the package "
+            f"{key}={reference}: cannot be imported ({described(error)}); give `{form}`, with the package "
             "installed or in the working folder"
         ) from error

@@ -54,8 +54,9 @@ class OnPolicySession(Session):
         rollout = config.rollout
         sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
         collector = self._collector(self.engine, prompts.student, sampling, rollout.max_new_tokens)
+        rewards = None if self.reward is None else self.reward.of_batch
         self.source.connect(
-            Parts(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, self.reward), self.engine
+            Parts(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, rewards), self.engine
         )
         self.samples.truncate_after(self.step)
         if self.step:
@@ -78,6 +79,7 @@ class OnPolicySession(Session):
             environment=build_environment(environment),
             max_turns=environment.max_turns,
             max_response_tokens=environment.max_response_tokens,
+            answer_timeout_s=environment.call_timeout_s,
         )
 
     def of_rollouts(self) -> dict[str, float]:

@@ -16,7 +16,7 @@ from nemo_opd.training.layout import (
 )
 from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
-from nemo_opd.training.prompts import load_prompts
+from nemo_opd.training.prompts import check_users_code, load_prompts
 from nemo_opd.training.room import require_room_to_save
 from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, resolve_output_dir
 from nemo_opd.training.side import load_side
@@ -34,6 +34,7 @@ def preflight(config: RunConfig) -> Plan:
     transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
+    check_users_code(config)
     with working("reading the student's tokenizer"):
         student = load_side(config.student, "student", device)
     teachers = [

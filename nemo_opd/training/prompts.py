@@ -20,7 +20,8 @@ from nemo_opd.data.samples import SameTokenizer, Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.progress import working
-from nemo_opd.rewards.build import check_answers, compares_answers
+from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
+from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.prompts import Renderer, drop_long
 from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.columns import layout_of
@@ -103,6 +104,14 @@ class Prompts:
         for start in range(0, len(prompts), batch_size):
             part = prompts[start : start + batch_size]
             yield collate([self.sample_maker(self.from_dataset(prompt)) for prompt in part])
+
+
+def check_users_code(config: RunConfig) -> None:
+    """Raise ConfigError for a reward or an environment of the user's that cannot be imported, or is none."""
+    if config.reward is not None:
+        build_reward(config.reward).close()
+    if config.environment is not None:
+        build_environment(config.environment)
 
 
 def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Prompts:

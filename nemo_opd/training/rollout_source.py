@@ -1,7 +1,7 @@
 """Training batches that the student samples itself (METHODS §10)."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -50,7 +50,8 @@ class Parts:
     from_dataset: Callable[[Prompt], Rollout]
     """With the continuation that the dataset has."""
     make_sample: Callable[[Rollout], Sample]
-    reward: Callable[[Rollout], float] | None
+    rewards: Callable[[Iterable[Rollout]], list[float]] | None
+    """Of the rollouts of a batch."""
 
 
 class RolloutSource:
@@ -140,8 +141,8 @@ class RolloutSource:
         is_own = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
         own, others = list(compress(prompts, is_own)), list(compress(prompts, map(not_, is_own)))
         rollouts = self._parts.collector.collect(own, self._rollout.n, position) if own else []
-        reward, judged = self._parts.reward, tracked(rollouts, "rewarding", "rollouts")
-        rewards = [] if reward is None else [reward(rollout) for rollout in judged]
+        judged = tracked(rollouts, "rewarding", "rollouts")
+        rewards = [] if self._parts.rewards is None else self._parts.rewards(judged)
         sequences = [*rollouts, *map(self._parts.from_dataset, others)]
         batch = collate([self._parts.make_sample(sequence) for sequence in sequences])
         return Collected(

@@ -1,13 +1,18 @@
 """Catches right answers that are refused for their spelling, wrong ones that pass, and comparisons that never end."""
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
+import psutil
 import pytest
 
-from nemo_opd.rewards.equivalence import Equivalence
+from nemo_opd.errors import RolloutError
+from nemo_opd.rewards import equivalence as equivalence_module
+from nemo_opd.rewards.equivalence import MANY, Equivalence
 
 EQUAL = [
     (r"\frac12", "0.5"),
@@ -117,11 +122,51 @@ def test_a_comparison_that_never_ends_is_unequal_and_the_next_one_works(equivale
     equivalence.timeout_s = 0.3
     try:
         assert not equivalence.equal("5", "9^{9^{9^{9}}}")  # computed in C, where no Python handler runs
-        assert process.poll() is not None
         equivalence.timeout_s = 60
         assert equivalence.equal(r"\frac{5}{10}", r"\frac{4}{8}")
+        assert process.poll() is None, "its libraries would have to be loaded again"
     finally:
         equivalence.timeout_s = 60
+
+
+BOMB = "9^{{9^{{9^{{9}}}}}}+{}"
+
+
+def test_many_that_never_end_get_less_time_each_and_the_others_stay_right() -> None:
+    """Bug: a model that has learned to write them keeps a run for its whole batch times `timeout_s`."""
+    asked = []
+    with closing(Equivalence(timeout_s=0.5)) as made:
+        ask = made._ask
+        made._ask_once = lambda task, limit_s, *formulas: asked.append(limit_s) or ask(task, limit_s, *formulas)  # type: ignore[assignment, func-returns-value]
+        assert not any(made.equal("5", BOMB.format(i)) for i in range(MANY + 2))
+        assert asked == [0.5] * MANY + [0.025] * 2
+        made.timeout_s = 60
+        assert made.equal(r"\frac{5}{10}", r"\frac{4}{8}")
+        made.begin()
+        assert made.equal(r"\frac{5}{10}", r"\frac{3}{6}")
+        assert asked[-2:] == [3, 60]
+
+
+def test_known_ones_count_as_new_ones() -> None:
+    """Bug: a run that was continued, and knows of none yet, gives other rewards than one that went on."""
+    with closing(Equivalence(timeout_s=0.2)) as made:
+        for _ in range(2):
+            made.begin()
+            assert not made.equal("5", BOMB.format(1))
+            assert made._num_overdue == 1
+
+
+def test_a_process_that_says_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the timer counts processor time, of which a stopped process uses none."""
+    monkeypatch.setattr(equivalence_module, "SLOW_S", 0.1)
+    with closing(Equivalence(timeout_s=0.01)) as made:
+        process = made._running()
+        os.kill(process.pid, signal.SIGSTOP)
+        for child in psutil.Process(process.pid).children():
+            child.suspend()
+        with pytest.raises(RolloutError, match=r"gave no answer in 0.3 s; see whether it was stopped"):
+            made.equal("x+1", "1+x+0")
+        assert process.poll() is not None
 
 
 def test_close_leaves_no_process() -> None:

@@ -1,9 +1,12 @@
 """Catches rewards that judge the wrong text, results that are no numbers, and answers nobody could compare with."""
 
 import math
+import re
+import signal
 import sys
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -71,13 +74,80 @@ def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleT
     assert judged == float(value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", np.float32("nan")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 10**400, np.float32("nan")])
 def test_what_is_no_finite_number_is_an_error_that_names_the_sample(users_module: types.ModuleType, value: Any) -> None:
     users_module.judge = lambda given: value  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
 
     with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it returned"):
         judge(rollout("hello"))
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(0)", "import sys; sys.exit('bye')", "raise GeneratorExit"])
+def test_a_function_that_leaves_is_an_error_that_names_it(users_module: types.ModuleType, end: str) -> None:
+    """Bug: the run exits 0 without a word, and nothing is saved."""
+    exec(f"def judge(given): {end}", vars(users_module))
+    with pytest.raises(RolloutError, match=r"reward rewards_of_a_test:judge, prompt 7, sample 2: it raised \w+Exit"):
+        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+
+
+SPELLINGS = {
+    "loop": "while True: pass",
+    "waits": "import threading; threading.Event().wait()",
+    "handles all": "exec('while True:\\n try:\\n  while True: pass\\n except Exception: pass')",
+    "handles it once": "exec('try:\\n while True: pass\\nexcept BaseException: pass')",
+}
+
+
+@pytest.mark.parametrize("body", SPELLINGS.values(), ids=SPELLINGS)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_function_that_does_not_return_has_a_limit(
+    users_module: types.ModuleType, body: str, in_thread: bool
+) -> None:
+    """In the main thread, and in the one that samples ahead."""
+    exec(f"def judge(given):\n {body}", vars(users_module))
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
+    with ThreadPoolExecutor(1) as thread, pytest.raises(RolloutError) as caught:
+        thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))
+    assert str(caught.value) == (
+        "reward rewards_of_a_test:judge, prompt 7, sample 2: it did not return in 0.1 s (reward.call_timeout_s)"
+    )
+
+
+def test_a_regular_expression_that_does_not_end_has_a_limit(users_module: types.ModuleType) -> None:
+    """The usual one; it holds the interpreter's lock, so that no other thread could end it."""
+    users_module.judge = lambda given: bool(re.fullmatch("(a+)+b", "a" * 60))  # type: ignore[attr-defined]
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
+    with pytest.raises(RolloutError, match=r"it did not return in 0\.1 s"):
+        judge(rollout("hello"))
+
+
+def test_the_limit_leaves_another_alarm_as_it_was(users_module: types.ModuleType) -> None:
+    users_module.judge = lambda given: 1.0  # type: ignore[attr-defined]
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
+    before = signal.getsignal(signal.SIGALRM), signal.setitimer(signal.ITIMER_REAL, 5000)
+    try:
+        assert judge(rollout("hello")) == 1
+        assert signal.getsignal(signal.SIGALRM) == before[0]
+        assert 4000 < signal.getitimer(signal.ITIMER_REAL)[0] <= 5000
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before[1])
+
+
+def test_ctrl_c_in_a_function_is_the_persons(users_module: types.ModuleType) -> None:
+    def judge(given: object) -> float:
+        raise KeyboardInterrupt
+
+    users_module.judge = judge  # type: ignore[attr-defined]
+    with pytest.raises(KeyboardInterrupt):
+        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))(rollout("hello"))
+
+
+@pytest.mark.parametrize("parameters", ["", "a, b", "*, a"])
+def test_a_function_that_cannot_be_called_with_a_rollout(users_module: types.ModuleType, parameters: str) -> None:
+    exec(f"def judge({parameters}): return 1.0", vars(users_module))
+    with pytest.raises(ConfigError, match=r"reward.function=rewards_of_a_test:judge: it is called with a Rollout and"):
+        build_reward(settings(type="function", function=f"{mine.__name__}:judge"))
 
 
 def test_what_a_users_function_raises_is_told_with_the_sample(users_module: types.ModuleType) -> None:

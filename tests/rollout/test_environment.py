@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Echo:
         return self.opening
 
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
-        if isinstance(self.answer, Exception):
+        if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
 
@@ -36,12 +37,14 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """The working folder is looked in, as with `python -m`."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_leaving_world.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "my_own_world.py").write_text("from tests.rollout.test_environment import Echo as World\nx = 3\n")
     assert build_environment(FunctionEnvironment(type="function", function="my_own_world:World")) is Echo
     assert build_environment(CalculatorEnvironment(type="calculator")) is Calculator
     for reference, reason in (
         ("my_own_world:Nothing", "cannot be imported .AttributeError"),
         ("no_such_world:World", "cannot be imported .ModuleNotFoundError"),
+        ("my_leaving_world:World", "cannot be imported .SystemExit: 0"),
         ("my_own_world:x", "it is a int"),
         ("pathlib:Path", "without reset and step"),
     ):
@@ -53,7 +56,9 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("step", "reason"),
     [
         (KeyError("boom"), "step raised KeyError: 'boom'"),
+        (SystemExit(0), "step raised SystemExit: 0"),
         (EnvironmentStep((), done=True, reward=math.nan), "it paid nan"),
+        (EnvironmentStep((), done=True, reward=10**400), "it paid 1000.*; pay a finite"),
         (EnvironmentStep((), done=True, reward="1"), "it paid '1'"),  # type: ignore[arg-type]
         (EnvironmentStep((), done=False), "says nothing"),
         (EnvironmentStep("hello", done=False), "it says 'hello', no list"),  # type: ignore[arg-type]
@@ -64,7 +69,7 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str) -> None:
-    played = Played(lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11)
+    played = Played(lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11, 60)
     played.step([])
     played._environment.answer = step  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match=f"prompt 11, turn 2: .*{reason}"):
@@ -73,9 +78,21 @@ def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str
 
 def test_failing_before_the_first_turn() -> None:
     with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it says 3"):
-        Played(Mute, 11).reset(PROMPT)
+        Played(Mute, 11, 60).reset(PROMPT)
     with pytest.raises(RolloutError, match="prompt 11, before the first turn: making it raised ZeroDivisionError"):
-        Played(lambda: 1 / 0, 11)  # type: ignore[arg-type, return-value]
+        Played(lambda: 1 / 0, 11, 60)  # type: ignore[arg-type, return-value]
+
+
+def test_one_that_does_not_answer() -> None:
+    played = Played(Waiting, 11, 0.1)
+    with pytest.raises(RolloutError, match=r"turn 1: step did not return in 0.1 s \(environment.call_timeout_s\)$"):
+        played.step([])
+
+
+class Waiting(Echo):
+    def step(self, messages: Sequence[Message]) -> EnvironmentStep:
+        threading.Event().wait()
+        raise AssertionError
 
 
 class Mute(Echo):

@@ -63,7 +63,7 @@ def source_of(engine: FakeEngine, score: Any = None, total_steps: int = 100, **s
             FakeCollector(engine),
             lambda prompt: rollout_of(prompt, 0, -1, "r"),
             sample_of,
-            score,
+            None if score is None else lambda rollouts: list(map(score, rollouts)),
         ),
         engine,
     )

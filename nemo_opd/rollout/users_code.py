@@ -1,0 +1,116 @@
+"""A user's own code, called so that it can neither end the run without a word nor keep it for ever."""
+
+import math
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+SHOWN = 500
+"""Characters of an error's own message."""
+AGAIN_S = 1.0
+"""From one interruption to the next, of code that takes the first for an error of its own."""
+
+
+class UsersCodeError(Exception):
+    """What the code did, for a sentence about it: `raised …`, or `did not return …`."""
+
+
+class _Overdue(BaseException):
+    """Raised inside the user's code; no Exception, lest it be handled there."""
+
+
+def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: str) -> T:
+    """Return what the function returns.
+
+    Raises UsersCodeError for all that it raises, SystemExit too, and where it takes longer than `timeout_s`, which the
+    setting `key` is. KeyboardInterrupt is the person's and passes.
+
+    The main thread is interrupted by an alarm, in waiting calls and regular expressions too. From another thread the
+    function is called in one more, which is left to itself when its time is up.
+    """
+    limited = _by_alarm if threading.current_thread() is threading.main_thread() else _in_a_thread
+    try:
+        return limited(function, arguments, timeout_s)
+    except KeyboardInterrupt:
+        raise
+    except _Overdue:
+        raise UsersCodeError(f"did not return in {timeout_s:g} s ({key})") from None
+    except BaseException as error:
+        raise UsersCodeError(f"raised {described(error)}") from error
+
+
+def shown(value: object) -> str:
+    """What the code returned, in a few words."""
+    written = " ".join(repr(value).split())
+    return written if len(written) <= 80 else written[:77] + "..."
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number that a float can hold."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int of hundreds of digits
+        return False
+
+
+def described(error: BaseException) -> str:
+    """Type, message and place of an error in a user's code, in one line."""
+    said = " ".join(str(error).split())[:SHOWN]
+    frames = traceback.extract_tb(error.__traceback__)
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}{': ' if said else ''}{said}{at}"
+
+
+def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
+    with _alarm(timeout_s) as has_rung:
+        result = function(*arguments)
+    if has_rung:
+        raise _Overdue
+    return result
+
+
+@contextmanager
+def _alarm(timeout_s: float) -> Iterator[list[int]]:
+    """Raise _Overdue inside when the time is up, and add to the list; an alarm that was set before is kept."""
+    rung: list[int] = []
+
+    def ring(number: int, _: object) -> NoReturn:
+        rung.append(number)
+        raise _Overdue
+
+    start = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, ring)
+    rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
+    try:
+        yield rung
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if rest:
+            signal.setitimer(signal.ITIMER_REAL, max(1e-3, rest - (time.monotonic() - start)), interval)
+
+
+def _in_a_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function(*arguments))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    # Nobody waits for a daemon at the end of the process.
+    threading.Thread(target=run, name="user's code", daemon=True).start()
+    try:
+        return outcome.result(timeout_s)
+    except FutureTimeoutError:  # the code may raise the same of its own
+        if outcome.done():
+            raise
+        raise _Overdue from None
