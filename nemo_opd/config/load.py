@@ -19,6 +19,7 @@ from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.problems import explain_all
 from nemo_opd.config.reference import store_help
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.secrets import FROM_ENVIRONMENT, is_reference, leaves, remember, require_values, shown_config
 from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError
 
@@ -69,13 +70,16 @@ def run_settings_with_hydra(
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
-    return validated(plain(cfg), model)
+    data = plain(cfg)
+    require_values(data)
+    return validated(data, model)
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """Return a composed configuration as plain data. Raises ConfigError for a reference that cannot be resolved."""
     try:
         data = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        remember(OmegaConf.to_container(cfg, resolve=False), data)
     except MissingMandatoryValue as error:
         raise ConfigError(f"{error.full_key}: required, but not given; write {error.full_key}=VALUE") from error
     except OmegaConfBaseException as error:
@@ -99,10 +103,18 @@ def validated(data: Mapping[str, Any], model: type[S]) -> S:
 
 
 def from_yaml(path: Path) -> RunConfig:
-    """Read a run's resolved config.yaml."""
-    return from_dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    """Read a run's config.yaml; secrets that were masked in it stay so."""
+    written = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if not any(is_reference(value, FROM_ENVIRONMENT) for _, value in leaves(written)):
+        return from_dict(written)
+    try:
+        data: Any = OmegaConf.to_container(OmegaConf.create(written), resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error.msg or error).splitlines()[0]}; correct the reference") from error
+    remember(written, data)
+    return from_dict(data)
 
 
 def to_yaml(config: Settings) -> str:
-    """Resolved and sufficient to repeat the run."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Sufficient to repeat the run, but for secrets: references to the environment are kept, others are masked."""
+    return yaml.safe_dump(shown_config(config.model_dump(mode="json")), sort_keys=False, allow_unicode=True)

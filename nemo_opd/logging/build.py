@@ -9,6 +9,7 @@ from typing import Self
 from rich.console import Console
 
 from nemo_opd.config.logging import Logging
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.jsonl import JsonlLogger
@@ -45,7 +46,7 @@ class Loggers(Logger):
 
     def phase(self, name: str) -> None:
         for member in self.members:
-            member.phase(name)
+            member.phase(without_secrets(name))
 
     def end_display(self) -> None:
         for member in self.members:
@@ -53,7 +54,7 @@ class Loggers(Logger):
 
     def warn(self, message: str) -> None:
         for member in self.members:
-            member.warn(message)
+            member.warn(without_secrets(message))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         for member in self.members:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.disk import OF_THE_DISK, refusal
 from nemo_opd.errors import OPDError
 from nemo_opd.logging.busy import busy
@@ -38,7 +39,7 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
             )
         except OPDError as error:
             for note in notes(error):
-                print(note, file=sys.stderr)
+                print(without_secrets(note), file=sys.stderr)
             fail(str(error), 1)
         except KeyboardInterrupt as interrupt:
             kept = getattr(interrupt, "__notes__", ["nothing had been saved yet"])
@@ -46,7 +47,7 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
         except Exception as error:
             if isinstance(error, OSError) and error.errno in OF_THE_DISK:
                 fail(refusal(Path(error.filename or "a file"), error.errno), 1)
-            traceback.print_exc()
+            print(without_secrets(traceback.format_exc()), file=sys.stderr)
             fail(f"{type(error).__name__}: {error}", 1)
 
 
@@ -118,6 +119,6 @@ def notes(error: BaseException | None) -> Iterator[str]:
 
 
 def fail(message: str, status: int) -> None:
-    for line in message.splitlines():  # several problems of a configuration have a line each
+    for line in without_secrets(message).splitlines():  # several problems of a configuration have a line each
         print(f"error: {line}", file=sys.stderr)
     sys.exit(status)

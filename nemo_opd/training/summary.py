@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.cluster.virtual_cluster import num_cores
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.handoff.reach import Traffic
@@ -28,7 +29,7 @@ def run_summary(plan: Plan) -> RunSummary:
     teachers = [
         TeacherSummary(
             name=settings.name,
-            model=settings.model,
+            model=without_secrets(settings.model),
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
@@ -39,7 +40,7 @@ def run_summary(plan: Plan) -> RunSummary:
     ]
     return RunSummary(
         name=config.run.name,
-        student=config.student.model,
+        student=without_secrets(config.student.model),
         teachers=tuple(teachers),
         device=device_name(plan.device),
         layout=layout_of(plan),

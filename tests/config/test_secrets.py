@@ -1,0 +1,163 @@
+"""No secret of a configuration is in what a run writes or prints, and the run can be repeated all the same."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_opd.config import secrets
+from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.logging import Wandb
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.secrets import MASK, without_secrets
+from nemo_opd.errors import ConfigError, RolloutError
+from nemo_opd.logging import Loggers, write_report
+from nemo_opd.logging.jsonl import JsonlLogger
+from nemo_opd.logging.wandb import WandbLogger
+from nemo_opd.training.cli import main
+from tests.composition import CONFIGS, command_line, compose, configured
+from tests.logging.synthetic import CLOSING
+
+VALUE = "hunter2-hunter2"
+ON_POLICY = "on_policy_demo"
+STARTED = (
+    "rollout=server",
+    f"rollout.options=['--api-key',{VALUE},'--hf-token={VALUE}','--max-num-batched-tokens','8192']",
+    f"rollout.environment={{HF_TOKEN:{VALUE},NAME:{VALUE},PIN_KEY:'1234',CUDA_VISIBLE_DEVICES:'0,1'}}",
+)
+RUNNING = ("rollout=server", f"rollout.url='https://me:{VALUE}@example.org/v1?api_key={VALUE}&page=2'")
+
+
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secrets, "_known", {})
+    monkeypatch.setattr(secrets, "_references", {})
+
+
+def composed(*overrides: str) -> RunConfig:
+    return compose.__wrapped__(*overrides, config_name=ON_POLICY)
+
+
+def written(config: RunConfig, folder: Path) -> str:
+    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    return (folder / "config.yaml").read_text(encoding="utf-8")
+
+
+def test_an_address_has_none(tmp_path: Path) -> None:
+    text = written(composed(*RUNNING), tmp_path)
+    assert VALUE not in text
+    assert yaml.safe_load(text)["rollout"]["url"] == f"https://{MASK}@example.org/v1?api_key={MASK}&page=2"
+
+
+def test_config_report_and_trackers_have_none(tmp_path: Path) -> None:
+    text = written(composed(*STARTED), tmp_path)
+    assert VALUE not in text
+    rollout = yaml.safe_load(text)["rollout"]
+    assert rollout["options"] == ["--api-key", MASK, f"--hf-token={MASK}", "--max-num-batched-tokens", "8192"]
+    assert rollout["environment"] == {
+        "HF_TOKEN": MASK,
+        "NAME": MASK,
+        "PIN_KEY": MASK,
+        "CUDA_VISIBLE_DEVICES": "0,1",
+    }
+    write_report(tmp_path, CLOSING)
+    assert VALUE not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
+    assert VALUE not in str(WandbLogger(Wandb(enabled=True, mode="offline"), tmp_path)._run_config())
+
+
+def test_other_settings_are_written_as_they_are(tmp_path: Path) -> None:
+    """Bug: columns are named by keys, and tokenizers and their tokens by names that sound like secrets."""
+    config = composed("reward.answer_key=secret_token", "run.name=my_token")
+    assert yaml.safe_load(written(config, tmp_path)) == config.model_dump(mode="json")
+
+
+def test_a_reference_to_the_environment_is_kept_and_repeats_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_A_TEST", VALUE)
+    config = composed(
+        "rollout=server",
+        "rollout.environment={HF_TOKEN:'${oc.env:OF_A_TEST}',ALSO:'${rollout.environment.HF_TOKEN}'}",
+        "run.output_dir=${oc.env:OF_A_TEST}/run",
+    )
+    assert str(config.run.output_dir) == f"{VALUE}/run"
+    text = written(config, tmp_path)
+    assert VALUE not in text
+    assert yaml.safe_load(text)["run"]["output_dir"] == "${oc.env:OF_A_TEST}/run"
+    assert from_yaml(tmp_path / "config.yaml") == config
+    assert configured("--config", str(tmp_path / "config.yaml")) == config
+    monkeypatch.delenv("OF_A_TEST")
+    with pytest.raises(ConfigError, match="'OF_A_TEST' not found"):
+        from_yaml(tmp_path / "config.yaml")
+
+
+def test_a_mask_is_no_value(tmp_path: Path) -> None:
+    """Bug: a run that is continued sends `***` to a server, or starts one with it."""
+    config = composed("rollout=server", f"rollout.environment={{HF_TOKEN:{VALUE}}}")
+    written(config, tmp_path)
+    again = ("--config", str(tmp_path / "config.yaml"))
+    with pytest.raises(ConfigError) as caught:
+        configured(*again)
+    assert str(caught.value) == (
+        "rollout.environment.HF_TOKEN=***: a secret that was masked when the file was written; write "
+        "rollout.environment.HF_TOKEN=VALUE, or rollout.environment.HF_TOKEN='${oc.env:NAME}' to have it read from the "
+        "environment, which is kept as it is"
+    )
+    assert configured(*again, f"rollout.environment.HF_TOKEN={VALUE}") == config
+    assert from_yaml(tmp_path / "config.yaml").student == config.student, "for tools, which start no server"
+
+
+@pytest.mark.parametrize("error", [RolloutError, RuntimeError], ids=["known", "any"])
+def test_error_lines_have_none(error: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
+    """An address, a server's command line, the end of its log."""
+
+    def failing(config: RunConfig) -> None:
+        failure = error(f"https://me:{VALUE}@example.org died (--api-key {VALUE}, HF_TOKEN={VALUE})")
+        failure.add_note(f"401 for token {VALUE}")
+        raise failure
+
+    with command_line(STARTED), pytest.raises(SystemExit):
+        main(failing, config_dir=CONFIGS, config_name=ON_POLICY)
+    said = capsys.readouterr().err
+    assert VALUE not in said
+    assert f"https://{MASK}@example.org died (--api-key {MASK}, HF_TOKEN={MASK})" in said
+
+
+def test_a_refused_value_has_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with command_line((*STARTED, "rollout.concurrency=0")), pytest.raises(SystemExit):
+        main(lambda _: None, config_dir=CONFIGS, config_name=ON_POLICY)
+    with command_line((*STARTED, f"rollout.urls=https://me:{VALUE}@example.org")), pytest.raises(SystemExit):
+        main(lambda _: None, config_dir=CONFIGS, config_name=ON_POLICY)
+    said = capsys.readouterr().err
+    assert "rollout.concurrency=0" in said
+    assert "rollout.urls" in said
+    assert VALUE not in said
+
+
+def test_warnings_and_phases_have_none(tmp_path: Path) -> None:
+    composed(*STARTED)
+    heard: list[str] = []
+
+    class Ear(JsonlLogger):
+        def warn(self, message: str) -> None:
+            heard.append(message)
+
+        phase = warn
+
+    with Loggers([Ear(tmp_path / "metrics.jsonl")]) as loggers:
+        loggers.warn(f"no answer with {VALUE}")
+        loggers.phase(f"asking https://{VALUE}@example.org")
+    assert heard == [f"no answer with {MASK}", f"asking https://{MASK}@example.org"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://user:pass@host:1/x", f"http://{MASK}@host:1/x"),
+        ("http://host/x?access_token=abc&n=1#top", f"http://host/x?access_token={MASK}&n=1#top"),
+        ("see me@example.org, not https://example.org/@me", "see me@example.org, not https://example.org/@me"),
+        ("https://h/x?tokenizer=a&keys=2", "https://h/x?tokenizer=a&keys=2"),
+    ],
+)
+def test_credentials_in_addresses(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
