@@ -155,9 +155,9 @@ def resolve_layout(key: str, num_ranks: int, num_nodes: int = 1, *, tp: int, cp:
 
 def nearest(num_ranks: int, tp: int, cp: int) -> dict[str, int]:
     """Largest degrees up to those wished for whose product divides the ranks; cp gives way to tp."""
-    smaller_tp = max(degree for degree in range(1, tp + 1) if num_ranks % degree == 0)
+    smaller_tp = max(degree for degree in range(1, min(tp, num_ranks) + 1) if num_ranks % degree == 0)
     rest = num_ranks // smaller_tp
-    smaller_cp = max(degree for degree in range(1, cp + 1) if rest % degree == 0)
+    smaller_cp = max(degree for degree in range(1, min(cp, rest) + 1) if rest % degree == 0)
     return {"tp": smaller_tp, "cp": smaller_cp}
 
 

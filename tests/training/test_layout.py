@@ -147,6 +147,13 @@ def test_teacher_ranks_are_of_separate_teachers() -> None:
 # Layout
 
 
+@pytest.mark.timeout(60)
+def test_absurd_degrees_are_refused_at_once() -> None:
+    """Bug: what would work instead is looked for among all numbers up to the one that was asked for."""
+    with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=1"):
+        resolve_layout("student", 4, tp=10**18, cp=10**18)
+
+
 def test_data_parallel_is_what_is_left() -> None:
     assert resolve_layout("student", 16, tp=4, cp=2) == Layout(dp=2, cp=2, tp=4)
     assert resolve_layout("student", 3, tp=1, cp=1) == Layout(3)

@@ -1,12 +1,12 @@
 """What a server said to a request, and whether it can be used."""
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nemo_opd.rollout.base import Completion, FinishReason, Request
+from nemo_opd.rollout.users_code import is_finite, shown
 
 ROUNDING = 1e-3
 """By which a log-probability may be above 0: servers compute them in 32 bits."""
@@ -58,7 +58,7 @@ class Expected:
         if len(ids) > max_new_tokens:
             raise UnusableError(f"it has {len(ids)} tokens where at most {max_new_tokens} were asked for")
         if wrong := [each for each in ids if not 0 <= each < self.vocab_size]:
-            raise UnusableError(f"token id {wrong[0]} is outside the vocabulary of {self.vocab_size}")
+            raise UnusableError(f"token id {shown(wrong[0])} is outside the vocabulary of {self.vocab_size}")
         if any(each in self.end_ids for each in ids[:-1]):
             raise UnusableError("it goes on after a token that ends the turn")
         return ids
@@ -80,6 +80,6 @@ def checked_logprobs(logprobs: object, count: int) -> NDArray[np.float32]:
         raise UnusableError("it has no log-probabilities of its tokens")
     if len(logprobs) != count:
         raise UnusableError(f"it has {count} tokens and {len(logprobs)} log-probabilities")
-    if wrong := [each for each in logprobs if not math.isfinite(each) or each > ROUNDING]:
-        raise UnusableError(f"{wrong[0]} is no log-probability")
+    if wrong := [each for each in logprobs if not is_finite(each) or each > ROUNDING]:
+        raise UnusableError(f"{shown(wrong[0])} is no log-probability")
     return np.array(logprobs, np.float32)

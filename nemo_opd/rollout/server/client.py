@@ -11,7 +11,8 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.server.answer import UnusableError
-from nemo_opd.rollout.server.http import SHOWN, described
+from nemo_opd.rollout.server.body import asked
+from nemo_opd.rollout.server.http import described
 
 WATCH_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 4.0
@@ -64,8 +65,8 @@ class Client:
             asyncio.TaskGroup() as group,
         ):
             watch = group.create_task(watched(check))
-            asked = [group.create_task(self._one(http, turn, i, body, read, check)) for i, body in enumerate(bodies)]
-            completions = await asyncio.gather(*asked)
+            tries = [group.create_task(self._one(http, turn, i, body, read, check)) for i, body in enumerate(bodies)]
+            completions = await asyncio.gather(*tries)
             watch.cancel()
         return completions
 
@@ -97,17 +98,17 @@ class Client:
     async def _try(self, http: httpx2.AsyncClient, number: int, body: Body, read: Read) -> Completion:
         try:
             async with asyncio.timeout(self.timeout_s):
-                response = await http.post(self.url, json=body)
+                reply = await asked(http, "POST", self.url, body)
         except TimeoutError as error:
             raise UnusableError(f"no answer in {self.timeout_s:g} s (rollout.request_timeout_s)") from error
-        if not response.is_success:
-            said = f"status {response.status_code}: {response.text[:SHOWN]}"
-            is_final = response.status_code < 500 and response.status_code not in TRY_AGAIN
+        if not reply.is_success:
+            said = f"status {reply.status}: {reply.start}"
+            is_final = reply.status < 500 and reply.status not in TRY_AGAIN
             raise FinalError(said) if is_final else UnusableError(said)
         try:
-            return read(number, response.json())
+            return read(number, reply.json())
         except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
-            raise UnusableError(f"an answer of another form: {response.text[:SHOWN]}") from error
+            raise UnusableError(f"an answer of another form: {reply.start}") from error
 
 
 def counting(read: Read, work: Work) -> Read:

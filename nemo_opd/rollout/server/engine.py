@@ -137,7 +137,8 @@ class ServerEngine(Engine):
         folder = folder.resolve()
         # Some servers die of a folder they cannot read.
         self._check_same_model(ModelFolder.read(folder).shapes, folder)
-        with self._turn, self._http() as http:
+        with self._turn:
+            http = self._http()
             name = self._loaded(http, self._terms.model, str(folder), version)
             self._terms, self._version = replace(self._terms, model=name), version
 
@@ -158,8 +159,8 @@ class ServerEngine(Engine):
         except (OSError, SafetensorError):
             return False
         self._check_same_model(shapes, "the student's process")
-        with self._turn, self._replacing(version), self._http() as http:
-            is_taken = self._program.load_files(http, [file.path], version)
+        with self._turn, self._replacing(version):
+            is_taken = self._program.load_files(self._http(), [file.path], version)
             if is_taken:
                 self._version = version
         return is_taken
@@ -209,16 +210,16 @@ class ServerEngine(Engine):
 
     def _first_name(self, model: str) -> str:
         """Wait for the server, see to it that it has the model, and return the name it gives it."""
-        with self._http() as http:
-            self._wait(http)
-            served = self._program.served(http)
-            if not self._is_foreign:
-                name, is_loaded = self._program.name(model), served is not None
-            else:
-                # What it was started with is not known; what it loads now is.
-                name = model if served is None else named(served, model, self._url)
-                is_loaded = self._first is None
-            return name if is_loaded else self._loaded(http, name, model, self._version)
+        http = self._http()
+        self._wait(http)
+        served = self._program.served(http)
+        if not self._is_foreign:
+            name, is_loaded = self._program.name(model), served is not None
+        else:
+            # What it was started with is not known; what it loads now is.
+            name = model if served is None else named(served, model, self._url)
+            is_loaded = self._first is None
+        return name if is_loaded else self._loaded(http, name, model, self._version)
 
     def _wait(self, http: Http) -> None:
         deadline = time.monotonic() + (LOOK_S if self._is_foreign else self._settings.start_timeout_s)

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
@@ -114,8 +115,11 @@ class Program(Protocol):
 
 def openai_models(http: Http) -> dict[str, str]:
     """What `/v1/models` lists."""
-    listed = http.get("/v1/models").get("data", [])
-    return {each["id"]: each.get("root") or each["id"] for each in listed}
+    try:
+        listed = http.get("/v1/models").get("data", [])
+        return {str(each["id"]): str(each.get("root") or each["id"]) for each in listed}
+    except (AttributeError, KeyError, TypeError) as error:
+        raise RolloutError(f"{http.url}/v1/models does not list models as OpenAI's does; give another url") from error
 
 
 def short_seed(seed: int) -> int:

@@ -9,6 +9,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer, UnusableError
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
+from nemo_opd.rollout.users_code import shown
 
 NAME = "student"
 
@@ -100,6 +101,7 @@ class SGLang(Program):
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
         said = http.post("/update_weights_from_disk", body) or {}
-        if not said.get("success"):
-            raise RolloutError(f"{http.url} did not take the weights in {folder}: {said.get('message')}")
+        if not isinstance(said, dict) or not said.get("success"):
+            reason = said.get("message") if isinstance(said, dict) else shown(said)
+            raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
         return name

@@ -10,6 +10,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms
+from nemo_opd.rollout.users_code import shown
 
 APP = "nemo_opd.rollout.server.transformers_app"
 
@@ -71,8 +72,18 @@ class Transformers(Program):
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         http.post("/reset")
         # A stream of events, the last of which says how it went.
-        events = str(http.post("/load_model", {"model": str(folder)})).split("data: ")
-        said = json.loads(events[-1]) if len(events) > 1 else {}
+        said = last_event(str(http.post("/load_model", {"model": str(folder)})))
         if said.get("status") != "ready":
-            raise RolloutError(f"{http.url} did not take the weights in {folder}: {said.get('message') or said}")
+            reason = said.get("message") or shown(said)
+            raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
         return str(folder)
+
+
+def last_event(stream: str) -> Json:
+    """Of a stream of events, each an object; empty where it is none."""
+    _, *events = stream.split("data: ")
+    try:
+        said = json.loads(events[-1]) if events else {}
+    except (ValueError, RecursionError):
+        return {}
+    return said if isinstance(said, dict) else {}
