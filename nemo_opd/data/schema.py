@@ -104,12 +104,12 @@ SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
 
 
 def plain(schema: pa.Schema) -> pa.Schema:
-    """Return the schema with encodings of text as text, which the loader makes of them."""
+    """Return the schema with text in place of its encodings, as the loader reads it, and of null."""
 
     def of(dtype: pa.DataType) -> pa.DataType:
         if is_encoded(dtype):
             return dtype.value_type if pa.types.is_dictionary(dtype) else pa.string()
-        return dtype
+        return pa.string() if pa.types.is_null(dtype) else dtype
 
     return pa.schema([(field.name, of(field.type)) for field in schema])
 
