@@ -70,9 +70,7 @@ def run_settings_with_hydra(
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:
-    data = plain(cfg)
-    require_values(data)
-    return validated(data, model)
+    return validated(plain(cfg), model)
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -86,6 +84,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'}: {reason}; correct the reference") from error
     assert isinstance(data, dict)
+    require_values(data)
     return {str(key): value for key, value in data.items()}
 
 
