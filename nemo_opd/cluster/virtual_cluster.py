@@ -31,6 +31,8 @@ SYSTEM = {
     "prestart_worker_first_driver": False,
     # Ray lowers the priority of workers in favour of its own processes, and so of whatever else runs on the machine.
     "worker_niceness": 0,
+    # No record of each call, which a dashboard would show: there is none, and Ray's store would grow for a whole run.
+    "task_events_report_interval_ms": 0,
 }
 STARTS = 2
 """Tries to start a local cluster: Ray itself waits for half a minute, which is too short on a very busy machine."""

@@ -18,7 +18,12 @@ from nemo_opd.training.memory import Machine, Situation, settle_memory
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import check_users_code, load_prompts
 from nemo_opd.training.room import require_room_to_save
-from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, resolve_output_dir
+from nemo_opd.training.run_directory import (
+    checkpoints_of,
+    progress_to_resume,
+    require_not_beyond,
+    resolve_output_dir,
+)
 from nemo_opd.training.side import load_side
 from nemo_opd.training.sides import plan_teacher, require_templates
 from nemo_opd.training.survey import survey
@@ -67,6 +72,9 @@ def preflight(config: RunConfig) -> Plan:
     deliveries = plan_deliveries(config, placement, (student_layout, teacher_layouts), teachers, lengths=found.widths)
     sequences = 1 if config.rollout is None else config.rollout.n
     steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
+    total_steps = config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch
+    if resumed is not None:
+        require_not_beyond(resumed.progress.step, total_steps, output_dir)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
     situation = Situation.of(
         config,
@@ -100,6 +108,6 @@ def preflight(config: RunConfig) -> Plan:
         survey=found,
         warnings=tuple(warnings),
         steps_per_epoch=steps_per_epoch,
-        total_steps=config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch,
+        total_steps=total_steps,
         memory=memory,
     )

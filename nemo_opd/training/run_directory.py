@@ -48,6 +48,15 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
     return None
 
 
+def require_not_beyond(step: int, total_steps: int, output_dir: Path) -> None:
+    """Raise ConfigError where a run is continued that has made more steps than it is to have."""
+    if step > total_steps:
+        raise ConfigError(
+            f"run.output_dir={output_dir} is at step {step} and this run ends at {total_steps}; raise train.max_steps "
+            "or train.epochs to continue it, or start anew with another run.output_dir"
+        )
+
+
 def default_output_dir(name: str) -> Path:
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = Path("outputs") / name / stamp

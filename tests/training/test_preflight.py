@@ -20,6 +20,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
@@ -91,6 +93,19 @@ def test_a_given_directory_is_used_as_it_is(configure: Configure, tmp_path: Path
     fresh = tmp_path / "a" / "b"
     assert preflight(configure(f"run.output_dir={fresh}", "run.resume=auto")).output_dir == fresh
     assert not fresh.parent.exists()
+
+
+def test_a_run_is_not_continued_beyond_its_end(configure: Configure, tmp_path: Path) -> None:
+    """Bug: nothing is trained and nothing exported, and the run asks to be continued as it was."""
+    config = configure(f"run.output_dir={tmp_path}", "run.resume=auto", "train.max_steps=3")
+    checkpoints = CheckpointManager(tmp_path / "checkpoints", keep_last=2)
+    with checkpoints.writing(Progress(step=3, loader={}, settings=identity(config))):
+        pass
+    assert preflight(config).progress is not None, "its model and report are made again"
+    with checkpoints.writing(Progress(step=4, loader={}, settings=identity(config))):
+        pass
+    with pytest.raises(ConfigError, match=r"is at step 4 and this run ends at 3; raise train\.max_steps"):
+        preflight(config)
 
 
 # Devices and ranks
