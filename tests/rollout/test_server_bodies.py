@@ -6,6 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from http.client import parse_headers
 
 import numpy as np
 import pytest
@@ -39,12 +40,20 @@ def server(answer: Answers) -> Iterator[str]:
 
         def one(connection: socket.socket) -> None:
             with connection, suppress(OSError):
-                connection.recv(1 << 16)
+                receive_whole(connection)
                 answer(connection)
 
         threading.Thread(target=serve, daemon=True).start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def receive_whole(connection: socket.socket) -> None:
+    """Read a request to its end: a connection that is closed before may lose its answer."""
+    with connection.makefile("rb") as request:
+        request.readline()
+        headers = parse_headers(request)
+        request.read(int(headers.get("Content-Length", 0)))
 
 
 def says(content: str | bytes, *headers: bytes) -> Answers:

@@ -111,8 +111,7 @@ def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Pat
     assert isinstance(engine, ServerEngine)
     before = weight_version(engine.url)
 
-    with engine._http() as http:
-        assert not VLLM().load_files(http, [str(tmp_path / "none")], 9)
+    assert not VLLM().load_files(engine._http(), [str(tmp_path / "none")], 9)
 
     assert weight_version(engine.url) == before
     assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
