@@ -1,6 +1,7 @@
 """Where things live on disk that no run directory owns."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from nemo_opd.errors import ConfigError
@@ -12,9 +13,7 @@ def cache_dir(*parts: str) -> Path:
     `$NEMO_OPD_CACHE`, else `$XDG_CACHE_HOME/nemo_opd`, else `~/.cache/nemo_opd`. Raises ConfigError where that is
     impossible.
     """
-    root = os.environ.get("NEMO_OPD_CACHE")
-    base = Path(root) if root else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_opd"
-    path = base.joinpath(*parts)
+    path = cache_root().joinpath(*parts)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -23,3 +22,22 @@ def cache_dir(*parts: str) -> Path:
             "written to"
         ) from error
     return path
+
+
+def cache_root() -> Path:
+    if root := os.environ.get("NEMO_OPD_CACHE"):
+        return Path(root)
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nemo_opd"
+    except RuntimeError as error:  # of a user that the machine does not know, as in containers
+        raise ConfigError("there is no home folder for the cache; set $NEMO_OPD_CACHE to a folder") from error
+
+
+def keep_compiled_code_private() -> None:
+    """Let PyTorch keep what it compiles in the cache folder; to be called before it is imported.
+
+    Its own choice is a folder in /tmp that another user may have made first, and what lies there is executed. It stays
+    where there is no cache folder; `$TORCHINDUCTOR_CACHE_DIR` goes before both.
+    """
+    with suppress(ConfigError):
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-_jit = numba.njit(cache=True, nogil=True)
+from nemo_opd.alignment.compiled import jit
 
 TEXT = -1
 """The class of a token that stands for bytes; any other stands outside the text and is a barrier."""
@@ -55,7 +54,7 @@ class Chunks(NamedTuple):
     digit: Flags
 
 
-@_jit
+@jit
 def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
     """The spelling of ids [S], all of them inside the table."""
     classes, offsets, buffer = table
@@ -71,7 +70,7 @@ def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
     return Spelling(data, edges, classes[ids])
 
 
-@_jit
+@jit
 def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: Flags) -> Chunks:
     """The chunks of two sequences whose bytes are equal in `runs` (as `equal_runs` gives them).
 
@@ -94,7 +93,7 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
     )
 
 
-@_jit
+@jit
 def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
     """[N, 3]: tokens before a common cut on either side, without barriers that stand at it, and its run."""
     cuts = np.empty((len(s_edges) + len(t_edges), 3), np.int64)
@@ -114,7 +113,7 @@ def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: ND
     return cuts[:count]
 
 
-@_jit
+@jit
 def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
     """The first edge from i on that is at or after a position inside the stream."""
     while edges[i] < position:
@@ -122,7 +121,7 @@ def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
     return i
 
 
-@_jit
+@jit
 def _between(
     cuts: NDArray[np.int64], s_classes: Ints, t_classes: Ints, matches: Flags
 ) -> tuple[Ints, NDArray[np.int8]]:
@@ -149,7 +148,7 @@ def _between(
     return bounds[:count], kinds[:count]
 
 
-@_jit
+@jit
 def _first_text(classes: Ints, i: int) -> int:
     """The first token from i on that is no barrier."""
     while i < len(classes) and classes[i] != TEXT:
@@ -157,7 +156,7 @@ def _first_text(classes: Ints, i: int) -> int:
     return i
 
 
-@_jit
+@jit
 def _only_text(classes: Ints, start: int, stop: int) -> bool:
     """There are tokens in [start, stop), and no barrier among them."""
     for i in range(start, stop):
@@ -166,7 +165,7 @@ def _only_text(classes: Ints, start: int, stop: int) -> bool:
     return start < stop
 
 
-@_jit
+@jit
 def _chunk_ids(bounds: Ints, length: int) -> Ints:
     """[length]: the chunk of each token, −1 for none."""
     chunk_id = np.full(length, -1, np.int32)
@@ -176,7 +175,7 @@ def _chunk_ids(bounds: Ints, length: int) -> Ints:
     return chunk_id
 
 
-@_jit
+@jit
 def _byte_flags(bounds: Ints, kinds: NDArray[np.int8], student: Spelling) -> tuple[Flags, Flags]:
     """Exact chunks of ASCII white space [C] and of ASCII digits [C]."""
     whitespace, digit = np.zeros(len(bounds), np.bool_), np.zeros(len(bounds), np.bool_)

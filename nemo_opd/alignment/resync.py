@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-_jit = numba.njit(cache=True, nogil=True)
+from nemo_opd.alignment.compiled import jit
 
 ANCHOR = 16
 """Bytes of a window; an equal run as long as this is no accident where neither stream has it twice."""
@@ -55,7 +54,7 @@ class _Block(NamedTuple):
     """The cell where the best path ends, and whether it ends in a run."""
 
 
-@_jit
+@jit
 def equal_runs(a: Bytes, b: Bytes) -> NDArray[np.int64]:
     """Runs [R, 3] of equal bytes: start in a, start in b, length; increasing and disjoint in both streams.
 
@@ -75,7 +74,7 @@ def equal_runs(a: Bytes, b: Bytes) -> NDArray[np.int64]:
     return np.array(runs, np.int64)
 
 
-@_jit
+@jit
 def _equal_ahead(a: Bytes, i: int, b: Bytes, j: int) -> int:
     """Equal bytes from i, j on."""
     limit = min(len(a) - i, len(b) - j)
@@ -85,7 +84,7 @@ def _equal_ahead(a: Bytes, i: int, b: Bytes, j: int) -> int:
     return n
 
 
-@_jit
+@jit
 def _append(runs: Runs, i: int, j: int, length: int) -> None:
     start, other, before = runs[-1]
     if start + before == i and other + before == j:
@@ -94,7 +93,7 @@ def _append(runs: Runs, i: int, j: int, length: int) -> None:
         runs.append((i, j, length))
 
 
-@_jit
+@jit
 def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
     """A stream that ends inside a character of the other was cut there; else both end differently."""
     i, j, length = runs[-1]
@@ -105,13 +104,13 @@ def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
         runs.append((len(a), len(b), 0))
 
 
-@_jit
+@jit
 def _continues(data: Bytes, at: int) -> bool:
     """The byte at `at` continues a UTF-8 character."""
     return at < len(data) and data[at] & 0xC0 == 0x80
 
 
-@_jit
+@jit
 def _whole(a: Bytes, i: int, b: Bytes, j: int) -> int:
     """Equal bytes from i, j on, without those of a last character that goes on differently."""
     n = _equal_ahead(a, i, b, j)
@@ -123,7 +122,7 @@ def _whole(a: Bytes, i: int, b: Bytes, j: int) -> int:
     return max(kept - 1, 0)
 
 
-@_jit
+@jit
 def _inside_character(data: Bytes, at: int) -> int:
     """Bytes from `at` to the next character."""
     n = 0
@@ -132,7 +131,7 @@ def _inside_character(data: Bytes, at: int) -> int:
     return n
 
 
-@_jit
+@jit
 def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
     """The longest run of whole characters around an equal window at i, j, after the run `last`; empty inside it."""
     a_floor, b_floor = last[0] + last[2], last[1] + last[2]
@@ -144,7 +143,7 @@ def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> t
     return i + skipped, j + skipped, _whole(a, i + skipped, b, j + skipped)
 
 
-@_jit
+@jit
 def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
     """[N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
     size = 1
@@ -163,7 +162,7 @@ def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
     return _longest_increasing(pairs[:count])
 
 
-@_jit
+@jit
 def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
     """Starts of the windows that their own hash selects, a quarter of all, and their slots in a table of `size`."""
     starts = np.empty(max(len(data) - start, 0), np.int32)
@@ -183,7 +182,7 @@ def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
     return starts[:count], slots[:count]
 
 
-@_jit
+@jit
 def _owners(starts: Places, slots: Places, size: int) -> Places:
     """[size]: the start of the one window in a slot; −1: none, −2: several."""
     owners = np.full(size, -1, np.int32)
@@ -192,7 +191,7 @@ def _owners(starts: Places, slots: Places, size: int) -> Places:
     return owners
 
 
-@_jit
+@jit
 def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     """Of pairs that increase in the first number, the longest selection that increases in the second too (patience)."""
     ends = np.empty(len(pairs), np.int64)
@@ -217,7 +216,7 @@ def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
     return chosen
 
 
-@_jit
+@jit
 def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool) -> None:
     """Append the runs between the last one and a_stop, b_stop. `joined`: these two places belong together."""
     i, j = runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]
@@ -236,7 +235,7 @@ def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool
         i, j = left.edges[x], right.edges[y]
 
 
-@_jit
+@jit
 def _characters(data: Bytes, start: int, stop: int) -> _Characters:
     """The first characters of data[start:stop], a block of them at most."""
     codes = np.empty(min(stop - start, BLOCK), np.uint32)
@@ -256,13 +255,13 @@ def _characters(data: Bytes, start: int, stop: int) -> _Characters:
     return _Characters(codes[:count], shifts[:count], edges[: count + 1])
 
 
-@_jit
+@jit
 def _is_mark(code: int) -> bool:
     """The UTF-8 of a character that composes with the one before: U+0300-036F, U+1160-11FF, U+3099 and U+309A."""
     return 0xCC80 <= code <= 0xCDAF or 0xE185A0 <= code <= 0xE187BF or 0xE38299 <= code <= 0xE3829A
 
 
-@_jit
+@jit
 def _width(data: Bytes, at: int, stop: int) -> int:
     """Bytes of the UTF-8 character at `at`; 1 where there is none."""
     lead = data[at]
@@ -275,7 +274,7 @@ def _width(data: Bytes, at: int, stop: int) -> int:
     return width
 
 
-@_jit
+@jit
 def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: bool) -> _Block:
     """The dynamic program: `run` is the best score of a path to a cell whose last characters match, `gap` of any path.
 
@@ -318,7 +317,7 @@ def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: boo
     return _Block(moves, end)
 
 
-@_jit
+@jit
 def _commit(
     left: _Characters, right: _Characters, block: _Block, kept: tuple[int, int], runs: Runs
 ) -> tuple[int, int, bool]:
@@ -338,7 +337,7 @@ def _commit(
     return reached
 
 
-@_jit
+@jit
 def _step_back(moves: NDArray[np.int8], x: int, y: int, in_run: bool) -> tuple[int, int, bool, bool]:
     """The cell before, whether the path is in a run there, and whether the step matched two characters."""
     move = moves[x, y]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from nemo_opd.errors import ClusterError
+
 PREFIX = "opd_"
 LOCK = "owner.lock"
 
@@ -19,9 +21,18 @@ class SessionFolder:
     """
 
     def __init__(self, root: Path = Path("/tmp")) -> None:
-        """Under /tmp and not `$TMPDIR`, because the paths of sockets are limited to 107 bytes."""
+        """Under /tmp and not `$TMPDIR`, because the paths of sockets are limited to 107 bytes.
+
+        Raises ClusterError where it cannot be made.
+        """
         remove_abandoned(root)
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+        except OSError as error:
+            raise ClusterError(
+                f"Ray needs a folder for its sockets under {root}, which cannot be made ({error.strerror}); make it "
+                "writable, or start Ray elsewhere with `ray start --head` and give cluster.address"
+            ) from error
         unnamed = self.path / f"{LOCK}.new"
         self._lock = unnamed.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -44,7 +55,7 @@ class SessionFolder:
 
     def close(self) -> None:
         """Remove the folder; may be called again."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove(self.path)
         self._lock.close()
 
 
@@ -53,4 +64,14 @@ def remove_abandoned(root: Path) -> None:
     for file in root.glob(f"{PREFIX}*/{LOCK}"):
         with suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(file.parent, ignore_errors=True)
+            remove(file.parent)
+
+
+def remove(folder: Path) -> None:
+    """Remove a session folder, its lock last: what a process that is ending puts back is left to the next run."""
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if path.name != LOCK:
+                shutil.rmtree(path, ignore_errors=True)
+        if [path.name for path in folder.iterdir()] == [LOCK]:
+            shutil.rmtree(folder)

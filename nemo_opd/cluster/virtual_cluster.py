@@ -131,6 +131,8 @@ class VirtualCluster:
             try:
                 self._start_once()
                 return
+            except ClusterError:
+                raise
             except Exception as error:  # Ray raises nothing more special
                 self.close()
                 if start == STARTS:

@@ -17,6 +17,7 @@ from nemo_opd.config.secrets import without_secrets
 from nemo_opd.disk import OF_THE_DISK, refusal
 from nemo_opd.errors import OPDError
 from nemo_opd.logging.busy import busy
+from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import hide_library_bars
 from nemo_opd.training.interrupt import interruptible
 
@@ -32,6 +33,7 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
     """As `main`, for a command with settings of its own."""
     hide_library_bars()
+    keep_compiled_code_private()
     with standard_streams(), interruptible():
         try:
             run_settings_with_hydra(
@@ -53,10 +55,11 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Inside, characters that stdout and stderr cannot encode are replaced.
+    """Inside, all three are there, and characters that stdout and stderr cannot encode are replaced.
 
     Text that cannot be delivered, to a closed pipe or a full disk, does not change the exit status.
     """
+    open_closed_streams()
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     for stream in streams:
         stream.reconfigure(errors="replace")
@@ -65,6 +68,15 @@ def standard_streams() -> Iterator[None]:
     finally:
         for stream in streams:
             discard_undelivered(stream)
+
+
+def open_closed_streams() -> None:
+    """Let what the caller has closed lead to /dev/null, also for processes that are started later."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115 — it takes the number of the closed stream, and stays
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
 
 
 def discard_undelivered(stream: io.TextIOWrapper) -> None:

@@ -1,8 +1,12 @@
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-from nemo_opd.cluster.session_folder import SessionFolder, remove_abandoned
+import pytest
+
+from nemo_opd.cluster.session_folder import LOCK, SessionFolder, remove_abandoned
+from nemo_opd.errors import ClusterError
 
 
 def test_folder_is_removed_when_closed(tmp_path: Path) -> None:
@@ -30,3 +34,23 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
     remove_abandoned(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([ours.path, foreign])
     ours.close()
+
+
+def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: without its lock, what was left of a folder stayed for ever."""
+    folder = SessionFolder(tmp_path)
+    (folder.path / "ray").mkdir()
+    with monkeypatch.context() as removing:
+        removing.setattr(shutil, "rmtree", lambda path, **_: None)
+        folder.close()
+    assert (folder.path / LOCK).exists()
+
+    remove_abandoned(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match=r"Ray needs a folder for its sockets under .*none, which cannot be made"):
+        SessionFolder(tmp_path / "none")
