@@ -16,7 +16,7 @@ from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.formats import amount, clock, figure
 from nemo_opd.logging.step_time import shares, step_parts
 from nemo_opd.logging.tables import closing_table, header, score_table
-from nemo_opd.logging.ticker import Ticker
+from nemo_opd.logging.ticker import EARLY, Ticker
 from nemo_opd.logging.work_line import WorkLine, work_line
 from nemo_opd.progress import Work, current
 
@@ -142,6 +142,11 @@ class Progression:
         self.tokens += values.get("train/student_tokens", 0.0)
 
     @property
+    def step_s(self) -> float:
+        """Seconds a step takes of late; 0 before the second."""
+        return self._step_s or 0.0
+
+    @property
     def elapsed_s(self) -> float:
         return time.monotonic() - self._start
 
@@ -244,7 +249,8 @@ class ConsoleLogger(Logger):
                 self._print(self._step_time.line())
 
     def _is_due(self, step: int, values: Mapping[str, float]) -> bool:
-        waited = time.monotonic() - self._printed >= self._settings.interval_s
+        # early enough that the next step's line need not be waited for in silence
+        waited = time.monotonic() - self._printed >= EARLY * self._settings.interval_s - self._progression.step_s
         return waited or step == self._run.total_steps or "val/loss" in values
 
     def _update_live(self, values: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ import io
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -91,6 +92,21 @@ def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> 
     assert all("  left " in line for line in lines if "  grad " in line)
     assert validated == ["0", "10", "20"]
     assert sum(line.startswith("step") for line in shown(Console(file=io.StringIO()), interval_s=0).splitlines()) == 23
+
+
+def test_a_line_comes_before_the_wait_for_the_next_step_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: most steps' lines came just behind one that only said that a step was being made."""
+    now = [0.0]
+    monkeypatch.setattr("nemo_opd.logging.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+    console = Console(file=io.StringIO(), width=80)
+    logger = ConsoleLogger(ConsoleSettings(interval_s=10), console)
+    logger.start(summary(Path("/outputs/demo")), 0)
+    for step in range(1, 20):
+        now[0] += 2.5
+        logger.log(step, record(step))
+    logger.close()
+    lines = [line for line in console.file.getvalue().splitlines() if line.startswith("step")]
+    assert [line.split("/")[0].split()[-1] for line in lines] == ["1", "4", "7", "10", "13", "16", "19"]
 
 
 def test_where_the_time_goes_is_said_once_and_again_when_it_moved() -> None:
