@@ -84,10 +84,13 @@ def current() -> Work | None:
     return next((work for work in newest_first if work.total is not None), newest_first[0] if newest_first else None)
 
 
-def hide_library_bars() -> None:
-    """Switch off the progress bars of libraries that are imported afterwards, here and in processes started here.
+def quiet_libraries() -> None:
+    """Switch off the progress bars and stack dumps of libraries that are imported afterwards, here and in processes
+    started here.
 
     A variable that the user has set stays.
     """
     for name in BARS:
         os.environ.setdefault(name, "1")
+    # Below errors, such as those that it raises too: PyTorch prints a C++ stack when a connection is lost.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

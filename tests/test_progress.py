@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from nemo_opd import progress
-from nemo_opd.progress import BARS, current, hide_library_bars, tracked, working
+from nemo_opd.progress import BARS, current, quiet_libraries, tracked, working
 from tests.waiting import wait_until
 
 
@@ -70,5 +70,5 @@ def test_bars_of_libraries_are_off_unless_the_user_wants_them(monkeypatch: pytes
     for name in BARS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(BARS[0], "0")
-    hide_library_bars()
+    quiet_libraries()
     assert [os.environ[name] for name in BARS] == ["0", "1", "1"]

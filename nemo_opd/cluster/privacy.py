@@ -4,7 +4,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 from ray._private import ray_constants
 from ray._raylet import AuthenticationTokenLoader, Config, GcsClient  # type: ignore[attr-defined]
@@ -25,14 +24,16 @@ def private_start() -> Iterator[None]:
     RAY_AUTH_MODE=disabled is the user's word.
     """
     before = {name: os.environ.get(name) for name in VARIABLES}
+    is_for_several = ray_constants.ENABLE_RAY_CLUSTER
     if not before[TOKEN] and not before[TOKEN_PATH]:
         os.environ[TOKEN] = secrets.token_hex(32)
     try:
         # Ray takes loopback for a mistake and replaces it by the machine's address, except where clusters of several
         # machines are off, and knows no other way to bind its ports to one address.
-        with mock.patch.object(ray_constants, "ENABLE_RAY_CLUSTER", False):
-            yield
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        yield
     finally:
+        ray_constants.ENABLE_RAY_CLUSTER = is_for_several
         # Ray's processes have it by now; others that this one starts need not know it.
         for name, value in before.items():
             if value is None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import psutil
 import ray
-from ray.exceptions import AuthenticationError
+from ray.exceptions import AuthenticationError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_opd.cluster.nodes import choose_nodes, reserve
@@ -46,8 +46,8 @@ def num_cores() -> int:
 
 
 def probe(address: str) -> None:
-    """Raises at once what Ray itself would try for long: OSError where nothing listens at `host:port`, and
-    AuthenticationError where a cluster there does not accept this process's token.
+    """Raise OSError at once where nothing listens at `host:port`, and where a cluster does but does not accept this
+    process's token, AuthenticationError: Ray itself would try for long. RayError for what is no Ray cluster.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
@@ -119,7 +119,7 @@ class VirtualCluster:
                 "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that the cluster was started "
                 "with"
             ) from error
-        except (OSError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError, RayError) as error:
             raise ClusterError(
                 f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
                 "`ray start --head`, or leave the key out to run on this machine"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
@@ -29,7 +30,7 @@ class Store(Protocol):
 
 
 class Teller:
-    """Writes what this process is doing into the store, in a thread of its own, while it changes."""
+    """Writes what this process is doing into the store, in a thread of its own."""
 
     def __init__(self, connect: Callable[[], Store]) -> None:
         """connect: opens a connection for this thread alone."""
@@ -54,51 +55,71 @@ class Teller:
 
 
 class Watch:
-    """The work of one group as the driver sees it; it is announced here while the group does it."""
+    """The work of one group as the driver sees it; it is announced here while the group does it.
+
+    A thread asks, because a store whose process is stopped never answers, and whoever waits for it hears no signal.
+    """
 
     def __init__(self, group: str, connect: Callable[[], Store | None]) -> None:
-        """connect: the group's store, or None while it is not there yet."""
+        """connect: the group's store, or None while it is not there yet; called from the thread."""
         self._group, self._connect = group, connect
         self._store: Store | None = None
+        self._thread: threading.Thread | None = None
+        self._is_looked_at = False
+        self._told: Work | None = None
         self._shown: Work | None = None
         self._announced = ExitStack()
-        self._is_lost = False
 
     def look(self) -> None:
-        """Show what the group does now. A group that does not answer is not asked again."""
-        if self._is_lost:
-            return
+        """Show what the group was last known to do, without waiting. One that fails to answer is not asked again."""
+        self._is_looked_at = True
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._ask, name=f"progress of {self._group}", daemon=True)
+            self._thread.start()
+        self._show(self._told)
+
+    def _ask(self) -> None:
         try:
-            self._store = self._store or self._connect()
-            told = self._store.get(KEY) if self._store is not None and self._store.check([KEY]) else None
-        except RuntimeError:
-            self._is_lost = True
-            told = None
-        self._show(None if told is None else decoded(told, self._group))
+            while True:
+                if self._is_looked_at:
+                    self._store = self._store or self._connect()
+                    told = self._read(self._store) if self._store is not None else None
+                    self._told = told if self._is_looked_at else None
+                time.sleep(TOLD_EVERY_S)
+        except Exception:  # whatever has failed is for the call to report
+            self._told = None
+
+    def _read(self, store: Store) -> Work | None:
+        return decoded(store.get(KEY), self._group) if store.check([KEY]) else None
 
     def _show(self, work: Work | None) -> None:
         shown = self._shown
         if shown is not None and work is not None and (shown.name, shown.total) == (work.name, work.total):
-            shown.done = work.done
+            shown.done, shown.started = work.done, work.started
             return
-        self.clear()
+        self._hide()
         if work is not None:
             self._announced.enter_context(announced(work))
             self._shown = work
 
-    def clear(self) -> None:
-        """Show nothing of it."""
+    def _hide(self) -> None:
         self._announced.close()
         self._shown = None
 
+    def clear(self) -> None:
+        """Show nothing of it, and do not ask until the next look."""
+        self._is_looked_at, self._told = False, None
+        self._hide()
+
 
 def encoded(work: Work | None) -> str:
-    return json.dumps(None if work is None else [work.name, work.total, work.unit, work.look()])
+    told = None if work is None else [work.name, work.total, work.unit, work.look(), round(work.elapsed_s, 1)]
+    return json.dumps(told)
 
 
 def decoded(told: bytes, group: str) -> Work | None:
     told_work = json.loads(told)
     if told_work is None:
         return None
-    name, total, unit, done = told_work
-    return Work(f"{group}: {name}", total, unit, done)
+    name, total, unit, done, elapsed_s = told_work
+    return Work(f"{group}: {name}", total, unit, done, started=time.monotonic() - elapsed_s)

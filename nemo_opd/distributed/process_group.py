@@ -36,8 +36,9 @@ def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: 
 
 
 def stay_on_this_machine() -> None:
-    """Make this process's gloo groups use loopback, and not the address that others can reach."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    """Make this process's groups use loopback, and not the address that others can reach."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(name, "lo")
 
 
 def leave() -> None:

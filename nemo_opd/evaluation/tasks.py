@@ -100,7 +100,7 @@ def _answers(
     """By the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
     reward.begin()
-    for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers"):
+    for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers", len(prompts) * n):
         answers[rollout.prompt.index].append(Answer(rollout, reward(rollout), reward.vote(rollout)))
     for index, own in answers.items():
         if len(own) != n:

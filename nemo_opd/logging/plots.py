@@ -310,7 +310,7 @@ def _room_for_slow_steps(axes: Axes, steps: Sequence[float], totals: Sequence[fl
     if most <= FLATTENING * usual:
         axes.set_ylim(0, 1.05 * most or 1)
         return
-    top = 1.3 * usual
+    top = 1.3 * usual or most
     axes.set_ylim(0, top)
     for step, total in zip(steps, totals, strict=True):
         if total > top:

@@ -12,18 +12,21 @@ EARLY = 0.9
 class Ticker:
     """Calls `say` before each `interval_s` of silence is over, in a thread of its own, until it is closed.
 
-    Where nobody can read any more it ends itself: what fails is the next to write from the caller's thread.
+    Where nobody can read any more it ends itself, and the next `touch` raises why.
     """
 
     def __init__(self, say: Callable[[], None], interval_s: float) -> None:
         self._say, self._interval_s = say, EARLY * interval_s
         self._closed = threading.Event()
+        self._failure: BaseException | None = None
         self.touch()
         self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
         self._thread.start()
 
     def touch(self) -> None:
-        """Begin the interval anew, because something was said."""
+        """Begin the interval anew, because something is said. Raises what `say` has raised."""
+        if self._failure is not None:
+            raise self._failure
         self._due = time.monotonic() + self._interval_s
 
     def _run(self) -> None:
@@ -34,7 +37,8 @@ class Ticker:
             try:
                 self._say()
             # rich answers a closed pipe by SystemExit
-            except (OSError, ValueError, SystemExit):
+            except (OSError, ValueError, SystemExit) as error:
+                self._failure = error
                 return
 
     def close(self) -> None:

@@ -85,10 +85,10 @@ def check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
     if not isinstance(layers, int) or layers <= SOME_LAYERS or not folder.is_dir():
         return
     tensors = sum(map(num_tensors, safetensors_files(folder)))
-    if 0 < tensors < layers:
+    if layers > (tensors or SOME_LAYERS):
+        most = f"its weights are {tensors} tensors" if tensors else "no model has so many"
         raise ModelError(
-            f"{key}={reference}: its config.json says {layers} layers, but its weights are {tensors} tensors; copy the "
-            "file there again"
+            f"{key}={reference}: its config.json says {layers} layers, but {most}; copy the file there again"
         )
 
 

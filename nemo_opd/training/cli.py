@@ -18,7 +18,7 @@ from nemo_opd.disk import OF_THE_DISK, refusal
 from nemo_opd.errors import OPDError
 from nemo_opd.logging.busy import busy
 from nemo_opd.paths import keep_compiled_code_private
-from nemo_opd.progress import hide_library_bars
+from nemo_opd.progress import quiet_libraries
 from nemo_opd.training.interrupt import interruptible
 
 INTERRUPTED = 130
@@ -32,7 +32,7 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
     """As `main`, for a command with settings of its own."""
-    hide_library_bars()
+    quiet_libraries()
     keep_compiled_code_private()
     with standard_streams(), interruptible():
         try:

@@ -74,7 +74,7 @@ class Session:
             self.lookahead = Lookahead(
                 self.source, self.models, depth=plan.lookahead, steps=range(self.step + 1, plan.total_steps + 1)
             )
-            self.interrupt = stack.enter_context(Interrupt(self.loggers.phase))
+            self.interrupt = stack.enter_context(Interrupt(self.loggers.warn))
             self._stack = stack.pop_all()
         return self
 

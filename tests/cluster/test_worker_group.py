@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from ray.exceptions import RpcError
 
-from nemo_opd.cluster import worker_group
+from nemo_opd.cluster import virtual_cluster, worker_group
 from nemo_opd.cluster.calls import gather
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.virtual_cluster import VirtualCluster
@@ -152,6 +153,17 @@ def test_more_than_the_cluster_has_is_a_cluster_error(cluster: VirtualCluster, m
     monkeypatch.setattr(cluster, "timeout_s", 1.0)
     with pytest.raises(ClusterError, match=r"3 ranks of {'CPU': 2} are not free .* lower cluster.num_nodes"):
         cluster._reserve()
+
+
+def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a traceback where something else listens, as a web server does."""
+
+    def other(address: str) -> None:
+        raise RpcError("Timed out while waiting for GCS to become available")
+
+    monkeypatch.setattr(virtual_cluster, "probe", other)
+    with pytest.raises(ClusterError, match=r"address=127.0.0.1:80: no Ray cluster answers there \(Timed out"):
+        VirtualCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
 
 
 def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:

@@ -1,6 +1,7 @@
 """Catches silence outside a terminal, words after the end, and a thread that outlives what it speaks for."""
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,23 +33,25 @@ def test_it_speaks_until_it_is_closed() -> None:
     assert not ticker._thread.is_alive()
 
 
-def test_a_pipe_that_closes_ends_it_without_a_word() -> None:
-    """Bug: a traceback of a thread in the middle of a run's output."""
+def test_a_pipe_that_closes_ends_it_and_is_told_to_the_caller() -> None:
+    """Bug: a traceback of a thread in the middle of a run's output; or no word of the end of all output."""
 
     def fail() -> None:
         raise BrokenPipeError
 
     ticker = Ticker(fail, 0.01)
     wait_until(lambda: not ticker._thread.is_alive(), "end of the thread", every_s=0.01)
+    with pytest.raises(BrokenPipeError):
+        ticker.touch()
     ticker.close()
 
 
 def test_what_is_said_begins_the_interval_anew() -> None:
     said: list[int] = []
     with Ticker(lambda: said.append(1), 3600) as ticker:
-        before = ticker._due
+        ticker._due = 0.0
         ticker.touch()
-        assert ticker._due >= before
+        assert ticker._due > time.monotonic() + 3000
     assert said == []
 
 

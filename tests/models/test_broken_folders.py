@@ -176,3 +176,11 @@ def test_code_of_a_model_is_neither_run_nor_asked_about(
     rewritten(folder / file, lambda content: content.update(auto_map=maps, **kind))
     assert "(it needs Python code that comes with it, which is never run)" in refusal(folder)
     assert not (folder / "ran").exists()
+
+
+def test_more_layers_than_any_model_has_where_tensors_cannot_be_counted(folder: Path) -> None:
+    """Bug: minutes to build them all, and a kill for memory."""
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+    rewritten(folder / CONFIG, lambda config: config.update(num_hidden_layers=10**6))
+    assert "says 1000000 layers, but no model has so many" in refusal(folder)
