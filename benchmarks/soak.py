@@ -20,7 +20,8 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -62,6 +63,7 @@ LOOK_S = 1.0
 WARM = 0.1
 """Share of the steps after which what a run needs is there."""
 RUN_LIMIT_S = 3600.0
+WHOLE = "whole"
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,9 @@ class Kill:
     problem: str
 
 
-def launch(kind: str, overrides: Sequence[str], output_dir: Path) -> Run:
-    """Start the demo in a process group of its own, with its output in a file beside its directory."""
+@contextmanager
+def launched(kind: str, overrides: Sequence[str], output_dir: Path) -> Iterator[Run]:
+    """The demo in a process group of its own, with its output in a file beside its directory; ended on leaving."""
     mark = uuid.uuid4().hex
     command = [sys.executable, str(ROOT / "examples" / f"run_{kind}_distillation.py")]
     with output_dir.with_suffix(".log").open("a") as log:
@@ -110,7 +113,12 @@ def launch(kind: str, overrides: Sequence[str], output_dir: Path) -> Run:
             text=True,
             start_new_session=True,
         )
-    return Run(process, mark, output_dir)
+    try:
+        yield Run(process, mark, output_dir)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def last_step(output_dir: Path) -> int:
@@ -123,19 +131,20 @@ def last_step(output_dir: Path) -> int:
 
 def long_run(kind: str, steps: int, folder: Path) -> tuple[list[Growth], tuple[float, float]]:
     """The growth of each process, and the MiB of shared memory in use, warm and at the end."""
-    run = launch(kind, [f"train.max_steps={steps}", f"train.save_every={steps // 4}"], folder / f"long_{kind}")
     looks: list[Look] = []
     shared: list[tuple[int, float]] = []
-    while run.process.poll() is None:
-        step = last_step(run.output_dir)
-        found = [look for process in run.processes() if (look := look_at(process, run, step))]
-        # After the last step the driver imports what draws the report.
-        if step and last_step(run.output_dir) < steps:
-            looks += found
-            shared.append((step, shared_memory_mib()))
-        time.sleep(LOOK_S)
-    if run.process.returncode:
-        raise RuntimeError(f"the {kind} run failed; see {run.output_dir.with_suffix('.log').read_text()[-2000:]}")
+    overrides = [f"train.max_steps={steps}", f"train.save_every={steps // 4}"]
+    with launched(kind, overrides, folder / f"long_{kind}") as run:
+        deadline = time.monotonic() + RUN_LIMIT_S
+        while run.process.poll() is None and time.monotonic() < deadline:
+            step = last_step(run.output_dir)
+            found = [look for process in run.processes() if (look := look_at(process, run, step))]
+            # After the last step the driver imports what draws the report.
+            if step and last_step(run.output_dir) < steps:
+                looks += found
+                shared.append((step, shared_memory_mib()))
+            time.sleep(LOOK_S)
+        require_success(kind, run, run.process.poll())
     by_process: dict[str, list[Look]] = defaultdict(list)
     for look in looks:
         by_process[look.process].append(look)
@@ -183,11 +192,12 @@ def shared_memory_mib() -> float:
 def kills(kind: str, number: int, folder: Path) -> list[Kill]:
     """As many runs that are killed and started again, at moments spread over all of a run that is left alone."""
     overrides = ["train.max_steps=12", "train.save_every=4", "run.resume=auto"]
-    alone = launch(kind, overrides, folder / f"alone_{kind}")
-    began = time.monotonic()
-    if alone.process.wait(RUN_LIMIT_S):
-        raise RuntimeError(f"the {kind} run failed; see {alone.output_dir.with_suffix('.log').read_text()[-2000:]}")
+    with launched(kind, overrides, folder / f"alone_{kind}") as alone:
+        began = time.monotonic()
+        require_success(kind, alone, alone.process.wait(RUN_LIMIT_S))
     whole_s, expected = time.monotonic() - began, results(alone.output_dir)
+    if expected["report"] != WHOLE:
+        raise RuntimeError(f"the {kind} run that was left alone has no whole report")
     draw = random.Random(0)
     moments = [(i + draw.random()) / number * whole_s for i in range(number)]
     return [
@@ -197,17 +207,15 @@ def kills(kind: str, number: int, folder: Path) -> list[Kill]:
 
 
 def killed(kind: str, overrides: Sequence[str], at_s: float, expected: dict[str, str], output_dir: Path) -> Kill:
-    first = launch(kind, overrides, output_dir)
-    try:
-        first.process.wait(at_s)
-    except subprocess.TimeoutExpired:
-        first.processes()
-        os.killpg(first.process.pid, signal.SIGKILL)
-        first.process.wait()
+    with launched(kind, overrides, output_dir) as first, suppress(subprocess.TimeoutExpired):
+        try:
+            first.process.wait(at_s)
+        finally:
+            first.processes()
     step, checkpoints = last_step(output_dir), output_dir / "checkpoints"
     had_checkpoint = checkpoints.is_dir() and any(checkpoints.glob("step_*"))
-    second = launch(kind, overrides, output_dir)
-    status = second.process.wait(RUN_LIMIT_S)
+    with launched(kind, overrides, output_dir) as second:
+        status = second.process.wait(RUN_LIMIT_S)
     problems = [f"exit status {status}"] if status else []
     found = results(output_dir) if not status else {}
     problems += [f"{name} differs" for name in expected if found and found.get(name) != expected[name]]
@@ -216,7 +224,7 @@ def killed(kind: str, overrides: Sequence[str], at_s: float, expected: dict[str,
 
 
 def results(output_dir: Path) -> dict[str, str]:
-    """What must be equal: digests of the model's files and of the metrics, without times; that there is a report."""
+    """What must be equal: digests of the model and of the metrics without times; whether the report is whole."""
     found = {
         str(file.relative_to(output_dir)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted((output_dir / "final").glob("*"))
@@ -226,8 +234,16 @@ def results(output_dir: Path) -> dict[str, str]:
         for record in read(output_dir / "metrics.jsonl")
     ]
     found["metrics"] = hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()
-    found["report"] = str((output_dir / "report.html").exists())
+    report = output_dir / "report" / "report.html"
+    is_whole = report.exists() and report.read_text(encoding="utf-8").rstrip().endswith("</html>")
+    found["report"] = WHOLE if is_whole else "cut"
     return found
+
+
+def require_success(kind: str, run: Run, status: int | None) -> None:
+    if status != 0:
+        tail = run.output_dir.with_suffix(".log").read_text()[-2000:]
+        raise RuntimeError(f"the {kind} run did not end well (exit status {status}); its log ends with {tail}")
 
 
 def growth_table(found: Sequence[Growth]) -> list[str]:
