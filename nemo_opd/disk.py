@@ -4,6 +4,7 @@ import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.filesize import decimal
 from nemo_opd.errors import OPDError, StorageError
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
-OF_THE_DISK = FULL | {errno.EIO, errno.EROFS}
+OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 """Never a mistake of the program."""
 ELSEWHERE = "choose another run.output_dir"
 WAYS_OUT = {
@@ -39,7 +40,7 @@ def error_number(error: BaseException | None) -> int | None:
     # torch's writer of archives has an error of its own after one of writing.
     before = None if error is None else error.__cause__ or error.__context__
     number = None if before is None else error_number(before)
-    return number if number in WAYS_OUT else None
+    return number if number in OF_THE_DISK else None
 
 
 @contextmanager
@@ -52,11 +53,12 @@ def storage_errors(
 ) -> Iterator[None]:
     """Raise `kind`, in one sentence about `path`, for an error of the operating system inside.
 
-    needed: bytes in all, where known. instead: what can be done besides. Other errors pass.
+    needed: bytes in all, where known. instead: what can be done besides. Other errors pass, those of a network among
+    them.
     """
     try:
         yield
-    except OPDError:
+    except (OPDError, ConnectionError, TimeoutError):
         raise
     except Exception as error:
         if (number := error_number(error)) is None:
@@ -89,9 +91,12 @@ def room(path: Path, needed: int | None) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what an ordinary user may still write where `path` is or is to be."""
-    return shutil.disk_usage(existing(path)).free
+    """Return what an ordinary user may still write where `path` is or is to be; any number where nothing says so."""
+    usage = shutil.disk_usage(existing(path))
+    return usage.free if usage.total else sys.maxsize
 
 
 def existing(path: Path) -> Path:
-    return next(each for each in (path, *path.absolute().parents) if each.exists())
+    """Return the path, or the nearest folder above it that is there."""
+    # Path.exists raises where a folder above may not be looked into.
+    return next(each for each in (path, *path.absolute().parents) if os.path.exists(each))

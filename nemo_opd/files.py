@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -25,6 +26,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.fsync(file.fileno())
             os.chmod(temporary, umask_mode())
             os.replace(temporary, path)
+            sync(path.parent)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
@@ -80,6 +82,7 @@ def sync(path: Path) -> None:
 
 def umask_mode() -> int:
     """Return the mode that a new file gets."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return 0o666 & ~mask
+    # To ask with os.umask is to set it, also for what other threads write meanwhile.
+    said = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert said is not None
+    return 0o666 & ~int(said.group(1), 8)

@@ -102,6 +102,8 @@ def test_other_errors_pass(tmp_path: Path) -> None:
             raise error
     with pytest.raises(ValueError, match="a bug"), storage_errors(tmp_path):
         raise_while_handling(FileNotFoundError(errno.ENOENT, "absent"), ValueError("a bug"))
+    with pytest.raises(RuntimeError, match="no memory"), storage_errors(tmp_path):
+        raise_while_handling(PermissionError(errno.EACCES, "denied"), RuntimeError("no memory"))
 
 
 def raise_while_handling(first: Exception, second: Exception) -> None:
@@ -109,6 +111,17 @@ def raise_while_handling(first: Exception, second: Exception) -> None:
         raise first
     except type(first):
         raise second  # noqa: B904
+
+
+def test_an_error_of_the_network_passes(tmp_path: Path) -> None:
+    """Bug: a server that was gone became a file that could not be written."""
+    with pytest.raises(ConnectionRefusedError), storage_errors(tmp_path):
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+
+def test_a_file_system_that_tells_no_size_has_room() -> None:
+    """Bug: a run could not start on one, as some that are mounted over a network."""
+    require_room(Path("/proc"), 10**6, "the model", instead="")
 
 
 def test_room_is_asked_for_where_a_folder_is_to_be(tmp_path: Path) -> None:
@@ -120,7 +133,7 @@ def test_room_is_asked_for_where_a_folder_is_to_be(tmp_path: Path) -> None:
 def test_a_disk_with_room_and_no_further_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: no space left on device, with gigabytes free."""
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(f_files=9, f_favail=0, f_bavail=9, f_frsize=1000))
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=9000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=9000))
     with pytest.raises(StorageError, match=r"device; 9\.0 kB free but no further file can be made\)"):  # noqa: SIM117
         with storage_errors(tmp_path):
             raise OSError(errno.ENOSPC, "full")

@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -33,7 +33,7 @@ WITH_MANIFEST = 2
 INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
 """What to do about a full disk."""
 NUM_TOLD = 3
-"""Damaged checkpoints that one message names."""
+"""Most damaged checkpoints that are listed in a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,7 @@ class CheckpointManager:
         try:
             with storage_errors(target, CheckpointError, needed=needed or None, instead=INSTEAD):
                 temporary.mkdir(parents=True)
+                sync(self.folder.parent)
                 yield temporary
                 record = {**asdict(progress), "format": WITH_MANIFEST}
                 (temporary / PROGRESS).write_text(json.dumps(record, indent=1), encoding="utf-8")
@@ -116,11 +117,16 @@ class CheckpointManager:
                 shutil.rmtree(target, ignore_errors=True)
                 temporary.rename(target)
                 sync(self.folder)
+                if not progress.skipped_steps.get("in_a_row"):
+                    self._keep_the_newest()
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
-        if not progress.skipped_steps.get("in_a_row"):
-            for step in self.steps()[: -self.keep_last]:
-                shutil.rmtree(self.path(step))
+
+    def _keep_the_newest(self) -> None:
+        for step in self.steps()[: -self.keep_last]:
+            # Renamed first: what cannot be removed, as files in use on NFS, is no checkpoint any more.
+            old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
+            shutil.rmtree(old, ignore_errors=True)
 
     def _newest_size(self) -> int:
         """Bytes; 0 where there is none."""
@@ -130,9 +136,9 @@ class CheckpointManager:
             return 0
 
     def remove_incomplete(self) -> None:
-        """Drop what a killed run left half-written."""
+        """Drop what a killed run left half-written or half-removed."""
         for folder in self.folder.glob(f"{TEMPORARY}*"):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside(self, step: int) -> None:
         """Rename a checkpoint, so that it neither is continued from nor counts among those that are kept."""
@@ -173,8 +179,20 @@ class CheckpointManager:
         return progress
 
 
+def require_known_format(folder: Path) -> None:
+    """Raise CheckpointError for a checkpoint that a newer version wrote: it is not damaged."""
+    with suppress(OSError, ValueError, RecursionError):
+        said = json.loads((folder / PROGRESS).read_bytes())
+        if isinstance(said, dict) and isinstance(version := said.get("format"), int) and version > WITH_MANIFEST:
+            raise CheckpointError(
+                f"{folder} was written by a newer version (format {version}; this one reads up to {WITH_MANIFEST}); "
+                "update nemo_opd, or start anew with another run.output_dir"
+            )
+
+
 def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
     """As `CheckpointManager.read`, of any folder. Those of older versions have no manifest to compare with."""
+    require_known_format(folder)
     progress = read_typed(folder / PROGRESS, Progress)
     if progress.format < WITH_MANIFEST and not (folder / MANIFEST).exists():
         return progress

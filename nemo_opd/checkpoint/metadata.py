@@ -34,7 +34,7 @@ class MetadataError(Exception):
 class Named:
     """What an index has of a class or function: its arguments and its state, and nothing that runs."""
 
-    build: Callable[["Named"], object]
+    build: "Build"
     arguments: tuple[Any, ...]
     state: Any
 
@@ -47,22 +47,47 @@ class Named:
         self.state = state
 
 
-def of_fields(kind: Callable[..., object]) -> Callable[[Named], object]:
+class Built:
+    """What was stored, with each `Named` value replaced by what it stands for."""
+
+    def __init__(self) -> None:
+        # By identity, and kept alive: a few bytes can mention one value so often that each mention cannot be built.
+        self._known: dict[int, tuple[Any, Any]] = {}
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, Named | dict | list | tuple):
+            return value
+        if id(value) not in self._known:
+            self._known[id(value)] = value, self._made(value)
+        return self._known[id(value)][1]
+
+    def _made(self, value: Any) -> Any:
+        if isinstance(value, Named):
+            return value.build(value, self)
+        if isinstance(value, dict):
+            return {self(key): self(each) for key, each in value.items()}
+        return type(value)(self(each) for each in value)
+
+
+Build = Callable[[Named, Built], object]
+
+
+def of_fields(kind: Callable[..., object]) -> Build:
     """Build a dataclass of the fields that were stored."""
-    return lambda named: kind(**{name: built(value) for name, value in named.state.items()})
+    return lambda named, built: kind(**{name: built(value) for name, value in named.state.items()})
 
 
-def size(named: Named) -> torch.Size:
+def size(named: Named, built: Built) -> torch.Size:
     return torch.Size(*map(built, named.arguments))
 
 
-def properties(named: Named) -> TensorProperties:
+def properties(named: Named, built: Built) -> TensorProperties:
     made = TensorProperties()
     made.__setstate__(tuple(map(built, named.state)))
     return made
 
 
-def shard(named: Named) -> _StorageInfo:
+def shard(named: Named, built: Built) -> _StorageInfo:
     """Where a tensor lies: a file of the same folder, as it is."""
     info = _StorageInfo(**{name: built(value) for name, value in named.state.items()})
     if PurePath(info.relative_path).name != info.relative_path or info.transform_descriptors:
@@ -70,7 +95,7 @@ def shard(named: Named) -> _StorageInfo:
     return info
 
 
-BUILDERS: Mapping[tuple[str, str], Callable[[Named], object]] = {
+BUILDERS: Mapping[tuple[str, str], Build] = {
     (OF_METADATA, "Metadata"): of_fields(Metadata),
     (OF_METADATA, "MetadataIndex"): of_fields(MetadataIndex),
     (OF_METADATA, "TensorStorageMetadata"): of_fields(TensorStorageMetadata),
@@ -78,12 +103,12 @@ BUILDERS: Mapping[tuple[str, str], Callable[[Named], object]] = {
     (OF_METADATA, "ChunkStorageMetadata"): of_fields(ChunkStorageMetadata),
     (OF_METADATA, "StorageMeta"): of_fields(StorageMeta),
     (OF_METADATA, "TensorProperties"): properties,
-    (OF_METADATA, "_MEM_FORMAT_ENCODING"): lambda named: _MEM_FORMAT_ENCODING(*named.arguments),
+    (OF_METADATA, "_MEM_FORMAT_ENCODING"): lambda named, _: _MEM_FORMAT_ENCODING(*named.arguments),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): shard,
     ("torch", "Size"): size,
-    ("torch.serialization", "_get_layout"): lambda named: torch.strided,
+    ("torch.serialization", "_get_layout"): lambda named, _: torch.strided,
     **{
-        (module, name): lambda named: str(PurePath(*named.arguments))
+        (module, name): lambda named, _: str(PurePath(*named.arguments))
         for module in ("pathlib", "pathlib._local")
         for name in ("PosixPath", "WindowsPath")
     },
@@ -105,22 +130,11 @@ class NamesOnly(pickle.Unpickler):
         raise MetadataError(f"it names {module}.{name}, which no run writes there; nothing of it was run")
 
 
-def built(value: Any) -> Any:
-    """Return what was stored, with each `Named` value replaced by what it stands for."""
-    if isinstance(value, Named):
-        return value.build(value)
-    if isinstance(value, dict):
-        return {built(key): built(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(built(each) for each in value)
-    return value
-
-
 def read_metadata(state: Path) -> Metadata:
     """Raises MetadataError for an index that torch has not written, and OSError where there is none."""
     with (state / METADATA).open("rb") as file:
         try:
-            metadata = built(NamesOnly(file).load())
+            metadata = Built()(NamesOnly(file).load())
         except MetadataError:
             raise
         except Exception as error:  # whatever the bytes of the file lead the unpickler into
@@ -131,16 +145,12 @@ def read_metadata(state: Path) -> Metadata:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a sharded state by an index that was read without running anything."""
-
-    def __init__(self, state: Path) -> None:
-        """Raises what `read_metadata` does."""
-        super().__init__(state)
-        self._metadata = read_metadata(state)
+    """Reads a sharded state by an index that is read without running anything."""
 
     # Without a rank as its argument: torch does not look for an index of each rank, which it would unpickle, either.
     def read_metadata(self) -> Metadata:
-        metadata = self._metadata
+        """Raises what the function of this name does, where torch tells all ranks of it."""
+        metadata = read_metadata(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

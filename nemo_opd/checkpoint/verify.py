@@ -16,7 +16,7 @@ STUDENT = "student"
 def require_whole(checkpoint: Path, num_ranks: int) -> None:
     """Raise CheckpointError, naming the file, where one is absent or shorter than what was written to it.
 
-    num_ranks: that have written.
+    num_ranks: number of ranks that wrote it.
 
     Reads indices and lengths alone: that values are finite is checked where they are in memory.
     """

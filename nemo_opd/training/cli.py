@@ -44,11 +44,11 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
                 print(without_secrets(note), file=sys.stderr)
             fail(str(error), 1)
         except KeyboardInterrupt as interrupt:
-            kept = getattr(interrupt, "__notes__", ["nothing had been saved yet"])
+            kept = getattr(interrupt, "__notes__", ["nothing was saved since it started"])
             fail(f"interrupted; {kept[-1]}", INTERRUPTED)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in OF_THE_DISK:
-                fail(refusal(Path(error.filename or "a file"), error.errno), 1)
+                fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)
             print(without_secrets(traceback.format_exc()), file=sys.stderr)
             fail(f"{type(error).__name__}: {error}", 1)
 

@@ -2,26 +2,30 @@
 
 import os
 import tempfile
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Found
 from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.disk import existing
 from nemo_opd.errors import ConfigError
 
 
 def resolve_output_dir(run: Run) -> Path:
     """The run's directory, not yet created. Raises ConfigError where it cannot be written."""
     folder = run.output_dir or default_output_dir(run.name)
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    place = existing(folder)
     try:
-        with tempfile.TemporaryFile(dir=existing):
+        with suppress(FileNotFoundError):
+            folder.stat()
+        with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise ConfigError(
-            f"run.output_dir={folder}: {existing} is not writable ({reason}); name another directory, or change its "
+            f"run.output_dir={folder}: {place} is not writable ({reason}); name another directory, or change its "
             "permissions"
         ) from error
     return folder

@@ -79,12 +79,11 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        if kind is not None:
-            self.loggers.end_display()
-        if isinstance(error, KeyboardInterrupt):
-            error.add_note(self.what_is_kept())
-        with working("ending the workers"):
-            self._stack.close()
+        with working("ending the workers"), self._stack:
+            if kind is not None:
+                self.loggers.end_display()
+            if isinstance(error, KeyboardInterrupt):
+                error.add_note(self.what_is_kept())
 
     def _require_as_planned(self) -> None:
         """Raise ConfigError where another run has written checkpoints since preflight looked for them."""

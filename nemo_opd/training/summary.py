@@ -111,9 +111,9 @@ def dry_run_result(plan: Plan) -> Iterator[Text]:
     unread = [f"the weights of {', '.join(models)}"]
     if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
         unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
-    if plan.progress is not None:
-        unread.append(f"the checkpoint of step {plan.progress.step}")
     yield Text(f"not read: {'; '.join(unread)}", "dim")
+    if plan.progress is not None:
+        yield Text(f"read and compared with its hashes, not loaded: the checkpoint of step {plan.progress.step}", "dim")
 
 
 def batch_grid(plan: Plan) -> Table:

@@ -160,6 +160,13 @@ def test_an_index_of_another_kind_is_refused(attack: str, state: Path, tmp_path:
     assert torch.Size([1]).__reduce__ != 1
 
 
+def test_one_value_that_is_mentioned_without_end(state: Path) -> None:
+    """Bug: a hundred bytes that took hours: a pair of a pair of a pair, each of the same two."""
+    pairs = b"".join(b"h%ch%c\x86q%c" % (i, i, i + 1) for i in range(60))
+    (state / ".metadata").write_bytes(b"\x80\x02N\x85q\x00" + pairs + b".")
+    assert "it is no index of tensors" in refused(state)
+
+
 def move(path: str, metadata: Metadata) -> None:
     next(iter(metadata.storage_data.values())).relative_path = path
 

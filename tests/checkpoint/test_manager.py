@@ -187,7 +187,7 @@ def test_a_checkpoint_without_room_is_not_begun(tmp_path: Path, monkeypatch: pyt
     """Bug: hours of writing before the disk is full."""
     manager = CheckpointManager(tmp_path, keep_last=1)
     write(manager, 1)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=300))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=300))
     message = r"step_000002: no room for this checkpoint \(5\.0 kB needed, 300 bytes free\); free some space, or "
     with pytest.raises(CheckpointError, match=message), manager.writing(progress(2), estimate=5000):
         raise AssertionError("it was begun")
@@ -273,6 +273,29 @@ def test_one_of_an_older_version_is_taken_with_a_warning(tmp_path: Path) -> None
     assert found.progress == Progress(4, {}, {})
     (said,) = found.warnings(manager)
     assert said.startswith(f"{tmp_path}/step_000004 has no manifest.json, for an older version wrote it")
+
+
+def test_one_of_a_newer_version_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    """Bug: whoever goes back one version went on from an older step, and lost the newest by name."""
+    manager = CheckpointManager(tmp_path, keep_last=2)
+    write(manager, 1)
+    write(manager, 2)
+    file = manager.path(2) / "progress.json"
+    file.write_text(file.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(
+        CheckpointError, match=r"step_000002 was written by a newer version \(format 3; .* update"
+    ) as caught:
+        manager.newest()
+    assert not isinstance(caught.value, DamagedError)
+
+
+def test_what_cannot_be_removed_is_no_checkpoint_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: files in use on NFS ended a run that had just saved."""
+    manager = CheckpointManager(tmp_path, keep_last=1)
+    write(manager, 1)
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: None)
+    write(manager, 2)
+    assert manager.steps() == [2]
 
 
 def test_a_manifest_that_is_absent_is_no_older_version(tmp_path: Path) -> None:

@@ -457,6 +457,12 @@ def test_an_output_directory_that_the_kernel_refuses(refused: Refused) -> None:
     assert message.startswith("run.output_dir=/proc/nemo_opd/run: /proc is not writable (")
 
 
+def test_an_output_directory_whose_name_is_too_long(refused: Refused, inputs: Path) -> None:
+    """Bug: a traceback, as where a folder above may not be looked into."""
+    folder = inputs / ("x" * 300)
+    assert f"{inputs} is not writable (File name too long)" in refused(ConfigError, f"run.output_dir={folder}")
+
+
 def save_checkpoint(folder: Path, configure: Configure, *overrides: str) -> CheckpointManager:
     checkpoints = CheckpointManager(folder / "checkpoints", keep_last=2)
     settings = identity(configure(*overrides))

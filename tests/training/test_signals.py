@@ -66,7 +66,7 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny:
     run.wait_for_workers()
     run.process.terminate()
     assert run.end() == 130
-    assert run.last_line == "error: interrupted; nothing had been saved yet"
+    assert run.last_line == "error: interrupted; nothing was saved since it started"
     assert "SIGTERM received" not in run.output, "the stack of C++ that Ray dumps"
     assert run.leftovers() == []
 
