@@ -2,8 +2,9 @@
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
 
@@ -67,6 +68,10 @@ class ServerRollout(RolloutBase):
     """Further arguments of that command."""
     environment: Frozen[str, str] = Field(default_factory=dict)
     """Further variables of the server's environment, such as CUDA_VISIBLE_DEVICES."""
+    memory_share: float | None = Field(None, gt=0, le=1)
+    """Share of each GPU's memory, or of the machine's on CPUs, that a vLLM or SGLang started here takes for weights and
+    cache; by default 0.3, beside the training, and 0.9 on GPUs of its own (`CUDA_VISIBLE_DEVICES` in `environment`).
+    """
     start_timeout_s: float = Field(600, gt=0)
     request_timeout_s: float = Field(300, gt=0)
     """For the completions of one prompt."""
@@ -79,6 +84,19 @@ class ServerRollout(RolloutBase):
     default in the run's directory. Server and student must both see it. A vLLM that is started here loads only its
     first weights from it, and reads later ones in the student's memory.
     """
+
+    @field_validator("url")
+    @classmethod
+    def url_is_whole(cls, url: str | None) -> str | None:
+        if url is not None:
+            try:
+                parts = urlsplit(url)
+                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            except ValueError:  # of a port that is none
+                is_whole = False
+            if not is_whole:
+                raise ValueError("it is no address of a server; write one such as http://localhost:8000")
+        return url
 
     @model_validator(mode="after")
     def overlap_is_stale(self) -> Self:

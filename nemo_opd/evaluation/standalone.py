@@ -29,6 +29,7 @@ from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.hf import max_positions
+from nemo_opd.rollout.installed import require_installed
 from nemo_opd.rollout.prompts import Kept, Renderer
 from nemo_opd.rollout.text import TextRenderer
 
@@ -44,6 +45,7 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
     Raises what reading the model and the questions, the engine, the environment and the reward raise.
     """
     console = console or Console()
+    require_installed(config.rollout)
     output_dir = config.output_dir or default_output_dir()
     with ExitStack() as stack:
         reward = stack.enter_context(build_reward(config.reward))

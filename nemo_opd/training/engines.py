@@ -58,6 +58,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> Iterator[StudentEng
             version=version,
             max_length=plan.config.train.max_length,
             rounds_logits=plan.config.handoff.type == "logits",
+            beside_training=True,
         )
         with closing(engine):
             yield Server(engine, models, folder, dtype)

@@ -9,6 +9,7 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ProjectionError
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
+from nemo_opd.rollout.installed import require_installed
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 
@@ -22,6 +23,8 @@ def check_inputs(config: RunConfig) -> None:
         check_model(teacher, f"teachers.{i}")
         if isinstance(teacher, CrossTokenizerTeacher) and teacher.projection != "auto":
             check_projection(teacher.projection, f"teachers.{i}.projection")
+    if not config.run.dry_run:  # which may plan for another machine
+        require_installed(config.rollout)
     check_data(config)
 
 

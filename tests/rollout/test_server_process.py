@@ -17,6 +17,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.server.process import cause
 from nemo_opd.training import cli
 from tests.rollout import fake_server
 from tests.waiting import wait_until
@@ -104,6 +105,29 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
     assert any("no such model, says the fake" in line for line in log)
     assert last.startswith("error: the rollout server died (exit code ")
     assert last.endswith(f"its log is {tmp_path / 'server.log'}")
+
+
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        (
+            (
+                "(APIServer pid=26850) WARNING 11-23 [system_utils.py:255] as `OSError: [Errno 24] Too many files`",
+                "(VllmWorker-0 pid=27098) ERROR 11-23 [multiproc_executor.py:953] Traceback (most recent call last):",
+                "(VllmWorker-0 pid=27098) ERROR 11-23 [multiproc_executor.py:953] ValueError: Available memory is less",
+                "  File 'utils.py', line 1431, in wait_for_engine_startup",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ),
+            "ValueError: Available memory is less",
+        ),
+        (("torch.OutOfMemoryError: CUDA out of memory",), "torch.OutOfMemoryError: CUDA out of memory"),
+        (("loading", "no such model", ""), "no such model"),
+        ((), "it said nothing"),
+    ],
+)
+def test_the_cause_is_what_came_first(log: tuple[str, ...], told: str) -> None:
+    """Bug: what a user saw last was that an engine's start had failed, and to look above."""
+    assert cause(log) == told
 
 
 def test_one_that_dies_at_its_start_says_why(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
+import torch
 from safetensors import SafetensorError
 
 from nemo_opd.config.rollout import ServerRollout
@@ -30,6 +31,8 @@ from nemo_opd.rollout.server.vllm import VLLM
 
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang, "transformers": Transformers}
 LOOK_S = 0.2
+ALONE, BESIDE = 0.9, 0.3
+"""Shares of memory of a server that has its GPUs to itself, and of one that has not, or runs on CPUs."""
 
 
 class ServerEngine(Engine):
@@ -56,10 +59,12 @@ class ServerEngine(Engine):
         version: int = 0,
         max_length: int | None = None,
         rounds_logits: bool = False,
+        beside_training: bool = False,
     ) -> None:
         """model: what to sample with at first, a folder or a hub name. vocab_size: tokens there are. end_ids: each ends
         a sequence. dtype: of the server's weights, by its name. max_length: tokens of prompt and response together.
-        rounds_logits: to the dtype, as the losses' logits are with handoff=logits.
+        rounds_logits: to the dtype, as the losses' logits are with handoff=logits. beside_training: on the same
+        devices, unless the settings give the server GPUs of its own.
 
         Returns when the server has answered a request. Raises RolloutError where it does not, in
         `rollout.start_timeout_s` at most; nothing is left behind then.
@@ -74,10 +79,15 @@ class ServerEngine(Engine):
             model = str(model.resolve()) if isinstance(model, Path) else model
             self._first = ModelFolder.read(Path(model)) if Path(model).is_dir() else None
             self._max_length = max_length or (self._first.max_positions if self._first else None)
-            self._url = settings.url or self._start(
-                Launch(model, dtype, max_length, free_port(), fp32_logits=dtype != "float32" and not rounds_logits),
-                workdir,
+            launch = Launch(
+                model,
+                dtype,
+                max_length,
+                free_port(),
+                fp32_logits=dtype != "float32" and not rounds_logits,
+                memory_share=settings.memory_share or default_share(settings, beside_training),
             )
+            self._url = settings.url or self._start(launch, workdir)
             self._client = self._make_client()
             name = self._first_name(model)
             head = self._first.head_size if self._first else 0
@@ -276,6 +286,11 @@ class ServerEngine(Engine):
     def _check_process(self) -> None:
         if self._process is not None:
             self._process.check()
+
+
+def default_share(settings: ServerRollout, beside_training: bool) -> float:
+    is_beside = beside_training and "CUDA_VISIBLE_DEVICES" not in settings.environment
+    return ALONE if torch.cuda.is_available() and not is_beside else BESIDE
 
 
 def free_port() -> int:

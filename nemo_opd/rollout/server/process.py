@@ -23,14 +23,24 @@ WORLDS = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
 CLOSE_S = guard.GRACE_S + 10.0
 """Time for all of a server's processes to be gone."""
 TAIL_LINES = 20
-FIRST_ERRORS = 3
-ERROR = re.compile(r"\b\w+(Error|Exception): ")
+CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
+WARNING = re.compile(r"\bWARN(ING)?\b")
+CAUSE_LENGTH = 400
+"""Characters of it that are told."""
 
 
 def clean_environment(own: Mapping[str, str]) -> dict[str, str]:
     """This process's environment without what torchrun, Ray or a job scheduler set for it, and with `own` on top."""
     kept = {name: value for name, value in os.environ.items() if name not in WORLD and not name.startswith(WORLDS)}
     return kept | dict(own)
+
+
+def cause(log: Sequence[str]) -> str:
+    """Return the first error that a log tells, such as `ValueError: …`, or its last line where it tells none."""
+    errors = (CAUSE.search(line) for line in log if not WARNING.search(line))
+    first = next((match.group(1) for match in errors if match is not None), None)
+    last = next((line.strip() for line in reversed(log) if line.strip()), "it said nothing")
+    return (first or last)[:CAUSE_LENGTH]
 
 
 class ServerProcess:
@@ -66,14 +76,13 @@ class ServerProcess:
             )
 
     def error(self, message: str) -> RolloutError:
-        """With the log's last lines as a note, and before them the first that tell an error.
+        """With the cause as the log tells it, and as a note the log's last lines.
 
         A server of several processes ends with what followed from the error, at length.
         """
-        error = RolloutError(f"{message}; its log is {self.log}")
         lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines[:-TAIL_LINES] if ERROR.search(line)][:FIRST_ERRORS]
-        error.add_note("\n".join([*errors, *(["…"] if errors else []), *lines[-TAIL_LINES:]]))
+        error = RolloutError(f"{message}: {cause(lines)}; its log is {self.log}")
+        error.add_note("\n".join(lines[-TAIL_LINES:]))
         return error
 
     def close(self) -> None:

@@ -30,6 +30,8 @@ class Launch:
     port: int
     fp32_logits: bool
     """The head's output is not rounded to `dtype`."""
+    memory_share: float
+    """Of each GPU's memory, or of the machine's on CPUs, for weights, cache and all else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,7 @@ class SGLang(Program):
 
     def arguments(self, launch: Launch) -> list[str]:
         model = ["--model-path", launch.model, "--served-model-name", NAME, "--dtype", launch.dtype]
+        model += ["--mem-fraction-static", str(launch.memory_share)]
         if launch.max_length is not None:
             model += ["--context-length", str(launch.max_length)]
         if launch.fp32_logits:

@@ -54,6 +54,8 @@ class VLLM(Program):
         # The model's own generation settings would change how it samples where a request leaves something open.
         options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
         options += ["--worker-extension-cls", EXTENSION, "--weight-transfer-config", TRANSFER]
+        # Of CPUs' memory too, in spite of its name.
+        options += ["--gpu-memory-utilization", str(launch.memory_share)]
         if launch.max_length is not None:
             options += ["--max-model-len", str(launch.max_length)]
         if launch.fp32_logits:

@@ -1,0 +1,41 @@
+"""A server that cannot be started here is refused before anything is loaded."""
+
+import shutil
+
+import pytest
+
+from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.errors import ConfigError
+from nemo_opd.rollout import installed
+from nemo_opd.rollout.installed import require_installed
+
+
+def test_what_is_there_passes() -> None:
+    require_installed(None)
+    require_installed(HFRollout())
+    require_installed(ServerRollout(program="transformers"))
+    require_installed(ServerRollout(command=("python",)))
+    require_installed(ServerRollout(program="sglang", url="http://localhost:8000"))
+
+
+def test_a_command_that_is_not_there() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.command=no/vllm: there is no such program; .*install_vllm\.sh"):
+        require_installed(ServerRollout(command=("no/vllm", "serve")))
+
+
+def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: `transformers serve` from an installed package died, after all models were loaded, for want of fastapi."""
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(installed, "find_spec", lambda name: None)
+    for program, what in (("vllm", "vllm"), ("sglang", "sglang"), ("transformers", "fastapi, uvicorn, openai")):
+        with pytest.raises(ConfigError, match=rf"rollout\.program={program}: {what} is not installed here; "):
+            require_installed(ServerRollout(program=program))
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "http://127.0.0.1:99999", "http://h:x", "http://", "ftp://h", "[::1"]
+)
+def test_an_address_that_is_none(url: str) -> None:
+    """Bug: a traceback of the HTTP library once the models were loaded."""
+    with pytest.raises(ValueError, match="it is no address of a server"):
+        ServerRollout(url=url)
