@@ -26,6 +26,8 @@ class Settings(BaseModel):
         return value
 
 
+YEAR_S = 365 * 86400.0
+"""The longest limit in seconds: what waits takes no number that has no date."""
 EMPTY = "it is empty; write a value, or leave the key out"
 
 

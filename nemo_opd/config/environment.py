@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import YEAR_S, Settings
 
 
 class EnvironmentBase(Settings):
@@ -12,7 +12,7 @@ class EnvironmentBase(Settings):
     """Of the student in one rollout."""
     max_response_tokens: int = Field(256, ge=1)
     """Of the environment between two turns; what is longer is cut, with a mark that says so."""
-    call_timeout_s: float = Field(300, gt=0)
+    call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
     """For one answer; an environment that takes longer ends the run."""
 
 

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from nemo_opd.config.base import Settings
+from nemo_opd.config.base import YEAR_S, Settings
 
 
 class RewardBase(Settings):
@@ -52,7 +52,7 @@ class FunctionReward(RewardBase):
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
-    call_timeout_s: float = Field(300, gt=0)
+    call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
     """For one rollout; a function that takes longer ends the run."""
 
 

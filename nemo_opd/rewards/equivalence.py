@@ -20,9 +20,13 @@ WORD = re.compile(r"[^\W\d_]{3,}")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SLOW_S = 60.0
-"""Added to twenty times the processor time, the longest wait for an answer: more than a busy machine makes of it."""
+"""An answer is waited for at most this and twenty times its processor time: other work on the machine takes the rest."""
 MANY = 16
-"""Comparisons that run out of time, of one batch of rollouts, before the others get a twentieth of it each."""
+"""Comparisons that run out of time, of one batch of rollouts, before the others get less of it each."""
+LEAST_S = 1.0
+"""Processor time that is left to each then, of which an honest comparison takes a tenth; a twentieth of the limit where
+that is more.
+"""
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 
 
@@ -31,7 +35,7 @@ class Equivalence:
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        self._num_overdue = 0
+        self._num_overdue = self._num_asked = 0
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
@@ -73,18 +77,24 @@ class Equivalence:
 
     def _answer(self, task: str, *formulas: str) -> Any:
         """None where time ran out, also where that was known already: what a run is told does not depend on it."""
-        limit_s = self.timeout_s if self._num_overdue < MANY else self.timeout_s / 20
-        answer = self._ask_once(task, limit_s, *formulas)
-        if isinstance(answer, dict):  # {"ended": signal}
+        limit_s = self.timeout_s
+        if self._num_overdue >= MANY:
+            limit_s = min(limit_s, max(LEAST_S, limit_s / 20))
+        reply = self._ask_once(task, limit_s, *formulas)
+        if "answer" not in reply:
             self._num_overdue += 1
-            return None
-        return answer
+        return reply.get("answer")
 
-    def _ask(self, task: str, limit_s: float, *formulas: str) -> Any:
-        """Raises RolloutError where the process has ended, or says nothing."""
-        question = json.dumps({"task": task, "formulas": formulas, "timeout_s": limit_s})
+    def _ask(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
+        """What the process replies: `answer`, or `ended` where time ran out.
+
+        Raises RolloutError where the process has ended, or says nothing.
+        """
         longest_s = SLOW_S + 20 * limit_s
         with self._lock:
+            self._num_asked += 1
+            number = self._num_asked
+            question = json.dumps({"number": number, "task": task, "formulas": formulas, "timeout_s": limit_s})
             process = self._running()
             assert process.stdin is not None
             assert process.stdout is not None
@@ -93,14 +103,16 @@ class Equivalence:
             try:
                 process.stdin.write(question + "\n")
                 process.stdin.flush()
-                line = process.stdout.readline()
+                # Before it there may be what was said of a question that nobody waits for any more.
+                for line in process.stdout:
+                    reply: dict[str, Any] = json.loads(line)
+                    if reply["number"] == number:
+                        return reply
             except OSError:
-                line = ""
+                pass
             finally:
                 is_overdue = not watch.is_alive()
                 watch.cancel()
-            if line:
-                return json.loads(line)
             status = process.wait()
             self._end()
         if is_overdue:

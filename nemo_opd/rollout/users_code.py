@@ -1,4 +1,8 @@
-"""A user's own code, called so that it can neither end the run without a word nor keep it for ever."""
+"""A user's own code, called so that it neither ends the run without a word nor keeps it for ever.
+
+Beyond that is code that looks at no signal, in C, that ends the process (`os._exit`), or that has SIGALRM for itself,
+as math-verify by default: its time is compared when it returns.
+"""
 
 import math
 import signal
@@ -9,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 SHOWN = 500
@@ -48,8 +52,16 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
 
 def shown(value: object) -> str:
     """What the code returned, in a few words."""
-    written = " ".join(repr(value).split())
+    written = " ".join(safely(repr, value).split())
     return written if len(written) <= 80 else written[:77] + "..."
+
+
+def safely(text_of: Callable[[object], str], value: object) -> str:
+    """Return what the value says of itself; its type where that is the user's code too, and fails."""
+    try:
+        return text_of(value)
+    except Exception:
+        return type(value).__name__
 
 
 def is_finite(value: Any) -> bool:
@@ -62,35 +74,41 @@ def is_finite(value: Any) -> bool:
 
 def described(error: BaseException) -> str:
     """Type, message and place of an error in a user's code, in one line."""
-    said = " ".join(str(error).split())[:SHOWN]
+    said = " ".join(safely(str, error).split())[:SHOWN]
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if said else ''}{said}{at}"
 
 
 def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    with _alarm(timeout_s) as has_rung:
+    start = time.monotonic()
+    with _alarm(timeout_s):
         result = function(*arguments)
-    if has_rung:
+    if time.monotonic() - start > timeout_s:
         raise _Overdue
     return result
 
 
 @contextmanager
-def _alarm(timeout_s: float) -> Iterator[list[int]]:
-    """Raise _Overdue inside when the time is up, and add to the list; an alarm that was set before is kept."""
-    rung: list[int] = []
+def _alarm(timeout_s: float) -> Iterator[None]:
+    """Raise _Overdue inside when the time is up; an alarm that was set before is kept."""
+    is_inside = True
 
-    def ring(number: int, _: object) -> NoReturn:
-        rung.append(number)
-        raise _Overdue
+    def ring(*_: object) -> None:
+        if is_inside:
+            raise _Overdue
 
     start = time.monotonic()
     handler = signal.signal(signal.SIGALRM, ring)
     rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
     try:
-        yield rung
+        try:
+            yield
+        finally:
+            is_inside = False
     finally:
+        # Also where it rings just before the line above; the next one would be a second later.
+        is_inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if rest:

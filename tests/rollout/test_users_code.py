@@ -1,0 +1,60 @@
+"""A user's code that takes the alarm for itself, or fails where it is only to be shown."""
+
+import signal
+import time
+
+import pytest
+
+from nemo_opd.rollout import users_code
+from nemo_opd.rollout.users_code import UsersCodeError, called, shown
+
+
+def test_code_that_takes_the_alarm_away_is_late_when_it_returns() -> None:
+    """Bug: with math-verify's own timeouts in a reward, there was no limit."""
+
+    def late() -> float:
+        signal.alarm(0)
+        time.sleep(0.1)
+        return 1.0
+
+    with pytest.raises(UsersCodeError, match=r"did not return in 0\.05 s \(key\)"):
+        called(late, timeout_s=0.05, key="key")
+
+
+def test_an_alarm_that_rings_as_the_call_returns_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: handler and timer stayed, and struck the driver later."""
+    handler, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
+    rung = []
+
+    def ring_once(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        if seconds == 0 and not rung:
+            rung.append(1)
+            signal.raise_signal(signal.SIGALRM)
+        return set_timer(which, seconds, interval)
+
+    monkeypatch.setattr(users_code.signal, "setitimer", ring_once)
+    assert called(lambda: 1, timeout_s=60, key="key") == 1
+    assert rung
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.0, "ours, which rings again and again"
+
+
+class Mute:
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+class MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no words")
+
+
+def test_what_cannot_say_what_it_is() -> None:
+    """Bug: the error of the error's message ended the run instead."""
+    assert shown(Mute()) == "Mute"
+
+    def fail() -> None:
+        raise MuteError
+
+    with pytest.raises(UsersCodeError, match="raised MuteError: MuteError"):
+        called(fail, timeout_s=60, key="key")
