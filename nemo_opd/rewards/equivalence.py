@@ -20,7 +20,7 @@ WORD = re.compile(r"[^\W\d_]{3,}")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SLOW_S = 60.0
-"""An answer is waited for at most this and twenty times its processor time: other work on the machine takes the rest."""
+"""Added to twenty times the processor time it is the longest wait for an answer; other work on the machine takes it."""
 MANY = 16
 """Comparisons that run out of time, of one batch of rollouts, before the others get less of it each."""
 LEAST_S = 1.0
