@@ -70,6 +70,17 @@ def announced(work: Work) -> Iterator[None]:
         under_way.remove(work)
 
 
+@contextmanager
+def separately() -> Iterator[None]:
+    """Inside, nothing is under way but what begins there: an error that is kept holds the work that it has left."""
+    global _under_way
+    outside, _under_way = _under_way, []
+    try:
+        yield
+    finally:
+        _under_way = outside
+
+
 def tracked(items: Iterable[T], name: str, unit: str, total: int | None = None) -> Iterator[T]:
     """Yield the items, and show how many have been dealt with. total: their number, where they do not know it."""
     with working(name, len(items) if total is None and isinstance(items, Sized) else total, unit) as work:

@@ -23,7 +23,6 @@ INLINE = "_inline_"
 # A run owns one directory, run.output_dir; Hydra adds no folders or log files of its own.
 QUIET_HYDRA = (
     "hydra.run.dir=.",
-    "hydra.sweep.dir=outputs/multirun",
     "hydra.sweep.subdir=.",
     "hydra.output_subdir=null",
     "hydra/job_logging=none",

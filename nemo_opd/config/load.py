@@ -1,7 +1,8 @@
 """From the command line to validated settings: Hydra composes, pydantic checks."""
 
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import FROM_ENVIRONMENT, is_reference, leaves, remember, require_values, shown_config
 from nemo_opd.config.sweep import Sweep
 from nemo_opd.errors import ConfigError
+from nemo_opd.progress import separately
 
 S = TypeVar("S", bound=Settings)
 
@@ -37,15 +39,17 @@ def run_settings_with_hydra(
     *,
     config_dir: Path,
     config_name: str,
-    after_sweep: Callable[[Path], None] = lambda root: None,
+    after_sweep: Callable[[Path, Sequence[str]], None] = lambda root, names: None,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> None:
     """Compose `config_dir/config_name` with the command line's overrides, make a `model` of it, and hand it to `task`.
 
     All of Hydra's command line works, and `--config FILE` beside it. What `task` raises is raised here; of a
     `--multirun` the first error, once every job has had its turn and `after_sweep` was called with the folder of all
-    its runs.
+    its runs and the name of each. No further job is started once `is_interrupted`; KeyboardInterrupt names them.
     """
     failures: list[Exception] = []
+    not_started: list[str] = []
     command = read_command_line(sys.argv[1:], config_dir, config_name)
     sweep = Sweep.of(command.typed)
 
@@ -53,20 +57,33 @@ def run_settings_with_hydra(
         # Hydra turns an exception that passes through it into a trimmed traceback and exit status 1.
         try:
             hydra_settings = HydraConfig.get()
-            is_swept = hydra_settings.mode == RunMode.MULTIRUN
-            task(validated(sweep.place(plain(cfg), hydra_settings.overrides.task) if is_swept else plain(cfg), model))
+            data = plain(cfg)
+            if hydra_settings.mode == RunMode.MULTIRUN:
+                data = sweep.place(data, hydra_settings.overrides.task)
+                if is_interrupted():
+                    not_started.append(sweep.names[-1])
+                    return
+            with separately():
+                task(validated(data, model))
         except Exception as error:
             failures.append(error)
 
     if HELP_FLAGS & set(command.options):
         store_help(model, config_dir, Path(sys.argv[0]).name)
-    sys.argv[1:] = command.for_hydra
-    with composition_errors(command):
+    # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.
+    with tempfile.TemporaryDirectory() as scratch, composition_errors(command):
+        sys.argv[1:] = [*command.for_hydra, f"hydra.sweep.dir={scratch}"]
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
-    if sweep.root is not None:
-        after_sweep(sweep.root)
-    if failures:
-        raise failures[0]
+    try:
+        if sweep.root is not None:
+            after_sweep(sweep.root, sweep.names)
+    finally:
+        if failures:
+            raise failures[0]
+    if not_started:
+        interrupt = KeyboardInterrupt()
+        interrupt.add_note(f"these runs of the sweep were not started: {', '.join(not_started)}")
+        raise interrupt
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:

@@ -1,30 +1,44 @@
-"""What of a configuration is not for everybody's eyes, and how it is written instead.
+"""Secrets in a configuration, and how they are masked.
 
 Secret are values of `rollout.environment` (but plain numbers and switches), of options such as `--api-key`, credentials
 in addresses, and what `${oc.env:NAME}` stood for. The last is written as it was, which is enough to repeat a run; the
 others are masked, so that whoever repeats it gives them again.
 """
 
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import PurePath
 from typing import Any, TypeGuard
 
 from nemo_opd.errors import ConfigError
 
 MASK = "***"
-WORDS = r"(?:key|token|password|passwd|secret|credentials?|auth|signature|sig)"
+WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
 NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{WORDS}"
 """Of what ends with such a word: HF_TOKEN and --api-key, but neither --tokenizer nor --max-num-batched-tokens."""
 SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
-OPTION = re.compile(rf"(-+{NAME})=(.+)", re.IGNORECASE | re.DOTALL)
 HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
-USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
-QUERY = re.compile(rf"(?<=[?&])({NAME})=[^&\s#'\"]+", re.IGNORECASE)
-REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:")
-SHORTEST = 6
-"""Characters of a value that is looked for in any text; a shorter one would be found where it is not meant."""
+IN_ADDRESSES = (
+    # A password may have an @ and, wrongly, a slash; host:port/path@v1 is none.
+    re.compile(r"(?<=://)(?P<secret>[^/\s?#]+|[^/\s@:]+:(?!\d+/)\S+)(?=@)"),
+    re.compile(rf"(?<=[?&]){NAME}=(?P<secret>[^&\s#'\"]+)", re.IGNORECASE),
+)
+IN_ARGUMENTS = (
+    re.compile(rf"^-*{NAME}=(?P<secret>.+)$", re.IGNORECASE | re.DOTALL),
+    re.compile(rf"(?<![\w-])-+{NAME}[=\s]+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
+    re.compile(r"\b(?:bearer|basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
+    *IN_ADDRESSES,
+)
+REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
+SHORTEST, SHORTEST_ELSEWHERE = 6, 12
+"""Characters of a secret, and of a variable's value that is in the place of none, which are looked for in any text;
+shorter ones would be found where they are not meant.
+"""
 ENVIRONMENT, ARGUMENTS = "environment", ("options", "command")
 """Keys of a server's section."""
+PROBE = "what-is-secret"
+"""Stands for one, to see what masking makes of it."""
 
 Path = tuple[str | int, ...]
 _known: dict[str, str] = {}
@@ -39,15 +53,30 @@ def remember(raw: Any, resolved: Any) -> None:
     `without_secrets` and `shown_config` know them from now on, in this process.
     """
     texts = [(path, value, at(raw, path)) for path, value in leaves(resolved) if isinstance(value, str)]
-    direct = {value: written for _, value, written in texts if is_reference(written, FROM_ENVIRONMENT)}
-    _known.update(direct)
+    from_environment = {value for _, value, written in texts if is_reference(written, FROM_ENVIRONMENT)}
     for path, value, written in texts:
-        if is_reference(written, REFERENCE) and any(each in value for each in direct):
+        if is_reference(written, REFERENCE) and any(each in value for each in from_environment):
             _references[path] = value, written
-        elif (masked := masked_leaf(resolved, path, value)) == MASK:
-            _known[value] = MASK
-        elif masked != value and (option := OPTION.fullmatch(value)):
-            _known[option[2]] = MASK
+        masked = masked_leaf(resolved, path, value)
+        if masked == MASK:
+            _known.setdefault(value, MASK)
+        elif masked != value:
+            _known.update(dict.fromkeys(secrets_in(value, IN_ARGUMENTS), MASK))
+        if isinstance(written, str):
+            _known.update(variables(written, is_secret=masked != value))
+
+
+def variables(written: str, *, is_secret: bool) -> dict[str, str]:
+    """Return values of the variables of the environment in a text, and what is shown for them elsewhere.
+
+    is_secret: whether the text stands in the place of a secret. Elsewhere short values and paths are no secrets.
+    """
+    found = {name: os.environ.get(name, "") for name in FROM_ENVIRONMENT.findall(written)}
+    return {
+        value: f"${{oc.env:{name}}}"
+        for name, value in found.items()
+        if value and (is_secret or (len(value) >= SHORTEST_ELSEWHERE and "/" not in value))
+    }
 
 
 def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
@@ -59,7 +88,7 @@ def without_secrets(text: str) -> str:
     for value in sorted(_known, key=len, reverse=True):
         if len(value) >= SHORTEST:
             text = text.replace(value, _known[value])
-    return in_addresses(text)
+    return masked_text(text, IN_ADDRESSES)
 
 
 def shown_config(settings: Any) -> Any:
@@ -70,7 +99,7 @@ def shown_config(settings: Any) -> Any:
 def require_values(settings: Any) -> None:
     """Raise ConfigError where a value is the mask of one, as in the config.yaml of a run that had it."""
     for path, value in leaves(settings):
-        if isinstance(value, str) and (value == MASK or f"://{MASK}@" in value or f"={MASK}" in value):
+        if isinstance(value, str) and is_masked(settings, path, value):
             key = ".".join(map(str, path))
             raise ConfigError(
                 f"{key}={value}: a secret that was masked when the file was written; write {key}=VALUE, or "
@@ -78,10 +107,21 @@ def require_values(settings: Any) -> None:
             )
 
 
+def is_masked(settings: Any, path: Path, value: str) -> bool:
+    """Return whether masking has made the value what it is; a mask in another place is a text like any other."""
+    return MASK in value and masked_leaf(settings, path, value.replace(MASK, PROBE)) == value
+
+
 def _reference(path: Path, value: str) -> str | None:
-    """How the value was written where it came from the environment."""
-    known, written = _references.get(path, (None, None))
-    return written if known == value else None
+    """How the value was written where it came from the environment, whatever validation has made of it since.
+
+    Paths lose what is superfluous, and single values become lists.
+    """
+    for above in (path, path[:-1]):
+        known, written = _references.get(above, (None, None))
+        if known is not None and PurePath(known) == PurePath(value):
+            return written
+    return None
 
 
 def masked_leaf(settings: Any, path: Path, value: str) -> str:
@@ -92,15 +132,31 @@ def masked_leaf(settings: Any, path: Path, value: str) -> str:
         is_plain = HARMLESS.fullmatch(value) and not SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK
     if section in ARGUMENTS and isinstance(last, int):
-        before = at(settings, (*parent, last - 1)) if last else None
-        if isinstance(before, str) and before.startswith("-") and SECRET_NAME.fullmatch(before):
+        if not value.startswith("-") and is_secret_option(at(settings, tuple(parent)), last):
             return MASK
-        value = OPTION.sub(rf"\1={MASK}", value)
-    return in_addresses(value)
+        return masked_text(value, IN_ARGUMENTS)
+    return masked_text(value, IN_ADDRESSES)
 
 
-def in_addresses(text: str) -> str:
-    return QUERY.sub(rf"\1={MASK}", USER.sub(MASK, text))
+def is_secret_option(arguments: Any, index: int) -> bool:
+    """Return whether the last option before an argument is one that takes secrets, of which there may be several."""
+    before = [each for each in (arguments or [])[:index] if isinstance(each, str) and each.startswith("-")]
+    return bool(before) and SECRET_NAME.fullmatch(before[-1]) is not None
+
+
+def masked_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+    for pattern in patterns:
+        text = pattern.sub(masked_match, text)
+    return text
+
+
+def masked_match(match: re.Match[str]) -> str:
+    start, end = (place - match.start() for place in match.span("secret"))
+    return f"{match[0][:start]}{MASK}{match[0][end:]}"
+
+
+def secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    return (match["secret"] for pattern in patterns for match in pattern.finditer(text))
 
 
 def leaves(settings: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

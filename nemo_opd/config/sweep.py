@@ -11,6 +11,8 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
+from nemo_opd.config.secrets import masked_leaf, without_secrets
+
 LONGEST_NAME = 120
 ODD = re.compile(r"[^\w.=,+-]+")
 
@@ -47,7 +49,7 @@ class Sweep:
     def _next_name(self, overrides: Sequence[str]) -> str:
         """Of the values that vary; numbered where that does not tell two runs apart."""
         pairs = (override.lstrip("+").partition("=") for override in overrides)
-        varied = ",".join(f"{key}={value}" for key, _, value in pairs if key in self.keys)
+        varied = ",".join(f"{key}={shown(key, value)}" for key, _, value in pairs if key in self.keys)
         name = ODD.sub("_", varied).strip("_") or "run"
         if len(name) > LONGEST_NAME:
             name = f"{name[: LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
@@ -55,6 +57,11 @@ class Sweep:
             name = f"{name}_{len(self.names)}"
         self.names.append(name)
         return name
+
+
+def shown(key: str, value: str) -> str:
+    """Return the value of an override without secrets."""
+    return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
 
 
 def is_sweep(argument: str) -> bool:

@@ -1,6 +1,7 @@
 """Numbers for people, in ASCII."""
 
 import math
+from collections.abc import Callable
 
 UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
@@ -42,6 +43,17 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def interval(low: float, high: float) -> str:
-    """60.1 to 75.9 %, of a share."""
-    return f"{100 * low:.1f} to {share(high)}"
+def score(measure: str, value: float, low: float, high: float) -> str:
+    """68.5 % (60.1 to 75.9 %), of questions; a mean of rewards that are no shares as it is."""
+    form = score_form(measure, low, high)
+    return f"{form(value)} ({interval(low, high, form)})"
+
+
+def score_form(measure: str, low: float, high: float) -> Callable[[float], str]:
+    """`share`, or `figure` for a mean of rewards that are no shares. low, high: of its interval."""
+    return figure if measure.startswith("mean@") and not 0 <= low <= high <= 1 else share
+
+
+def interval(low: float, high: float, form: Callable[[float], str]) -> str:
+    """60.1 to 75.9 %."""
+    return f"{form(low).removesuffix(' %')} to {form(high)}"

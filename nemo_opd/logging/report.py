@@ -10,7 +10,7 @@ import yaml
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingRow, ClosingTable, Score, ScoreRow
 from nemo_opd.logging.facts import Fact, correct_reward, run_facts, run_name, teacher_facts
-from nemo_opd.logging.formats import amount, change, clock, interval, share
+from nemo_opd.logging.formats import amount, change, clock, interval, score_form
 from nemo_opd.logging.hardware import read_hardware
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import chart, page
@@ -130,8 +130,9 @@ def _score_row(row: ScoreRow, models: Sequence[str]) -> str:
 def _score_cell(row: ScoreRow, score: Score | None) -> str:
     if score is None:
         return '<td class="number">–</td>'
-    value = f"<b>{share(score.value)}</b>" if score is row.after else share(score.value)
-    return f'<td class="number">{value}<small>{interval(score.low, score.high)}</small></td>'
+    form = score_form(row.measure, score.low, score.high)
+    value = f"<b>{form(score.value)}</b>" if score is row.after else form(score.value)
+    return f'<td class="number">{value}<small>{interval(score.low, score.high, form)}</small></td>'
 
 
 def _closing_row(closing: ClosingTable, row: ClosingRow) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import cycle
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.formats import change, clock, figure, interval, share
+from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import chart, page
 from nemo_opd.logging.plots import DARK, LIGHT, Theme, legend, series, smooth, steps_below
@@ -23,6 +24,7 @@ from nemo_opd.logging.plots import DARK, LIGHT, Theme, legend, series, smooth, s
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
 """What is drawn: the first that any run has."""
+REPORT, EVALUATION = "report/report.html", "results.json"
 DASHED_FROM = 6
 """Curves for which there are colours."""
 
@@ -35,7 +37,9 @@ class SweptRun:
     """Of its folder: what it varies."""
     records: tuple[Mapping[str, float], ...]
     """Empty where it did not start."""
-    is_complete: bool
+    has_started: bool
+    page: str | None
+    """What it wrote at its end for a person, in its folder; None where it did not get there."""
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
@@ -54,8 +58,12 @@ class SweptRun:
 
     def cells(self, measures: Sequence[str]) -> list[str]:
         """Its row: name, result by result, steps and time."""
-        state = f"{self.num_steps:,}" if self.is_complete else f"{self.num_steps:,}, not complete"
-        return [self.name, *(self._cell(measure) for measure in measures), state, clock(self.seconds)]
+        return [self.name, *(self._cell(measure) for measure in measures), self._state(), clock(self.seconds)]
+
+    def _state(self) -> str:
+        if not self.has_started:
+            return "refused, or not started"
+        return f"{self.num_steps:,}" if self.page else f"{self.num_steps:,}, not complete"
 
     def _cell(self, key: str) -> str:
         value = self.last(key)
@@ -63,18 +71,17 @@ class SweptRun:
             return "-"
         if key.startswith("eval/"):
             low, high = self.last(f"{key}_low"), self.last(f"{key}_high")
-            between = "" if low is None or high is None else f" ({interval(low, high)})"
-            return f"{share(value)}{between}"
+            return share(value) if low is None or high is None else score(key.removeprefix("eval/"), value, low, high)
         if key != "val/bits_per_byte":
             return figure(value)
         before = self.first(key)
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
 
 
-def read_sweep(root: Path) -> list[SweptRun]:
-    """The runs in a folder, by what they vary: numbers by size."""
-    found = [file.parent for file in root.glob("*/config.yaml")]
-    return [read_run(folder) for folder in sorted(found, key=lambda folder: by_size(folder.name))]
+def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
+    """The runs in a folder, by what they vary: numbers by size. names: of runs that may not have got one."""
+    found = {file.parent.name for file in root.glob("*/config.yaml")}
+    return [read_run(root / name) for name in sorted(found | set(names), key=by_size)]
 
 
 def by_size(name: str) -> list[tuple[float, str]]:
@@ -88,7 +95,20 @@ def read_run(folder: Path) -> SweptRun:
         records = tuple(read(metrics)) if metrics.exists() else ()
     except DataError:
         records = ()
-    return SweptRun(folder.name, records, (folder / "report" / "report.html").exists())
+    if (results := folder / EVALUATION).exists():
+        records = (evaluated(results),)
+    page = next((page for page in (REPORT, EVALUATION) if (folder / page).exists()), None)
+    return SweptRun(folder.name, records, (folder / "config.yaml").exists(), page)
+
+
+def evaluated(results: Path) -> dict[str, float]:
+    """What `evaluate.py` found, as the record of a run."""
+    found = json.loads(results.read_bytes())
+    record = {"step": 0, "perf/step_s": found["seconds"]}
+    for name, estimate in found["estimates"].items():
+        key = f"eval/{name}"
+        record |= {key: estimate["value"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
+    return record
 
 
 def measures_of(runs: Sequence[SweptRun]) -> list[str]:
@@ -134,7 +154,7 @@ def table_section(runs: Sequence[SweptRun], measures: Sequence[str]) -> str:
 
 
 def row_html(run: SweptRun, cells: Sequence[str]) -> str:
-    link = f'<a href="{escape(run.name)}/report/report.html">{escape(run.name)}</a>' if run.is_complete else None
+    link = f'<a href="{escape(run.name)}/{run.page}">{escape(run.name)}</a>' if run.page else None
     first = f"<td>{link or escape(run.name)}</td>"
     return first + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells[1:])
 

@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.logging.base import ClosingTable, RunSummary
-from nemo_opd.logging.formats import change, interval, share
+from nemo_opd.logging.formats import change, score
 
 
 def header(run: RunSummary, step: int) -> Panel:
@@ -64,9 +64,9 @@ def score_table(closing: ClosingTable) -> Table:
     table.add_column("model", overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
     for row in closing.scores:
-        for i, (model, score) in enumerate(row.by_model.items()):
-            style = "bold green" if score is row.after else ""
-            shown = f"{share(score.value)} ({interval(score.low, score.high)})"
+        for i, (model, own) in enumerate(row.by_model.items()):
+            style = "bold green" if own is row.after else ""
+            shown = score(row.measure, own.value, own.low, own.high)
             table.add_row("" if i else row.measure, Text(model, style), Text(shown, style))
         table.add_section()
     return table

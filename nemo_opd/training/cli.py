@@ -5,7 +5,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from nemo_opd.errors import OPDError
 from nemo_opd.logging.busy import busy
 from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
-from nemo_opd.training.interrupt import interruptible
+from nemo_opd.training.interrupt import interruptible, was_requested
 
 INTERRUPTED = 130
 """Exit status by shell convention; of a run that was interrupted before it could save."""
@@ -37,7 +37,12 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
     with standard_streams(), interruptible():
         try:
             run_settings_with_hydra(
-                task, model, config_dir=config_dir, config_name=config_name, after_sweep=report_sweep
+                task,
+                model,
+                config_dir=config_dir,
+                config_name=config_name,
+                after_sweep=report_sweep,
+                is_interrupted=was_requested,
             )
         except OPDError as error:
             for note in notes(error):
@@ -94,12 +99,14 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def report_sweep(root: Path) -> None:
-    """Compare the runs of a sweep, in a table here and in `root`/report.html."""
+def report_sweep(root: Path, names: Sequence[str]) -> None:
+    """Compare the runs of a sweep, in a table here and in `root`/report.html, where any has written something."""
     # matplotlib takes a while, and few commands are sweeps
     from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
 
-    runs = read_sweep(root)
+    runs = read_sweep(root, names)
+    if not any(run.has_started for run in runs):
+        return
     with suppress(OSError):
         Console().print(sweep_table(runs))
     say(f"report  {write_sweep_report(root, runs)}")

@@ -178,16 +178,48 @@ def test_each_run_of_a_sweep_has_a_folder_named_by_what_it_varies(tmp_path: Path
 def test_a_sweep_goes_where_it_is_told(tmp_path: Path, monkeypatch) -> None:
     """Bug: all runs in one folder, of which the second is refused."""
     monkeypatch.chdir(tmp_path)
-    told: list[Path] = []
+    told: list[object] = []
     with command_line(("-m", "run.seed=1,2", f"run.output_dir={tmp_path / 'sweep'}")):
         run_settings_with_hydra(
             lambda config: told.append(config.run.output_dir),
             RunConfig,
             config_dir=CONFIGS,
             config_name="off_policy_demo",
-            after_sweep=told.append,
+            after_sweep=lambda root, names: told.extend((root, names)),
         )
-    assert told == [tmp_path / "sweep" / "run.seed=1", tmp_path / "sweep" / "run.seed=2", tmp_path / "sweep"]
+    root, names = tmp_path / "sweep", ["run.seed=1", "run.seed=2"]
+    assert told == [*(root / name for name in names), root, names]
+
+
+def test_an_interruption_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
+    """Bug: the time that a scheduler gives went into starting one run after the other."""
+    monkeypatch.chdir(tmp_path)
+    done: list[int] = []
+    with command_line(("-m", "run.seed=1,2,3,4")), pytest.raises(KeyboardInterrupt) as caught:
+        run_settings_with_hydra(
+            lambda config: done.append(config.run.seed),
+            RunConfig,
+            config_dir=CONFIGS,
+            config_name="off_policy_demo",
+            is_interrupted=lambda: len(done) == 2,
+        )
+    assert done == [1, 2]
+    assert caught.value.__notes__ == ["these runs of the sweep were not started: run.seed=3, run.seed=4"]
+
+
+def test_what_fails_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise ModelError("the run's own")
+
+    def fail_too(*_: object) -> None:
+        raise ValueError("of the page")
+
+    with command_line(("-m", "run.seed=1,2")), pytest.raises(ModelError, match="the run's own"):
+        run_settings_with_hydra(
+            fail, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo", after_sweep=fail_too
+        )
 
 
 @pytest.mark.parametrize(
@@ -226,6 +258,7 @@ def test_hydra_leaves_nothing_behind(tmp_path: Path, monkeypatch) -> None:
     """No outputs/<date>/<time>/.hydra beside the run's own directory."""
     monkeypatch.chdir(tmp_path)
     configured("train.max_steps=1")
+    compose_all("--multirun", "train.max_steps=1,2")
 
     assert list(tmp_path.iterdir()) == []
 

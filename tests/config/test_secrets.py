@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from nemo_opd.config import secrets
-from nemo_opd.config.load import from_yaml, to_yaml
+from nemo_opd.config.load import from_yaml, run_settings_with_hydra, to_yaml
 from nemo_opd.config.logging import Wandb
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
@@ -157,7 +157,81 @@ def test_warnings_and_phases_have_none(tmp_path: Path) -> None:
         ("http://host/x?access_token=abc&n=1#top", f"http://host/x?access_token={MASK}&n=1#top"),
         ("see me@example.org, not https://example.org/@me", "see me@example.org, not https://example.org/@me"),
         ("https://h/x?tokenizer=a&keys=2", "https://h/x?tokenizer=a&keys=2"),
+        ("http://user:p@ss@host/", f"http://{MASK}@host/"),
+        ("postgres://u:pa/ss@host/db", f"postgres://{MASK}@host/db"),
+        ("http://host:8080/path@v1", "http://host:8080/path@v1"),
     ],
 )
 def test_credentials_in_addresses(text: str, shown: str) -> None:
     assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("--apikey=abcdef12",), (f"--apikey={MASK}",)),
+        (("env", "HF_TOKEN=hf_abcdef", "vllm"), ("env", f"HF_TOKEN={MASK}", "vllm")),
+        (("--api-key", "k1", "k2", "--port", "1"), ("--api-key", MASK, MASK, "--port", "1")),
+        (("bash", "-c", "vllm serve --api-key abcdef"), ("bash", "-c", f"vllm serve --api-key {MASK}")),
+        (("--header", "Authorization: Bearer sk-1234"), ("--header", f"Authorization: Bearer {MASK}")),
+        (("--tokenizer", "gpt2", "--max-num-batched-tokens=8"), ("--tokenizer", "gpt2", "--max-num-batched-tokens=8")),
+    ],
+)
+def test_arguments_of_a_server(arguments: tuple[str, ...], shown: tuple[str, ...], tmp_path: Path) -> None:
+    config = composed("rollout=server", f"rollout.command=[{','.join(map(repr, arguments))}]")
+    assert config.rollout.command == arguments
+    assert yaml.safe_load(written(config, tmp_path))["rollout"]["command"] == list(shown)
+    if shown[0] != arguments[0]:
+        assert without_secrets("no key abcdef12") == f"no key {MASK}"
+
+
+def test_a_variable_in_an_option_is_known_by_its_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the server's own words about a bad key had it."""
+    monkeypatch.setenv("OF_A_TEST", VALUE)
+    composed("rollout=server", "rollout.options=['--api-key=${oc.env:OF_A_TEST}']")
+    assert without_secrets(f"bad key {VALUE}") == "bad key ${oc.env:OF_A_TEST}"
+
+
+def test_references_are_kept_where_validation_changes_the_value(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OF_A_TEST", "/data")
+    config = composed(
+        "data.train.arrow_files='${oc.env:OF_A_TEST}//a.arrow'", "run.output_dir='${oc.env:OF_A_TEST}//x'"
+    )
+    plain = yaml.safe_load(written(config, tmp_path))
+    assert plain["run"]["output_dir"] == folder
+    assert plain["data"]["train"]["arrow_files"] == [file]
+    assert from_yaml(tmp_path / "config.yaml") == config
+
+
+def test_a_default_and_a_path_are_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: every message with the word `student` had a reference in its place."""
+    monkeypatch.setenv("OF_A_TEST", "/home/somebody/else")
+    composed("run.name='${oc.env:NOT_THERE,student}'", "run.output_dir='${oc.env:OF_A_TEST}/run'")
+    text = "student.model=/home/somebody/else: there is no such folder"
+    assert without_secrets(text) == text
+
+
+def test_a_mask_in_another_place_is_a_text() -> None:
+    assert composed("run.name='a***b'", "reward.answer_key='***'").reward.answer_key == MASK
+
+
+def test_a_sweep_writes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: Hydra's own record of a sweep, and folders named by the value."""
+    monkeypatch.chdir(tmp_path)
+    folders: list[str] = []
+
+    def note(config: RunConfig) -> None:
+        folders.append(str(config.run.output_dir))
+        assert config.run.output_dir is not None
+        config.run.output_dir.mkdir(parents=True)
+        (config.run.output_dir / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+    swept = f"++rollout.environment.ALSO={VALUE},{VALUE}2"
+    with command_line(("-m", *STARTED, swept)):
+        run_settings_with_hydra(note, RunConfig, config_dir=CONFIGS, config_name=ON_POLICY)
+    assert len(set(folders)) == 2
+    assert VALUE not in " ".join(folders)
+    for file in filter(Path.is_file, tmp_path.rglob("*")):
+        assert VALUE not in file.read_text(encoding="utf-8")

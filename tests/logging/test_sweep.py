@@ -62,3 +62,32 @@ def test_a_sweep_of_nothing_has_a_page(tmp_path: Path) -> None:
 
 def test_numbers_are_sorted_by_size() -> None:
     assert sorted(["lr=1e-3", "lr=2e-4", "lr=10", "lr=9"], key=by_size) == ["lr=2e-4", "lr=1e-3", "lr=9", "lr=10"]
+
+
+def test_a_run_that_was_refused_is_a_row(tmp_path: Path) -> None:
+    write_run(tmp_path / "run.seed=1", 1.5)
+    runs = read_sweep(tmp_path, ["run.seed=1", "run.seed=2"])
+    assert [run.cells([])[1] for run in runs] == ["4", "refused, or not started"]
+    assert "run.seed=2/" not in write_sweep_report(tmp_path, runs).read_text()
+
+
+def test_evaluations_have_their_own_results(tmp_path: Path) -> None:
+    """Bug: no figure at all, and `not complete`."""
+    folder = tmp_path / "n=8"
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    estimates = {
+        "pass@1": {"value": 0.43, "low": 0.36, "high": 0.5},
+        "mean@8": {"value": 3.2, "low": 3.0, "high": 3.4},
+    }
+    (folder / "results.json").write_text(json.dumps({"seconds": 61, "estimates": estimates}))
+    (run,) = read_sweep(tmp_path)
+    assert measures_of([run]) == ["eval/mean@8", "eval/pass@1"]
+    assert run.cells(measures_of([run])) == [
+        "n=8",
+        "3.200 (3.000 to 3.400)",
+        "43.0 % (36.0 to 50.0 %)",
+        "0",
+        "1:01",
+    ]
+    assert 'href="n=8/results.json"' in write_sweep_report(tmp_path, [run]).read_text()
