@@ -161,7 +161,7 @@ def read_weights(state: Path, into: Mapping[str, Tensor]) -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """torch warns of it even where it was told."""
+    """Silence torch, which warns that torch.distributed is off where it was told to go without."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

@@ -115,7 +115,10 @@ class Store:
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("CREATE TABLE IF NOT EXISTS samples (key BLOB PRIMARY KEY, value BLOB) WITHOUT ROWID")
-        self._inode = path.stat().st_ino
+        try:
+            self._inode = path.stat().st_ino
+        except FileNotFoundError as error:  # another process found it damaged, and begins again
+            raise sqlite3.OperationalError(f"{path} has just been removed") from error
 
     def is_in_place(self) -> bool:
         """Return whether the path still leads to this file."""

@@ -7,14 +7,16 @@ import lzma
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 import pyarrow as pa
 
 from nemo_opd.errors import DataError
+from nemo_opd.files import umask_mode
 from nemo_opd.paths import cache_dir
 
 BLOCK = 1 << 20
@@ -22,6 +24,8 @@ UNSUSPICIOUS = 1 << 30
 """Bytes that any file may unpack to."""
 MAX_EXPANSION = 200
 """Times its size that a file may unpack to beyond that. Logs reach 50, a bomb 1,000 and more."""
+PART = ".part"
+ABANDONED_S = 3600.0
 SPARE = 1 << 30
 """Bytes of the disk that are left free."""
 
@@ -54,18 +58,29 @@ def uncompressed(path: Path, source: str) -> Path:
     folder = cache_dir("unpacked")
     target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
     if not target.exists():
+        _remove_abandoned(folder)
         limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=".part", delete=False) as unpacked:
+        with tempfile.NamedTemporaryFile(dir=folder, suffix=PART, delete=False) as unpacked:
             try:
                 with opener(path) as packed:
                     _copy(packed, unpacked, limit, source)
                 unpacked.flush()
+                os.fsync(unpacked.fileno())
+                os.chmod(unpacked.name, umask_mode())
                 # What is derived from it is found by its time, which must not depend on when it was unpacked.
                 os.utime(unpacked.name, ns=(status.st_mtime_ns, status.st_mtime_ns))
                 Path(unpacked.name).rename(target)
             finally:
                 Path(unpacked.name).unlink(missing_ok=True)
     return target
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove what runs that were killed have begun; what is being unpacked grows all the time."""
+    for part in folder.glob(f"*{PART}"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > ABANDONED_S:
+                part.unlink()
 
 
 def _opener(path: Path) -> Opener | None:

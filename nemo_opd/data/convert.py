@@ -1,13 +1,14 @@
 """Files as datasets, through the cache of `datasets` (`$HF_DATASETS_CACHE`)."""
 
 import glob
+import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import datasets
-import pyarrow as pa
 
 from nemo_opd.data.intact import first_damage
 from nemo_opd.data.layout import Layout
@@ -15,6 +16,7 @@ from nemo_opd.data.origin import Origin
 from nemo_opd.data.schema import shown
 from nemo_opd.errors import DataError
 
+INFO = "dataset_info.json"
 Read = tuple[datasets.Dataset, Origin]
 
 _log = logging.getLogger(__name__)
@@ -36,7 +38,7 @@ def convert(
     # `datasets` takes paths for patterns; these are files.
     files = {"train": [glob.escape(str(path)) for path in paths]}
     with quiet():
-        builder = datasets.load_dataset_builder(format, data_files=files, **options)
+        builder = builder_of(format, data_files=files, **options)
         was_made = Path(builder.cache_dir).exists()
         if not was_made:
             prepare()
@@ -47,11 +49,39 @@ def convert(
         return builder.as_dataset(split="train")
 
 
+def builder_of(format: str, **options: object) -> datasets.DatasetBuilder:
+    """Return what converts files, without the parts of its cache that would keep it from being made."""
+    try:
+        return datasets.load_dataset_builder(format, **options)
+    except (ValueError, TypeError, KeyError):
+        if not _forget_damaged(format):
+            raise
+        return datasets.load_dataset_builder(format, **options)
+
+
+def _forget_damaged(format: str) -> bool:
+    """Remove conversions whose description is no JSON object; return whether there were any."""
+    found = [
+        file for file in Path(datasets.config.HF_DATASETS_CACHE).glob(f"{format}/**/{INFO}") if not _is_object(file)
+    ]
+    for file in found:
+        _log.warning("%s is damaged; what it describes is converted again", file)
+        shutil.rmtree(file.parent, ignore_errors=True)
+    return bool(found)
+
+
+def _is_object(file: Path) -> bool:
+    try:
+        return isinstance(json.loads(file.read_bytes()), dict)
+    except ValueError:
+        return False
+
+
 def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
     try:
         table = builder.as_dataset(split="train").data.table
         return first_damage(table.select([name for name in columns if name in table.column_names])) is not None
-    except (pa.ArrowInvalid, OSError):
+    except Exception:  # what `datasets` raises for files that are cut, absent or of another type
         return True
 
 

@@ -67,7 +67,7 @@ def problem(values: pa.Array) -> str | None:
 
 
 def first_bad(values: pa.Array) -> int:
-    """The row up to which values that are not sound are, by bisection."""
+    """Return the first unsound row, found by bisection."""
     sound, unsound = 0, len(values)
     while unsound - sound > 1:
         middle = (sound + unsound) // 2

@@ -57,7 +57,7 @@ def depth(line: bytes) -> int:
 
 
 def malformation(line: bytes) -> str | None:
-    """Return why a line is no JSON object that Arrow takes; None for one that is, and for a blank one."""
+    """Return why Arrow cannot read a line as a JSON object; None for one that is, and for a blank one."""
     if reason := unreadable(line):
         return reason
     line = line.removeprefix(BOM)

@@ -213,6 +213,21 @@ def test_a_file_deleted_while_in_use_is_begun_again(folder: Path, caplog: pytest
     assert not maker.made
 
 
+def test_a_file_removed_while_it_is_opened_costs_a_warning(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a data worker died where another one found the file damaged at the same moment."""
+
+    def removed(path: Path) -> None:
+        raise FileNotFoundError(path)
+
+    cached = CachedSampleMaker(Maker())
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(Path, "stat", removed)
+        assert arrays(cached("x")) == arrays(Maker()("x"))
+    assert "has just been removed" in caplog.text
+
+
 def test_a_lock_that_is_kept_costs_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

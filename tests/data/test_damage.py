@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from nemo_opd.data.loader import SampleSource
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
+from nemo_opd.files import umask_mode
+from nemo_opd.paths import cache_dir
 from tests.data.test_sources import KINDS, Write, table, write_file, write_parquet, write_stream
 
 TEXT, CHAT = TextLayout("text"), ChatLayout("chat", None)
@@ -333,3 +336,33 @@ def test_a_file_that_is_changed_in_place_is_checked_again(tmp_path: Path, caplog
     put(b"new", b"\xff\xfe\xfd")
     with pytest.raises(DataError, match="was changed while the run reads it, and is damaged now: Invalid UTF8"):
         source.__getitems__([8])
+
+
+@pytest.mark.parametrize("left", ["", '{"dataset_size": 1, "spl', "[]"])
+def test_a_damaged_description_of_a_conversion_is_no_fault_of_the_file(
+    left: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: each later run said that the user's file, which was whole, could not be read."""
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(GOOD * 3)
+    source = Source(jsonl_files=(str(file),))
+    load(source)
+    (info,) = Path(datasets.config.HF_DATASETS_CACHE).rglob("dataset_info.json")
+    info.write_text(left)
+    assert len(load(source)) == 3
+    assert f"{info} is damaged; what it describes is converted again" in caplog.text
+
+
+def test_an_unpacked_copy_is_for_all_users_and_parts_are_not_kept(tmp_path: Path) -> None:
+    """Bug: a shared cache failed for the second user; what a killed run had begun stayed for ever."""
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(GOOD))
+    folder = cache_dir("unpacked")
+    old, new = folder / "old.part", folder / "new.part"
+    for part in (old, new):
+        part.touch()
+    os.utime(old, (0, 0))
+    copy = compressed.uncompressed(file, "a")
+    assert copy.stat().st_mode & 0o777 == umask_mode()
+    assert not old.exists()
+    assert new.exists()
