@@ -53,7 +53,7 @@ def builder_of(format: str, **options: object) -> datasets.DatasetBuilder:
     """Return what converts files, without the parts of its cache that would keep it from being made."""
     try:
         return datasets.load_dataset_builder(format, **options)
-    except (ValueError, TypeError, KeyError):
+    except Exception:  # whatever it makes of what it reads there
         if not _forget_damaged(format):
             raise
         return datasets.load_dataset_builder(format, **options)
@@ -61,9 +61,8 @@ def builder_of(format: str, **options: object) -> datasets.DatasetBuilder:
 
 def _forget_damaged(format: str) -> bool:
     """Remove conversions whose description is no JSON object; return whether there were any."""
-    found = [
-        file for file in Path(datasets.config.HF_DATASETS_CACHE).glob(f"{format}/**/{INFO}") if not _is_object(file)
-    ]
+    descriptions = Path(datasets.config.HF_DATASETS_CACHE).glob(f"{format}/**/{INFO}")
+    found = [file for file in descriptions if not _is_object(file)]
     for file in found:
         _log.warning("%s is damaged; what it describes is converted again", file)
         shutil.rmtree(file.parent, ignore_errors=True)

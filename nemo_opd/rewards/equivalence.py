@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ WORD = re.compile(r"[^\W\d_]{3,}")
 TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SLOW_S = 60.0
-"""Added to twenty times the processor time it is the longest wait for an answer; other work on the machine takes it."""
+"""The longest wait for an answer is this and twenty times its limit of processor time; a busy machine needs it."""
 MANY = 16
 """Comparisons that run out of time, of one batch of rollouts, before the others get less of it each."""
 LEAST_S = 1.0
@@ -86,10 +87,20 @@ class Equivalence:
         return reply.get("answer")
 
     def _ask(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
-        """What the process replies: `answer`, or `ended` where time ran out.
+        """What the process replies: `answer`, or `ended` where time ran out, or algebra broke down.
 
-        Raises RolloutError where the process has ended, or says nothing.
+        Raises RolloutError where the process was killed at it twice, has ended, or says nothing.
         """
+        for _ in range(2):
+            reply = self._replied(task, limit_s, *formulas)
+            if reply.get("ended") != signal.SIGKILL:
+                return reply
+        raise RolloutError(
+            f"the process that compares formulas was killed twice at {' and '.join(map(repr, formulas))}; see whether the "
+            "machine's memory is full"
+        )
+
+    def _replied(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
         longest_s = SLOW_S + 20 * limit_s
         with self._lock:
             self._num_asked += 1

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import psutil
 import pytest
@@ -177,6 +178,23 @@ def test_a_child_that_is_killed_between_two_questions_costs_none() -> None:
         kill_the_child_of(made)
         answers = [made.equal(*pair) for pair in (("x+2", "2+x"), ("y+3", "y+4"), ("z+5", "5+z"), ("z+6", "z+7"))]
         assert answers == [True, False, True, False]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_child_that_is_killed_at_a_question_does_not_answer_it(times: int) -> None:
+    """Bug: where memory ran out elsewhere, right answers became wrong ones."""
+    with closing(Equivalence(timeout_s=60)) as made:
+        replied, killed = made._replied, iter(range(times))
+
+        def killed_first(*question: Any) -> dict[str, Any]:
+            return replied(*question) if next(killed, None) is None else {"ended": signal.SIGKILL}
+
+        made._replied = killed_first  # type: ignore[method-assign]
+        if times == 1:
+            assert made.equal("x+1", "1+x")
+        else:
+            with pytest.raises(RolloutError, match=r"was killed twice at 'x\+1' and '1\+x'; see whether"):
+                made.equal("x+1", "1+x")
 
 
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones() -> None:
