@@ -95,9 +95,9 @@ class Equivalence:
             reply = self._replied(task, limit_s, *formulas)
             if reply.get("ended") != signal.SIGKILL:
                 return reply
+        asked = " and ".join(map(repr, formulas))
         raise RolloutError(
-            f"the process that compares formulas was killed twice at {' and '.join(map(repr, formulas))}; see whether the "
-            "machine's memory is full"
+            f"the process that compares formulas was killed twice at {asked}; see whether the machine's memory is full"
         )
 
     def _replied(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
