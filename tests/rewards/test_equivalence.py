@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -195,6 +196,21 @@ def test_a_child_that_is_killed_at_a_question_does_not_answer_it(times: int) -> 
         else:
             with pytest.raises(RolloutError, match=r"was killed twice at 'x\+1' and '1\+x'; see whether"):
                 made.equal("x+1", "1+x")
+
+
+INJECTED = "__import__('os').mkdir('{}')"
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["{}", r"\text{{{}}}", r"\operatorname{{{}}}(x)", r"\frac{{1}}{{{}}}", "1+{}", "({})*2", "lambda: {}", "f'{}'"],
+)
+def test_code_in_an_answer_is_not_run(written: str, equivalence: Equivalence, tmp_path: Path) -> None:
+    answer = written.format(INJECTED.format(tmp_path / "mark"))
+    equivalence.equal("2", answer)
+    equivalence.equal(answer, "2")
+    equivalence.canonical(answer)
+    assert not (tmp_path / "mark").exists()
 
 
 def test_an_answer_that_nobody_waited_for_is_not_the_next_ones() -> None:
