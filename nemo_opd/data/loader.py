@@ -51,6 +51,20 @@ class SampleSource:
             yield sample
 
 
+@contextmanager
+def lost_workers() -> Iterator[None]:
+    """Inside, a data worker that is killed is a DataError: torch raises its own wherever this process happens to be."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker"):
+            raise
+        raise DataError(
+            f"{str(error).strip().rstrip('.')}; see whether the machine's memory is full, or lower data.num_workers; "
+            "run.resume=auto continues from the last checkpoint"
+        ) from error
+
+
 class TrainLoader:
     """Training batches in the order of BatchOrder, made ahead while the caller does other things.
 

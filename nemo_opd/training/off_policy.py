@@ -3,6 +3,7 @@
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.busy import busy
 from nemo_opd.training.breakdown import step_times
@@ -19,7 +20,7 @@ def distil(config: RunConfig) -> None:
     if config.run.dry_run:
         print_plan(plan, Console())
         return
-    with Session(plan) as session:
+    with lost_workers(), Session(plan) as session:
         session.measure_start()
         for step in session.steps():
             record = train_step(session)

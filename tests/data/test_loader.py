@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nemo_opd.data.collate import pad_rows, shards
-from nemo_opd.data.loader import TrainLoader, validation_batches
+from nemo_opd.data.loader import TrainLoader, lost_workers, validation_batches
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.samples import Sample, Tokens
 from nemo_opd.errors import CheckpointError, DataError
@@ -183,6 +183,22 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
         read()
     assert not children()
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_worker_that_is_killed_is_one_line() -> None:
+    """Bug: a traceback from whatever the driver was doing at the moment."""
+
+    def lose() -> None:
+        with lost_workers(), TrainLoader(FakeDocuments(), report_or_refuse, 1, 0, False, 1) as loader:
+            loader.start()
+            (pid,) = children()
+            os.kill(pid, signal.SIGKILL)
+            while True:
+                loader.next()
+
+    with pytest.raises(DataError, match=r"DataLoader worker \(pid.* is killed by signal: Killed; see whether"):
+        lose()
+    assert not children()
 
 
 class Slowly:
