@@ -37,7 +37,7 @@ class MathReward(AnswerReward):
     """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
 
     type: Literal["math"] = "math"
-    timeout_s: float = Field(5, gt=0)
+    timeout_s: float = Field(5, gt=0, le=YEAR_S)
     """Processor time for one comparison; one that takes longer counts as unequal."""
 
 

@@ -25,8 +25,8 @@ SLOW_S = 60.0
 MANY = 16
 """Comparisons that run out of time, of one batch of rollouts, before the others get less of it each."""
 LEAST_S = 1.0
-"""Processor time that is left to each then, of which an honest comparison takes a tenth; a twentieth of the limit where
-that is more.
+"""Processor time that is left to each then, of which honest comparisons take a small part; a twentieth of the limit
+where that is more.
 """
 POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 

@@ -34,7 +34,10 @@ NONE = 0
 
 def main() -> None:
     logging.disable(logging.WARNING)  # math-verify warns about timeouts it does not have to keep
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's Ctrl-C is for who asks; end of input ends this
+    # Who asks ends this, by the end of input. What a terminal or scheduler sends to all processes is for the driver,
+    # which needs answers until its step is done; and a child that it ended would look like one out of time.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY if limit < 0 else min(MAX_MEMORY, limit), limit))
     # What the libraries make when they are first used takes a child longer than most comparisons.

@@ -9,10 +9,9 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -81,38 +80,33 @@ def described(error: BaseException) -> str:
 
 
 def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
-    start = time.monotonic()
-    with _alarm(timeout_s):
-        result = function(*arguments)
-    if time.monotonic() - start > timeout_s:
-        raise _Overdue
-    return result
+    """Raise _Overdue in the function when the time is up; an alarm that was set before is kept.
 
-
-@contextmanager
-def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raise _Overdue inside when the time is up; an alarm that was set before is kept."""
-    is_inside = True
+    It is one function, and no context manager, for an alarm can ring between any two lines: outside of `is_inside` it
+    does nothing, and within it what it raises passes the `finally`.
+    """
+    is_inside = False
 
     def ring(*_: object) -> None:
         if is_inside:
             raise _Overdue
 
     start = time.monotonic()
+    rest = interval = 0.0
     handler = signal.signal(signal.SIGALRM, ring)
-    rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
     try:
-        try:
-            yield
-        finally:
-            is_inside = False
+        rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
+        is_inside = True
+        result = function(*arguments)
     finally:
-        # Also where it rings just before the line above; the next one would be a second later.
         is_inside = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         if rest:
             signal.setitimer(signal.ITIMER_REAL, max(1e-3, rest - (time.monotonic() - start)), interval)
+    if time.monotonic() - start > timeout_s:
+        raise _Overdue
+    return result
 
 
 def _in_a_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:

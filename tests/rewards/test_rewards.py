@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
+from nemo_opd.config.base import YEAR_S
 from nemo_opd.config.reward import Reward
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answer, check_answers
@@ -112,6 +113,23 @@ def test_a_function_that_does_not_return_has_a_limit(
     assert str(caught.value) == (
         "reward rewards_of_a_test:judge, prompt 7, sample 2: it did not return in 0.1 s (reward.call_timeout_s)"
     )
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_the_longest_limit_can_be_waited_for(users_module: types.ModuleType, in_thread: bool) -> None:
+    """Bug: a longer one was told as an error of the function."""
+    users_module.judge = lambda given: 1.0  # type: ignore[attr-defined]
+    judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=YEAR_S))
+    with ThreadPoolExecutor(1) as thread:
+        assert (thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))) == 1
+
+
+@pytest.mark.parametrize(
+    "limit", [{"type": "function", "function": "a:b", "call_timeout_s": 1e12}, {"type": "math", "timeout_s": 1e12}]
+)
+def test_a_limit_that_no_clock_counts_to_is_refused(limit: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 31536000"):
+        settings(**limit)
 
 
 def test_a_regular_expression_that_does_not_end_has_a_limit(users_module: types.ModuleType) -> None:

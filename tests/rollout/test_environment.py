@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from nemo_opd.config.environment import CalculatorEnvironment, FunctionEnvironment
 from nemo_opd.errors import ConfigError, RolloutError
@@ -31,6 +32,11 @@ class Echo:
         if isinstance(self.answer, BaseException):
             raise self.answer
         return self.answer
+
+
+def test_a_limit_that_no_clock_counts_to_is_refused() -> None:
+    with pytest.raises(ValidationError, match="less than or equal to 31536000"):
+        CalculatorEnvironment(call_timeout_s=1e12)
 
 
 def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,20 +21,27 @@ def test_code_that_takes_the_alarm_away_is_late_when_it_returns() -> None:
         called(late, timeout_s=0.05, key="key")
 
 
-def test_an_alarm_that_rings_as_the_call_returns_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alarm_that_rings_as_the_call_begins_or_returns_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Bug: handler and timer stayed, and struck the driver later."""
     handler, set_timer = signal.getsignal(signal.SIGALRM), signal.setitimer
     rung = []
 
-    def ring_once(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
-        if seconds == 0 and not rung:
-            rung.append(1)
+    def ring(seconds: float, wanted: float) -> None:
+        if seconds == wanted:
+            rung.append(wanted)
             signal.raise_signal(signal.SIGALRM)
-        return set_timer(which, seconds, interval)
 
-    monkeypatch.setattr(users_code.signal, "setitimer", ring_once)
+    def set_ringing(which: int, seconds: float, interval: float = 0.0) -> tuple[float, float]:
+        ring(seconds, 0)
+        before = set_timer(which, seconds, interval)
+        ring(seconds, 60)
+        return before
+
+    monkeypatch.setattr(users_code.signal, "setitimer", set_ringing)
     assert called(lambda: 1, timeout_s=60, key="key") == 1
-    assert rung
+    assert rung == [60, 0]
     assert signal.getsignal(signal.SIGALRM) is handler
     assert signal.getitimer(signal.ITIMER_REAL)[1] == 0.0, "ours, which rings again and again"
 
