@@ -198,7 +198,7 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
 
     with pytest.raises(DataError, match=r"DataLoader worker \(pid.* is killed by signal: Killed; see whether"):
         lose()
-    assert not children()
+    wait_until(lambda: not children(), "its end", every_s=0.01)
 
 
 class Slowly:
