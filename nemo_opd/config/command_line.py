@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
 from nemo_opd.errors import ConfigError
@@ -80,6 +81,11 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
     groups = Groups.of(config_dir, primary)
     overrides = tuple(groups.override(argument) for argument in typed)
     return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)
+
+
+def quoted(text: str) -> str:
+    """Return a value of Hydra's grammar that stands for the text, whatever characters it has."""
+    return QuotedString(text, Quote.single).with_quotes()
 
 
 def config_file(name: str, config_dir: Path) -> Path:

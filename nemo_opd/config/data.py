@@ -9,19 +9,26 @@ class HubDataset(Settings):
     """A dataset of the Hugging Face hub, or a folder `datasets.load_dataset` reads."""
 
     path: str
+    """Name on the hub, or of a folder."""
     name: str | None = None
+    """Configuration of the dataset; null: its only or default one."""
     split: str = "train"
+    """Split, or a part of it such as `train[:10%]`."""
 
 
 class Source(Settings):
     """Where documents come from: one kind of file (paths or globs), or the hub."""
 
     arrow_files: tuple[str, ...] = ()
+    """Paths or globs of Arrow files, in the stream or the file format."""
     parquet_files: tuple[str, ...] = ()
+    """Paths or globs of Parquet files."""
     jsonl_files: tuple[str, ...] = ()
+    """Paths or globs of files with a JSON object on each line, also compressed with gzip, zstd, bzip2 or xz."""
     text_files: tuple[str, ...] = ()
-    """Each file is one document."""
+    """Paths or globs of text files, each of which is one document."""
     hub: HubDataset | None = None
+    """A dataset instead of files."""
 
     @field_validator("arrow_files", "parquet_files", "jsonl_files", "text_files", mode="before")
     @classmethod
@@ -54,11 +61,12 @@ def _first(value: tuple[str, ...] | HubDataset) -> str:
 
 class ValidationSource(Source):
     max_samples: int | None = Field(None, ge=1)
-    """Use the first so many documents only."""
+    """Number of documents to use, from the first; null: all."""
 
 
 class Data(Settings):
     train: Source = Field(default_factory=Source)
+    """Texts to learn from; on-policy, prompts."""
     validation: ValidationSource = Field(default_factory=ValidationSource)
     """Without a source nothing is validated."""
     text_key: str = "text"

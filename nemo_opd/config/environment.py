@@ -27,6 +27,7 @@ class FunctionEnvironment(EnvironmentBase):
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:Class`."""
 
 
 Environment = Annotated[CalculatorEnvironment | FunctionEnvironment, Field(discriminator="type")]

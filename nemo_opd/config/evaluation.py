@@ -22,14 +22,17 @@ class Questions(Settings):
     greedy: bool = True
     """Also take the likeliest answer once."""
     temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it before a token is sampled."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
     top_k: int | None = Field(None, ge=1)
+    """Sample from this number of likeliest tokens; null: from all."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """By default `rollout.max_new_tokens`."""
+    """Most tokens in one turn of the student; by default `rollout.max_new_tokens`."""
     correct_reward: float = 1.0
     """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
-    """Of the intervals."""
+    """Confidence level of the intervals."""
 
     @field_validator("k", mode="before")
     @classmethod
@@ -83,6 +86,7 @@ class EvaluationConfig(Questions):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """With rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
+    """Questions; scored by `reward`."""
     reward: Reward
     """What an answer is worth."""
     environment: Environment | None = None
@@ -90,10 +94,11 @@ class EvaluationConfig(Questions):
     rollout: Rollouts = Field(default_factory=HFRollout)
     """The engine. How it samples is told beside it: n, temperature, top_p, top_k, max_new_tokens."""
     max_new_tokens: int = Field(256, ge=1)
-    """In one turn of the model."""
+    """Most tokens in one turn of the model."""
     max_prompt_length: int | None = Field(None, ge=1)
     """Tokens. Longer questions are left out, counted and told; null: none is."""
     seed: int = Field(0, ge=0)
+    """Seed of sampling."""
     output_dir: Path | None = None
     """Where results.json and samples.jsonl go; `outputs/evaluation/<time>` when not given."""
 

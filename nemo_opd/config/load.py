@@ -15,7 +15,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_opd.config.base import Settings
-from nemo_opd.config.command_line import HELP_FLAGS, read_command_line
+from nemo_opd.config.command_line import HELP_FLAGS, quoted, read_command_line
 from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.problems import explain_all
 from nemo_opd.config.reference import store_help
@@ -72,18 +72,17 @@ def run_settings_with_hydra(
         store_help(model, config_dir, Path(sys.argv[0]).name)
     # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.
     with tempfile.TemporaryDirectory() as scratch, composition_errors(command):
-        sys.argv[1:] = [*command.for_hydra, f"hydra.sweep.dir={scratch}"]
+        sys.argv[1:] = [*command.for_hydra, f"hydra.sweep.dir={quoted(scratch)}"]
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
+    end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
+    if end is not None and not_started:
+        end.add_note(f"these runs of the sweep were not started: {', '.join(not_started)}")
     try:
         if sweep.root is not None:
             after_sweep(sweep.root, sweep.names)
     finally:
-        if failures:
-            raise failures[0]
-    if not_started:
-        interrupt = KeyboardInterrupt()
-        interrupt.add_note(f"these runs of the sweep were not started: {', '.join(not_started)}")
-        raise interrupt
+        if end is not None:
+            raise end
 
 
 def from_omegaconf(cfg: DictConfig, model: type[S]) -> S:

@@ -20,19 +20,27 @@ class Console(Settings):
 
 class TensorBoard(Settings):
     enabled: bool = False
+    """Write the metrics as events into the folder `tensorboard` of the run."""
 
 
 class Wandb(Settings):
     enabled: bool = False
+    """Log the metrics to Weights & Biases."""
     project: str = "nemo_opd"
+    """Project that the run belongs to."""
     entity: str | None = None
+    """User or team that owns the project; null: the default of the account."""
     mode: Literal["online", "offline"] = "online"
+    """online: metrics are sent as they come. offline: they are written into the run's folder, for `wandb sync`."""
 
 
 class Logging(Settings):
     console: Console = Field(default_factory=Console)
+    """Progress for people."""
     tensorboard: TensorBoard = Field(default_factory=TensorBoard)
+    """Metrics for TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb)
+    """Metrics for Weights & Biases."""
     gradients_every: int | None = Field(None, ge=1)
     """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step has
     a forward and a backward pass for each of them, and holds one gradient more.

@@ -20,6 +20,9 @@ class DivergenceTerm(Settings):
     """What every distillation term chooses (METHODS §3)."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "forward_kl"
+    """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between the two, by `beta`; mixed:
+    their weighted sum, by `mixed_weight`; tvd: half the L1 distance (METHODS §3).
+    """
     beta: float = Field(0.5, ge=0, le=1)
     """jsd: 0 is forward KL, 1 is reverse KL."""
     mixed_weight: float = Field(0.5, ge=0, le=1)
@@ -174,7 +177,9 @@ class TCADTerm(DivergenceTerm):
     support_size: int = Field(256, ge=1)
     """Tokens that are compared."""
     support: Literal["interleaved", "union"] = "interleaved"
-    """interleaved: the first `support_size` of both sides' likeliest, taken by turns; union: so many of either side."""
+    """interleaved: the first `support_size` of both sides' likeliest, taken by turns; union: the `support_size`
+    likeliest of each side.
+    """
     coverage_coef: float = Field(1.0, ge=0)
     """Weight of −log of the student's mass on those tokens."""
     power_alpha: float | None = Field(1.0, ge=0)
@@ -189,7 +194,7 @@ class ImportanceSettings(Settings):
     """
 
     importance_cap: float | None = Field(None, gt=0)
-    """Weights count for so much at most; null: for what they are."""
+    """Upper bound of the weights; null: no bound."""
     importance_level: Literal["token", "sequence"] = "token"
     """What a weight is of: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
     sequence together, which needs an `importance_cap` and one more product with the head.
@@ -224,11 +229,11 @@ class SampledKLTerm(ImportanceSettings):
     forward KL.
     """
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """policy_gradient: ratios to the model that sampled, at temperature 1, count for 1 − clip_low at least."""
+    """policy_gradient: the ratio to the model that sampled, at temperature 1, is clipped below at 1 − clip_low."""
     clip_high: float = Field(0.2, ge=0)
-    """policy_gradient: for 1 + clip_high at most."""
+    """policy_gradient: the ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = Field(None, gt=1)
-    """policy_gradient: for so much at most also where the advantage is negative; null: any."""
+    """policy_gradient: upper bound of the ratio where the advantage is negative; null: no bound."""
 
     @field_validator("clip_low", "clip_high", "dual_clip")
     @classmethod
@@ -261,6 +266,7 @@ class TemperatureTerm(Settings):
     """What terms choose that take no divergence."""
 
     temperature: float = Field(1.0, gt=0)
+    """uld: logits of both sides are divided by it. alm: likelihoods of chunks have the exponent 1 / temperature."""
 
 
 class ALMTerm(TemperatureTerm):
@@ -298,7 +304,9 @@ class Objective(Settings):
     """kd_weight · KD + ce_weight · CE (METHODS §7)."""
 
     kd_weight: float = Field(1.0, ge=0)
+    """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
     ce_weight: float = Field(1.0, ge=0)
+    """Weight of CE, the cross-entropy of the dataset's tokens."""
     scaling: Literal["fixed", "dynamic"] = "fixed"
     """dynamic: KD is also scaled by EMA(CE)/EMA(KD), over the steps before that had both."""
     scaling_decay: float = Field(0.99, gt=0, lt=1)
@@ -318,31 +326,31 @@ class PKLLoss(Objective, PKLTerm):
 
 
 class GoldLoss(Objective, GoldTerm):
-    """gold likewise."""
+    """gold for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 class HKLLoss(Objective, HKLTerm):
-    """h_kl likewise."""
+    """h_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 class StrictLoss(Objective, StrictTerm):
-    """strict likewise."""
+    """strict for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 class BytePrefixLoss(Objective, BytePrefixTerm):
-    """byte_prefix likewise."""
+    """byte_prefix for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 class SharedPrefixLoss(Objective, SharedPrefixTerm):
-    """shared_prefix likewise."""
+    """shared_prefix for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
 
 
 class ALMLoss(Objective, ALMTerm):
-    """alm likewise; the others have forward KL."""
+    """alm for every cross-tokenizer teacher that names no loss of its own; the others have forward KL."""
 
 
 class ULDLoss(Objective, ULDTerm):
-    """uld likewise; the others have forward KL."""
+    """uld for every cross-tokenizer teacher that names no loss of its own; the others have forward KL."""
 
 
 class TCADLoss(Objective, TCADTerm):
@@ -350,7 +358,7 @@ class TCADLoss(Objective, TCADTerm):
 
 
 class SampledKLLoss(Objective, SampledKLTerm):
-    """sampled_kl likewise."""
+    """sampled_kl for every teacher that names no loss of its own."""
 
 
 class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
@@ -358,14 +366,19 @@ class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
 
     type: Literal["grpo"] = "grpo"
     kd_weight: float = Field(0.0, ge=0)
+    """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
     ce_weight: float = Field(0.0, ge=0)
+    """Weight of CE, the cross-entropy of the dataset's tokens."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "reverse_kl"
+    """Divergence of KD, as in other losses (METHODS §3)."""
     policy_weight: float = Field(1.0, gt=0)
+    """Weight of the policy gradient."""
     clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio to the model that sampled is clipped below at 1 − clip_low."""
     clip_high: float = Field(0.28, ge=0)
-    """The ratio is clipped to [1 − clip_low, 1 + clip_high]."""
+    """The ratio is clipped above at 1 + clip_high."""
     dual_clip: float | None = Field(3.0, gt=1)
-    """No negative advantage counts more often than this."""
+    """Upper bound of the ratio where the advantage is negative; null: no bound."""
     scale_advantages: bool = True
     """Divide by the standard deviation of the rewards within a prompt."""
 

@@ -46,7 +46,9 @@ class Student(Model):
     are computed with; null: train all weights.
     """
     optimizer: AdamW = Field(default_factory=AdamW)
+    """Optimizer of all weights that are trained."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
+    """Learning rate over the steps of the run."""
 
     @model_validator(mode="after")
     def compile_needs_tp_1(self) -> "Student":

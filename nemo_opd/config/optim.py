@@ -11,11 +11,15 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 class AdamW(Settings):
     type: Literal["adamw"] = "adamw"
+    """torch.optim.AdamW."""
     lr: float = Field(5e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
+    """Decay rates of the moving averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of the update."""
     weight_decay: float = Field(1e-3, ge=0)
+    """A step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
 
 
 class Scheduler(Settings):

@@ -49,7 +49,7 @@ def help_text(model: type[BaseModel], config_dir: Path, program: str) -> str:
             "Settings, as SECTION.KEY=VALUE:",
             *(entry(f"{name}:" if name else "on their own:", inner) for name, inner in sections.items()),
             "",
-            f"What each means, with its default: {PAGE}; how to use them: README.md.",
+            f"What each means, nested ones too: {PAGE}; how to use them: README.md.",
             "",
             "--config FILE      start from a file of your own",
             "--cfg job          print the settings and end",
@@ -87,6 +87,7 @@ def page() -> str:
             "## evaluate.py",
             "",
             *table(EvaluationConfig, without=()),
+            *section("evaluate.py: data", EvaluationConfig.model_fields["data"], level=3),
             "",
         )
     )
@@ -131,7 +132,7 @@ def table(model: type[BaseModel], without: Any) -> Iterator[str]:
 
 
 def type_of(field: FieldInfo) -> str:
-    return "see below" if models_in(field.annotation) else f"`{type_name(field.annotation)}`"
+    return "see its section" if models_in(field.annotation) else f"`{type_name(field.annotation)}`"
 
 
 def type_name(annotation: Any) -> str:

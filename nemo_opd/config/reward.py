@@ -24,6 +24,7 @@ class ExactReward(AnswerReward):
 
     type: Literal["exact"] = "exact"
     ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
 
 
 class NumericReward(AnswerReward):
@@ -31,6 +32,7 @@ class NumericReward(AnswerReward):
 
     type: Literal["numeric"] = "numeric"
     tolerance: float = Field(1e-6, ge=0)
+    """Largest difference from the answer, as a share of its absolute value."""
 
 
 class MathReward(AnswerReward):
@@ -38,7 +40,7 @@ class MathReward(AnswerReward):
 
     type: Literal["math"] = "math"
     timeout_s: float = Field(5, gt=0, le=YEAR_S)
-    """Processor time for one comparison; one that takes longer counts as unequal."""
+    """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
 
 
 class EnvironmentReward(RewardBase):
@@ -52,6 +54,7 @@ class FunctionReward(RewardBase):
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:function`."""
     call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
     """For one rollout; a function that takes longer ends the run."""
 

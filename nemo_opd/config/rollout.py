@@ -13,14 +13,17 @@ class RolloutBase(Settings):
     n: int = Field(4, ge=1)
     """Rollouts of each prompt; `train.global_batch_size` counts rollouts."""
     max_new_tokens: int = Field(256, ge=1)
-    """In one turn of the student."""
+    """Most tokens in one turn of the student."""
     max_prompt_length: int | None = Field(None, ge=1)
     """Tokens. Longer prompts are dropped and counted; by default those that leave less than `max_new_tokens` of
     `train.max_length`.
     """
     temperature: float = Field(1.0, gt=0)
+    """Logits are divided by it before a token is sampled."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that together have this probability; 1: from all."""
     top_k: int | None = Field(None, ge=1)
+    """Sample from this number of likeliest tokens; null: from all."""
     on_policy_share: float = Field(1.0, ge=0, le=1)
     """Share of each batch's prompts that the student continues itself; the others come with the continuation that the
     dataset has (the λ of GKD).
@@ -56,6 +59,7 @@ class ServerRollout(RolloutBase):
 
     type: Literal["server"] = "server"
     program: Literal["vllm", "sglang", "transformers"] = "vllm"
+    """Program of the server, started here or found at `url`."""
     url: str | None = None
     """Of a server that runs, with the options that docs/on_policy.md names; by default one is started on this machine
     and ended with the run.
@@ -73,10 +77,11 @@ class ServerRollout(RolloutBase):
     cache; by default 0.3, beside the training, and 0.9 on GPUs of its own (`CUDA_VISIBLE_DEVICES` in `environment`).
     """
     start_timeout_s: float = Field(600, gt=0)
+    """Seconds that a server started here has to become ready, and any server to load the student's weights."""
     request_timeout_s: float = Field(300, gt=0)
-    """For the completions of one prompt."""
+    """Seconds for the completions of one prompt."""
     retries: int = Field(3, ge=0)
-    """Of a request that failed or came back unusable."""
+    """Number of times that a request is sent again which failed or came back unusable."""
     concurrency: int = Field(256, ge=1)
     """Requests under way at once."""
     weights_folder: Path | None = None

@@ -38,9 +38,11 @@ SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm)
 
 class Run(Settings):
     name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
+    """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
     """Used as it is; `outputs/<name>/<time>` when not given."""
     seed: int = Field(0, ge=0)
+    """Seed of the order of the data, of sampling and of new adapters."""
     resume: Literal["auto", "never"] = "never"
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -205,6 +206,30 @@ def test_an_interruption_ends_a_sweep(tmp_path: Path, monkeypatch) -> None:
         )
     assert done == [1, 2]
     assert caught.value.__notes__ == ["these runs of the sweep were not started: run.seed=3, run.seed=4"]
+
+
+def test_an_error_before_an_interruption_does_not_hide_what_was_not_started(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    begun: list[int] = []
+
+    def fail(config: RunConfig) -> None:
+        begun.append(config.run.seed)
+        raise ModelError("the run's own")
+
+    with command_line(("-m", "run.seed=1,2")), pytest.raises(ModelError) as caught:
+        run_settings_with_hydra(
+            fail, RunConfig, config_dir=CONFIGS, config_name="off_policy_demo", is_interrupted=lambda: bool(begun)
+        )
+    assert caught.value.__notes__ == ["these runs of the sweep were not started: run.seed=2"]
+
+
+def test_a_folder_for_temporary_files_may_have_any_name(tmp_path: Path, monkeypatch) -> None:
+    """Bug: its characters were read as Hydra's grammar, and no command could be composed."""
+    folder = tmp_path / "a b ü(x),'q\\"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert configured("train.max_steps=3").train.max_steps == 3
+    assert list(folder.iterdir()) == []
 
 
 def test_what_fails_after_a_sweep_does_not_hide_the_error_of_a_run(tmp_path: Path, monkeypatch) -> None:

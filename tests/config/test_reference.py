@@ -23,11 +23,17 @@ def test_the_page_is_that_of_the_settings() -> None:
     assert (ROOT / PAGE).read_text() == page(), f"run `uv run python -m nemo_opd.config.reference > {PAGE}`"
 
 
-def test_every_key_is_on_the_page() -> None:
+@pytest.mark.parametrize("model", [RunConfig, EvaluationConfig])
+def test_every_key_is_on_the_page(model: type[BaseModel]) -> None:
     told = page()
     sections = set(RunConfig.model_fields)
-    missing = [key for key in all_keys(RunConfig) if key not in sections and f"| `{key}` |" not in told]
+    missing = [key for key in all_keys(model) if key not in sections and f"| `{key}` |" not in told]
     assert set(missing) <= {"type"}
+
+
+def test_every_key_has_a_meaning() -> None:
+    without = [line for line in page().splitlines() if line.startswith("| `") and line.endswith("|  |")]
+    assert without == [], "write a docstring below the field"
 
 
 @pytest.mark.parametrize("model", [RunConfig, EvaluationConfig])
