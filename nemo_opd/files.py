@@ -82,7 +82,10 @@ def sync(path: Path) -> None:
 
 def umask_mode() -> int:
     """Return the mode that a new file gets."""
-    # To ask with os.umask is to set it, also for what other threads write meanwhile.
-    said = re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert said is not None
-    return 0o666 & ~int(said.group(1), 8)
+    # Where the kernel says it: to ask with os.umask is to set it, also for what other threads write meanwhile.
+    with suppress(OSError):
+        if said := re.search(r"^Umask:\s*([0-7]+)", Path("/proc/self/status").read_text(), re.MULTILINE):
+            return 0o666 & ~int(said.group(1), 8)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o666 & ~mask

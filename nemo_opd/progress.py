@@ -72,7 +72,7 @@ def announced(work: Work) -> Iterator[None]:
 
 @contextmanager
 def separately() -> Iterator[None]:
-    """Inside, nothing is under way but what begins there: an error that is kept holds the work that it has left."""
+    """Inside, nothing is under way but what begins there: an exception that is kept keeps the work of its frames."""
     global _under_way
     outside, _under_way = _under_way, []
     try:

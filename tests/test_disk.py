@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from nemo_opd.checkpoint.state import save_state
 from nemo_opd.disk import require_room, storage_errors
 from nemo_opd.errors import CheckpointError, DataError, OPDError, StorageError
-from nemo_opd.files import settle, write_atomically
+from nemo_opd.files import settle, umask_mode, write_atomically
 from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.samples import SampleLog, ShownAnswer
 from nemo_opd.projection import ProjectionMatrix
@@ -206,6 +206,13 @@ def test_every_writer_on_a_full_disk(small_disk: Path, tiny: Tiny) -> None:
             with storage_errors(small_disk / "out"):
                 write(small_disk / "out")
         told(caught.value)
+
+
+def test_the_umask_where_the_kernel_does_not_say_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: no file could be written in a sandbox."""
+    expected = umask_mode()
+    monkeypatch.setattr(Path, "read_text", lambda *_: "Name: python\n")
+    assert umask_mode() == expected
 
 
 def test_files_get_the_mode_of_the_umask(tmp_path: Path) -> None:

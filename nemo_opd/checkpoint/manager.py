@@ -124,9 +124,11 @@ class CheckpointManager:
 
     def _keep_the_newest(self) -> None:
         for step in self.steps()[: -self.keep_last]:
-            # Renamed first: what cannot be removed, as files in use on NFS, is no checkpoint any more.
-            old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
-            shutil.rmtree(old, ignore_errors=True)
+            # Renamed first: what cannot be removed, as files in use on NFS, is no checkpoint any more. One that cannot
+            # be renamed either is one too many, and no reason to end a run that has just saved.
+            with suppress(OSError):
+                old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
+                shutil.rmtree(old, ignore_errors=True)
 
     def _newest_size(self) -> int:
         """Bytes; 0 where there is none."""

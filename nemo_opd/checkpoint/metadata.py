@@ -1,7 +1,8 @@
 """The index of a sharded state, which torch pickles, read without running anything.
 
 A crafted pickle runs what its author likes where the names in it are looked up. Here none is: those that torch writes
-become `Named` values, from which this module builds the metadata, and others end the reading.
+become `Named` values, from which this module builds the metadata, and others end the reading. Beyond that is an index
+made to take for ever: Python's own hashes of tuples in tuples do.
 """
 
 import pickle

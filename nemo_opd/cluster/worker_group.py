@@ -29,7 +29,8 @@ class WorkerGroup:
         self.places = places
         self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
-        cluster.watches.append(Watch(name, self._store))
+        self._watch = Watch(name, self._store)
+        cluster.watches.append(self._watch)
         shared = ray.put(dict(arguments))
         self.ready = Pending(
             name, "start", [actor.create.remote(self._address, worker, shared) for actor in self.actors]
@@ -78,6 +79,7 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the processes; let them release what they hold first, unless some may be waiting for each other."""
+        self._watch.close()
         if not self.cluster.services.are_alive:
             return  # Workers end with Ray, and calls would wait for it.
         try:

@@ -65,13 +65,13 @@ class Watch:
         self._group, self._connect = group, connect
         self._store: Store | None = None
         self._thread: threading.Thread | None = None
-        self._is_looked_at = False
+        self._is_looked_at, self._is_over = False, threading.Event()
         self._told: Work | None = None
         self._shown: Work | None = None
         self._announced = ExitStack()
 
     def look(self) -> None:
-        """Show what the group was last known to do, without waiting. One that fails to answer is not asked again."""
+        """Show what the group was last known to do, without waiting. After an error it is not asked again."""
         self._is_looked_at = True
         if self._thread is None:
             self._thread = threading.Thread(target=self._ask, name=f"progress of {self._group}", daemon=True)
@@ -80,12 +80,12 @@ class Watch:
 
     def _ask(self) -> None:
         try:
-            while True:
+            while not self._is_over.is_set():
                 if self._is_looked_at:
                     self._store = self._store or self._connect()
                     told = self._read(self._store) if self._store is not None else None
                     self._told = told if self._is_looked_at else None
-                time.sleep(TOLD_EVERY_S)
+                self._is_over.wait(TOLD_EVERY_S)
         except Exception:  # whatever has failed is for the call to report
             self._told = None
 
@@ -110,6 +110,11 @@ class Watch:
         """Show nothing of it, and do not ask until the next look."""
         self._is_looked_at, self._told = False, None
         self._hide()
+
+    def close(self) -> None:
+        """End the thread, unless it waits for a store that never answers."""
+        self._is_over.set()
+        self.clear()
 
 
 def encoded(work: Work | None) -> str:

@@ -18,6 +18,7 @@ from nemo_opd.errors import ConfigError
 PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
 OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
 HELP_FLAGS = frozenset({"--help", "-h"})
+MULTIRUN_FLAGS = frozenset({"--multirun", "-m"})
 INLINE = "_inline_"
 """Begins the name of an option that the command line itself gives a group."""
 

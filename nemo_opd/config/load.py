@@ -3,6 +3,7 @@
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from pydantic import ValidationError
 
 from nemo_opd.config.base import Settings
-from nemo_opd.config.command_line import HELP_FLAGS, quoted, read_command_line
+from nemo_opd.config.command_line import HELP_FLAGS, MULTIRUN_FLAGS, quoted, read_command_line
 from nemo_opd.config.composition import composition_errors
 from nemo_opd.config.problems import explain_all
 from nemo_opd.config.reference import store_help
@@ -70,9 +71,13 @@ def run_settings_with_hydra(
 
     if HELP_FLAGS & set(command.options):
         store_help(model, config_dir, Path(sys.argv[0]).name)
-    # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.
-    with tempfile.TemporaryDirectory() as scratch, composition_errors(command):
-        sys.argv[1:] = [*command.for_hydra, f"hydra.sweep.dir={quoted(scratch)}"]
+    sys.argv[1:] = command.for_hydra
+    with ExitStack() as stack:
+        stack.enter_context(composition_errors(command))
+        if MULTIRUN_FLAGS & set(command.options):
+            # Hydra writes the overrides of a sweep, as they were typed, into a file, which nobody needs.
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            sys.argv.append(f"hydra.sweep.dir={quoted(scratch)}")
         hydra.main(version_base="1.3", config_path=str(config_dir), config_name=config_name)(guarded)()
     end: BaseException | None = failures[0] if failures else KeyboardInterrupt() if not_started else None
     if end is not None and not_started:

@@ -1,8 +1,8 @@
 """Secrets in a configuration, and how they are masked.
 
-Secret are values of `rollout.environment` (but plain numbers and switches), of options such as `--api-key`, credentials
-in addresses, and what `${oc.env:NAME}` stood for. The last is written as it was, which is enough to repeat a run; the
-others are masked, so that whoever repeats it gives them again.
+These are secret: values of `rollout.environment` (but plain numbers and switches), of options such as `--api-key`,
+credentials in addresses, and what `${oc.env:NAME}` stood for. The last is written as it was, which is enough to repeat
+a run; the others are masked, so that whoever repeats it gives them again.
 """
 
 import os
@@ -21,13 +21,16 @@ SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
 HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
 IN_ADDRESSES = (
     # A password may have an @ and, wrongly, a slash; host:port/path@v1 is none.
-    re.compile(r"(?<=://)(?P<secret>[^/\s?#]+|[^/\s@:]+:(?!\d+/)\S+)(?=@)"),
+    re.compile(r"(?<=://)(?P<secret>[^/\s?#\"')]+|[^/\s@:\"')]+:(?!\d+/)[^\s\"')]+)(?=@)"),
     re.compile(rf"(?<=[?&]){NAME}=(?P<secret>[^&\s#'\"]+)", re.IGNORECASE),
 )
 IN_ARGUMENTS = (
-    re.compile(rf"^-*{NAME}=(?P<secret>.+)$", re.IGNORECASE | re.DOTALL),
-    re.compile(rf"(?<![\w-])-+{NAME}[=\s]+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
-    re.compile(r"\b(?:bearer|basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
+    re.compile(rf"^-+{NAME}=(?P<secret>.+)$", re.IGNORECASE | re.DOTALL),
+    # Inside a shell's command, a header or JSON.
+    re.compile(rf"(?:^|(?<=[\s;&|\"']))-*{NAME}=[\"']?(?P<secret>[^\s\"';&|]+)", re.IGNORECASE),
+    re.compile(rf"(?<![\w-])-+{NAME}\s+[\"']?(?P<secret>[^\s\"']+)", re.IGNORECASE),
+    re.compile(rf"\b{NAME}[\"']?\s*:\s*[\"']?(?P<secret>[^\s\"',}}]+)", re.IGNORECASE),
+    re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
     *IN_ADDRESSES,
 )
 REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
@@ -53,13 +56,14 @@ def remember(raw: Any, resolved: Any) -> None:
     `without_secrets` and `shown_config` know them from now on, in this process.
     """
     texts = [(path, value, at(raw, path)) for path, value in leaves(resolved) if isinstance(value, str)]
-    from_environment = {value for _, value, written in texts if is_reference(written, FROM_ENVIRONMENT)}
+    from_environment = {value for _, value, written in texts if value and is_reference(written, FROM_ENVIRONMENT)}
     for path, value, written in texts:
         if is_reference(written, REFERENCE) and any(each in value for each in from_environment):
             _references[path] = value, written
         masked = masked_leaf(resolved, path, value)
         if masked == MASK:
-            _known.setdefault(value, MASK)
+            if path[-2] in ARGUMENTS or SECRET_NAME.fullmatch(str(path[-1])) or is_telling(value):
+                _known.setdefault(value, MASK)
         elif masked != value:
             _known.update(dict.fromkeys(secrets_in(value, IN_ARGUMENTS), MASK))
         if isinstance(written, str):
@@ -72,11 +76,12 @@ def variables(written: str, *, is_secret: bool) -> dict[str, str]:
     is_secret: whether the text stands in the place of a secret. Elsewhere short values and paths are no secrets.
     """
     found = {name: os.environ.get(name, "") for name in FROM_ENVIRONMENT.findall(written)}
-    return {
-        value: f"${{oc.env:{name}}}"
-        for name, value in found.items()
-        if value and (is_secret or (len(value) >= SHORTEST_ELSEWHERE and "/" not in value))
-    }
+    return {value: f"${{oc.env:{name}}}" for name, value in found.items() if value and (is_secret or is_telling(value))}
+
+
+def is_telling(value: str) -> bool:
+    """Return whether a value by itself looks like a secret: it is long, and no path."""
+    return len(value) >= SHORTEST_ELSEWHERE and "/" not in value
 
 
 def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:

@@ -17,6 +17,8 @@ from nemo_opd.data.schema import shown
 from nemo_opd.errors import DataError
 
 INFO = "dataset_info.json"
+BEING_MADE = ".incomplete"
+"""Ends the name of a folder that a process is still writing."""
 Read = tuple[datasets.Dataset, Origin]
 
 _log = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ def builder_of(format: str, **options: object) -> datasets.DatasetBuilder:
 def _forget_damaged(format: str) -> bool:
     """Remove conversions whose description is no JSON object; return whether there were any."""
     descriptions = Path(datasets.config.HF_DATASETS_CACHE).glob(f"{format}/**/{INFO}")
-    found = [file for file in descriptions if not _is_object(file)]
+    found = [file for file in descriptions if file.parent.suffix != BEING_MADE and not _is_object(file)]
     for file in found:
         _log.warning("%s is damaged; what it describes is converted again", file)
         shutil.rmtree(file.parent, ignore_errors=True)
@@ -72,8 +74,10 @@ def _forget_damaged(format: str) -> bool:
 def _is_object(file: Path) -> bool:
     try:
         return isinstance(json.loads(file.read_bytes()), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
+    except OSError:  # another user's, say: not for this run to remove
+        return True
 
 
 def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:

@@ -116,9 +116,10 @@ class Equivalence:
                 process.stdin.flush()
                 # Before it there may be what was said of a question that nobody waits for any more.
                 for line in process.stdout:
-                    reply: dict[str, Any] = json.loads(line)
-                    if reply["number"] == number:
-                        return reply
+                    with contextlib.suppress(ValueError):  # of a child that was killed as it wrote
+                        reply: dict[str, Any] = json.loads(line)
+                        if reply["number"] == number:
+                            return reply
             except OSError:
                 pass
             finally:

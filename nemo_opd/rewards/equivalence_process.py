@@ -5,8 +5,9 @@ An interval timer with the signal's default action does: the kernel ends the chi
 has the libraries loaded and in use, answers `{"number": N, "ended": SIGNAL}` for it and forks the next in a moment.
 The timer counts processor time, so that a busy machine changes no answer.
 
-Each question has a number, and its answer too: `{"number": N, "answer": …}`. There may be two answers, where a child is
-ended just behind its own; for a child that is ended between questions nobody answers.
+Each question has a number, and its answer too: `{"number": N, "answer": …}`. A child that is ended just after its
+answer leaves two lines with one number, of which the reader skips the second; one that is ended between questions
+leaves none.
 """
 
 import ctypes

@@ -19,16 +19,16 @@ def require_installed(settings: Rollouts | None) -> None:
     """Raise ConfigError where a server that the run is to start is not there."""
     if not isinstance(settings, ServerRollout) or settings.url is not None:
         return
-    program = settings.program
+    program, path = settings.program, settings.environment.get("PATH")
     if settings.command is not None:
-        if shutil.which(settings.command[0]) is None:
+        if shutil.which(settings.command[0], path=path) is None:
             raise ConfigError(
                 f"rollout.command={settings.command[0]}: there is no such program; {INSTALL[program]}, or give the "
                 "rollout.url of a server that runs"
             )
         return
     missing = [name for name in MODULES[program] if find_spec(name) is None]
-    if missing or (program == "vllm" and shutil.which("vllm") is None):
+    if missing or (program == "vllm" and shutil.which("vllm", path=path) is None):
         what = ", ".join(missing) or program
         raise ConfigError(
             f"rollout.program={program}: {what} is not installed here; {INSTALL[program]}, or give the rollout.url of "

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
+from nemo_opd.config.secrets import without_secrets
+
 T = TypeVar("T")
 SHOWN = 500
 """Characters of an error's own message."""
@@ -56,10 +58,12 @@ def shown(value: object) -> str:
 
 
 def safely(text_of: Callable[[object], str], value: object) -> str:
-    """Return what the value says of itself; its type where that is the user's code too, and fails."""
+    """Return what the value says of itself, without secrets; its type where that is the user's code too, and fails."""
     try:
-        return text_of(value)
-    except Exception:
+        return without_secrets(text_of(value))
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
         return type(value).__name__
 
 

@@ -12,13 +12,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ANSWER = "ending after this step; once more: now"
 
 
-_requests: list[int] = []
-"""Numbers of the signals by which this process was asked to end what it does."""
+_was_requested = threading.Event()
 
 
 def was_requested() -> bool:
     """Return whether a person or a scheduler has asked to end, also where that run has ended since."""
-    return bool(_requests)
+    return _was_requested.is_set()
 
 
 class Interrupt:
@@ -33,7 +32,7 @@ class Interrupt:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
-        _requests.append(number)
+        _was_requested.set()
         # Not from here: the signal may have come in the middle of writing to the same stream.
         threading.Thread(target=self._answer, args=(ANSWER,), daemon=True).start()
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.config.data import Source, ValidationSource
-from nemo_opd.data import compressed
+from nemo_opd.data import compressed, convert
 from nemo_opd.data.documents import read_documents
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.lines import depth
@@ -351,6 +351,19 @@ def test_a_damaged_description_of_a_conversion_is_no_fault_of_the_file(
     info.write_text(left)
     assert len(load(source)) == 3
     assert f"{info} is damaged; what it describes is converted again" in caplog.text
+
+
+def test_what_another_process_is_converting_is_left_alone(tmp_path: Path) -> None:
+    being_made = Path(datasets.config.HF_DATASETS_CACHE) / "json" / "a" / "0.0.0.incomplete"
+    unreadable = being_made.with_name("b") / "dataset_info.json"
+    for folder in (being_made, unreadable):
+        folder.mkdir(parents=True)
+    (being_made / "dataset_info.json").touch()
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(b"{")
+    refusal(Source(jsonl_files=(str(file),)))
+    assert not convert._forget_damaged("json")
+    assert being_made.exists()
 
 
 def test_an_unpacked_copy_is_for_all_users_and_parts_are_not_kept(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_a_command_that_is_not_there() -> None:
 
 def test_a_program_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: `transformers serve` from an installed package died, after all models were loaded, for want of fastapi."""
-    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
     monkeypatch.setattr(installed, "find_spec", lambda name: None)
     for program, what in (("vllm", "vllm"), ("sglang", "sglang"), ("transformers", "fastapi, uvicorn, openai")):
         with pytest.raises(ConfigError, match=rf"rollout\.program={program}: {what} is not installed here; "):

@@ -51,6 +51,11 @@ class Mute:
         raise ValueError("no words")
 
 
+class Leaving:
+    def __repr__(self) -> str:
+        raise SystemExit(3)
+
+
 class MuteError(Exception):
     def __str__(self) -> str:
         raise ValueError("no words")
@@ -59,6 +64,7 @@ class MuteError(Exception):
 def test_what_cannot_say_what_it_is() -> None:
     """Bug: the error of the error's message ended the run instead."""
     assert shown(Mute()) == "Mute"
+    assert shown(Leaving()) == "Leaving"
 
     def fail() -> None:
         raise MuteError

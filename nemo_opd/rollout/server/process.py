@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.server import guard
 
@@ -40,7 +41,7 @@ def cause(log: Sequence[str]) -> str:
     errors = (CAUSE.search(line) for line in log if not WARNING.search(line))
     first = next((match.group(1) for match in errors if match is not None), None)
     last = next((line.strip() for line in reversed(log) if line.strip()), "it said nothing")
-    return (first or last)[:CAUSE_LENGTH]
+    return without_secrets(first or last)[:CAUSE_LENGTH]
 
 
 class ServerProcess:
