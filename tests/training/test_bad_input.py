@@ -515,7 +515,7 @@ def test_a_checkpoint_that_is_damaged(configure: Configure, inputs: Path) -> Non
 
 def test_a_disk_without_room(refused: Refused, inputs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: hours of training whose first checkpoint cannot be written."""
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=50_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=50_000))
     message = refused(ConfigError, f"run.output_dir={inputs}")
 
     assert re.fullmatch(
