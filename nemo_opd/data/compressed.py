@@ -6,15 +6,16 @@ import hashlib
 import lzma
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import IO, Any
 
 import pyarrow as pa
 
+from nemo_opd.data.caches import writing
 from nemo_opd.errors import DataError
 from nemo_opd.files import umask_mode
 from nemo_opd.paths import cache_dir
@@ -48,7 +49,7 @@ def uncompressed(path: Path, source: str) -> Path:
     """Return the file itself, or its unpacked copy where it is compressed with gzip, zstd, bzip2 or xz.
 
     source: what messages call it. Raises DataError for a file that unpacks to more than is reasonable or than the disk
-    holds, and what unpacking raises for one that is damaged.
+    holds, StorageError where the copy cannot be written, and what unpacking raises for one that is damaged.
     """
     opener = _opener(path)
     if opener is None:
@@ -60,7 +61,7 @@ def uncompressed(path: Path, source: str) -> Path:
     if not target.exists():
         _remove_abandoned(folder)
         limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
-        with tempfile.NamedTemporaryFile(dir=folder, suffix=PART, delete=False) as unpacked:
+        with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=PART, delete=False) as unpacked:
             try:
                 with opener(path) as packed:
                     _copy(packed, unpacked, limit, source)

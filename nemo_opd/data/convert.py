@@ -5,20 +5,29 @@ import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import datasets
+import pyarrow as pa
 
-from nemo_opd.data.intact import first_damage
+from nemo_opd.data.caches import await_turn, elsewhere, writing
+from nemo_opd.data.intact import first_damage, require_intact
 from nemo_opd.data.layout import Layout
 from nemo_opd.data.origin import Origin
 from nemo_opd.data.schema import shown
+from nemo_opd.disk import require_room
 from nemo_opd.errors import DataError
 
 INFO = "dataset_info.json"
 BEING_MADE = ".incomplete"
 """Ends the name of a folder that a process is still writing."""
+LOCK = "_builder.lock"
+"""Ends the name of the file that it has locked meanwhile."""
+VARIABLE = "HF_DATASETS_CACHE"
+Made = TypeVar("Made")
 Read = tuple[datasets.Dataset, Origin]
 
 _log = logging.getLogger(__name__)
@@ -31,43 +40,63 @@ def require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
 
 
 def convert(
-    format: str, paths: list[Path], checked: list[str], prepare: Callable[[], None] = lambda: None, **options: object
+    format: str,
+    paths: list[Path],
+    checked: list[str],
+    source: str,
+    origin: Origin,
+    prepare: Callable[[], None] = lambda: None,
+    **options: object,
 ) -> datasets.Dataset:
-    """Return the rows of the files, from the cache of `datasets`; made anew where that is damaged in these columns.
+    """Return the rows of the files, intact in these columns, from the cache of `datasets`; made anew where damaged.
 
-    prepare: is called before files are converted that are not in the cache.
+    source: what messages call the files. prepare: is called before files are converted. Raises DataError for a damaged
+    row, StorageError where the cache cannot be written to or stays locked, and what the reader of the format raises.
     """
     # `datasets` takes paths for patterns; these are files.
     files = {"train": [glob.escape(str(path)) for path in paths]}
-    with quiet():
-        builder = builder_of(format, data_files=files, **options)
-        was_made = Path(builder.cache_dir).exists()
-        if not was_made:
-            prepare()
-        builder.download_and_prepare()
-        if was_made and _is_damaged(builder, checked):
+    with quiet(), writing(cache_folder(), VARIABLE):
+        builder = healed(partial(datasets.load_dataset_builder, format, data_files=files, **options), format)
+        await_turn(Path(f"{builder.cache_dir}{LOCK}"), VARIABLE)
+        mode = "reuse_dataset_if_exists"
+        if Path(builder.cache_dir, INFO).exists():
+            if not _is_damaged(builder, checked):
+                return builder.as_dataset(split="train")
             _log.warning("%s is damaged; %s is converted again", builder.cache_dir, shown(paths))
-            builder.download_and_prepare(download_mode="force_redownload")
-        return builder.as_dataset(split="train")
+            mode = "force_redownload"
+        prepare()
+        require_room(cache_folder(), 1, "what is converted", instead=elsewhere(VARIABLE))
+        builder.download_and_prepare(download_mode=mode)
+        dataset = builder.as_dataset(split="train")
+    require_intact(columns_of(dataset, checked), source, origin)
+    return dataset
 
 
-def builder_of(format: str, **options: object) -> datasets.DatasetBuilder:
-    """Return what converts files, without the parts of its cache that would keep it from being made."""
+def cache_folder() -> Path:
+    return Path(datasets.config.HF_DATASETS_CACHE)
+
+
+def healed(make: Callable[[], Made], below: str) -> Made:
+    """Return what `datasets` makes, without the parts of its cache that would keep it from being made.
+
+    below: pattern of the folders of the cache that it may be in.
+    """
     try:
-        return datasets.load_dataset_builder(format, **options)
+        return make()
     except Exception:  # whatever it makes of what it reads there
-        if not _forget_damaged(format):
+        if not _forget_damaged(below):
             raise
-        return datasets.load_dataset_builder(format, **options)
+        return make()
 
 
-def _forget_damaged(format: str) -> bool:
+def _forget_damaged(below: str) -> bool:
     """Remove conversions whose description is no JSON object; return whether there were any."""
-    descriptions = Path(datasets.config.HF_DATASETS_CACHE).glob(f"{format}/**/{INFO}")
+    descriptions = cache_folder().glob(f"{below}/**/{INFO}")
     found = [file for file in descriptions if file.parent.suffix != BEING_MADE and not _is_object(file)]
     for file in found:
         _log.warning("%s is damaged; what it describes is converted again", file)
-        shutil.rmtree(file.parent, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removes it too
+            shutil.rmtree(file.parent)
     return bool(found)
 
 
@@ -82,10 +111,15 @@ def _is_object(file: Path) -> bool:
 
 def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
     try:
-        table = builder.as_dataset(split="train").data.table
-        return first_damage(table.select([name for name in columns if name in table.column_names])) is not None
+        builder.download_and_prepare()  # reads the description that another process may just have written
+        return first_damage(columns_of(builder.as_dataset(split="train"), columns)) is not None
     except Exception:  # what `datasets` raises for files that are cut, absent or of another type
         return True
+
+
+def columns_of(dataset: datasets.Dataset, names: list[str]) -> pa.Table:
+    table = dataset.data.table
+    return table.select([name for name in names if name in table.column_names])
 
 
 @contextmanager

@@ -26,7 +26,9 @@ def read_jsonl(paths: list[Path], layout: Layout, key: str) -> Read:
     try:
         with reading(key, *paths, way_out=way_out):
             check = partial(_refuse_line, files, key, unreadable)
-            dataset = convert("json", list(files.values()), list(layout.columns), check)
+            dataset = convert(
+                "json", list(files.values()), list(layout.columns), f"{key}={shown(paths)}", origin, check
+            )
     except DataError as error:
         # The reader counts rows within its own blocks; users need the line of the file.
         _refuse_line(files, key, malformation, error)

@@ -15,7 +15,7 @@ from nemo_opd.data.files import resolve_files
 from nemo_opd.data.first_row import first_value
 from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import unreadable
-from nemo_opd.errors import DataError
+from nemo_opd.errors import DataError, OPDError
 
 ARROW_FILE_MAGIC = b"ARROW1"
 PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
@@ -128,7 +128,7 @@ def reading(key: str, *value: object, way_out: str = "check that it is complete 
     """Whatever a reader raises becomes a DataError: the libraries' errors share no base class."""
     try:
         yield
-    except DataError:
+    except OPDError:
         raise
     except Exception as error:
         raise DataError(f"{key}={shown(value)} cannot be read: {root_cause(error)}; {way_out}") from error

@@ -7,6 +7,7 @@ once into the cache of `datasets` (`$HF_DATASETS_CACHE`).
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import datasets
@@ -14,8 +15,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from nemo_opd.config.data import HubDataset, Source, ValidationSource
+from nemo_opd.data.caches import writing
 from nemo_opd.data.conversations import require_conversations
-from nemo_opd.data.convert import Read, convert, require_rows, selected
+from nemo_opd.data.convert import Read, convert, healed, require_rows, selected
 from nemo_opd.data.documents import MESSAGES, TEXT
 from nemo_opd.data.files import resolve_files
 from nemo_opd.data.intact import require_intact
@@ -45,10 +47,10 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         named = f"{key}.path={value.path!r}"
         documents = _read_hub(value, layout, key)
         origin: Origin = of_source
+        require_intact(documents.data, named, origin)
     else:
         named = f"{key}={shown(value)}"
         documents, origin = _READERS[kind](resolve_files(value, key=key), layout, key)
-    require_intact(documents.data, named, origin)
     layout.require_content(documents, named, origin)
     if MESSAGES in documents.column_names:
         require_conversations(documents, named, origin)
@@ -74,20 +76,23 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
     with reading(key, path):
         schema = arrow_schema(path)
     layout.require_columns(plain(schema), source)
+    columns = list(layout.columns)
     with reading(key, path), pa.memory_map(str(path)) as file:
         is_file = is_ipc_file(path)
         table = (pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file)).read_all()
         table.validate()
-        # Before anything converts it: an offset out of range would end the process.
-        require_intact(table.select(list(layout.columns)), source, of_rows([path], [len(table)]))
         if not len(table):
             return selected(datasets.Dataset(datasets.table.InMemoryTable(table)), layout, key, path)
         if not is_file:
             _warn_without_end(path, key)
-        if is_file or any(is_encoded(schema.field(name).type) for name in layout.columns):
+        origin = of_rows([path], [len(table)])
+        # Before anything reads it: an offset out of range would end the process.
+        check = partial(require_intact, table.select(columns), source, origin)
+        if is_file or any(is_encoded(schema.field(name).type) for name in columns):
             # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
-            dataset = convert("arrow", [path], list(layout.columns), features=features_of(schema, layout))
+            dataset = convert("arrow", [path], columns, source, origin, check, features=features_of(schema, layout))
         else:
+            check()
             dataset = datasets.Dataset.from_file(str(path))
     return selected(dataset, layout, key, path)
 
@@ -119,12 +124,11 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
         counts.append(metadata.num_rows)
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
     require_rows(filled, key, paths)
-    columns = list(layout.columns)
+    source, origin = f"{key}={shown(paths)}", of_rows(paths, counts)
+    options = {"columns": list(layout.columns), "features": features_of(schemas[0], layout, only=True)}
     with reading(key, *paths):
-        dataset = convert(
-            "parquet", filled, columns, columns=columns, features=features_of(schemas[0], layout, only=True)
-        )
-    return selected(dataset, layout, key, *paths), of_rows(paths, counts)
+        dataset = convert("parquet", filled, list(layout.columns), source, origin, **options)
+    return selected(dataset, layout, key, *paths), origin
 
 
 def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
@@ -133,14 +137,15 @@ def _read_text(paths: list[Path], layout: Layout, key: str) -> Read:
             for number, line in numbered(path):
                 if reason := no_utf8(line):
                     raise DataError(f"{key}={shown(path)}: in line {number}, {reason}; convert the file to UTF-8")
+    source, origin = f"{key}={shown(paths)}", of_rows(paths, [1] * len(paths))
     with reading(key, *paths):
-        return convert("text", paths, [TEXT], sample_by="document"), of_rows(paths, [1] * len(paths))
+        return convert("text", paths, [TEXT], source, origin, sample_by="document"), origin
 
 
 def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     way_out = f"check {key}.path, {key}.name and {key}.split, and the network"
-    with reading(f"{key}.path", hub.path, way_out=way_out):
-        dataset = datasets.load_dataset(hub.path, hub.name, split=hub.split)
+    with reading(f"{key}.path", hub.path, way_out=way_out), writing(Path(datasets.config.HF_CACHE_HOME), "HF_HOME"):
+        dataset = healed(partial(datasets.load_dataset, hub.path, hub.name, split=hub.split), "*")
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 

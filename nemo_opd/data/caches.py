@@ -1,0 +1,75 @@
+"""Folders for what is made of data, where they cannot be written to or another process writes."""
+
+import errno
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nemo_opd.disk import FULL, error_number, refusal
+from nemo_opd.errors import OPDError, StorageError
+
+OF_WRITING = FULL | {errno.EROFS, errno.EFBIG}
+"""Raised by no reader: libraries read the user's files in the same call."""
+WAIT_S = 2 * 3600.0
+"""For another process. At 0.2 GB/s it has converted 1.4 TB."""
+POLL_S = 0.5
+
+_log = logging.getLogger(__name__)
+
+
+@contextmanager
+def writing(folder: Path, variable: str) -> Iterator[None]:
+    """Raise StorageError, in one line, where nothing can be written below `folder`.
+
+    variable: of the environment, names the folder. Other errors pass.
+    """
+    try:
+        yield
+    except OPDError:
+        raise
+    except Exception as error:
+        number = error_number(error)
+        if number is None or not (number in OF_WRITING or _is_of(error, folder)):
+            raise
+        raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
+
+
+def _is_of(error: Exception, folder: Path) -> bool:
+    name = getattr(error, "filename", None)
+    return isinstance(name, str) and Path(name).absolute().is_relative_to(folder.absolute())
+
+
+def elsewhere(variable: str) -> str:
+    return f"set ${variable} to another folder"
+
+
+def await_turn(lock: Path, variable: str) -> None:
+    """Wait while another process has locked the file, which libraries do without a word and for ever.
+
+    variable: of the environment, names the folder. Raises StorageError after WAIT_S.
+    """
+    deadline = time.monotonic() + WAIT_S
+    if is_held(lock):
+        _log.warning("waiting for another process that works on the same data; it holds %s", lock)
+    while is_held(lock):
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"another process has held {lock} for more than {WAIT_S:.0f} s; see whether it still works, end it, or "
+                f"{elsewhere(variable)}"
+            )
+        time.sleep(POLL_S)
+
+
+def is_held(lock: Path) -> bool:
+    """Return whether another process has locked the file; False where there are no locks."""
+    try:
+        with lock.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -1,0 +1,193 @@
+"""Caches of data that cannot be written to, or that another process writes: one line, which blames no user's file."""
+
+import errno
+import fcntl
+import gzip
+import logging
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow as pa
+import pytest
+
+from nemo_opd import disk
+from nemo_opd.config.data import HubDataset, Source
+from nemo_opd.data import caches, intact
+from nemo_opd.data.layout import TextLayout
+from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import ConfigError, StorageError
+from nemo_opd.paths import cache_dir
+from tests.data.test_sources import KINDS, Write, table, write_parquet
+
+LINES = b'{"text": "%s"}\n' % (b"abc" * 99) * 50
+
+
+@pytest.fixture(autouse=True)
+def conversions(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    home: Path = tmp_path_factory.mktemp("hf")
+    monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", home)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path_factory.mktemp("cache")))
+    return home / "datasets"
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Source:
+    (tmp_path / "a.jsonl").write_bytes(LINES)
+    return Source(jsonl_files=str(tmp_path / "a.jsonl"))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Source:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(LINES))
+    return Source(jsonl_files=str(tmp_path / "a.jsonl.gz"))
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may have more than 4 kB, which is refused as a full disk is."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def load(source: Source) -> datasets.Dataset:
+    return load_documents(source, TextLayout("text"), key="data.train")
+
+
+def test_conversions_that_cannot_be_kept(
+    lines: Source, tmp_path: Path, conversions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the user's file was said to be incomplete. A file in the folder's place stands for all that forbids it."""
+    (tmp_path / "taken").touch()
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "taken" / "below")
+    with pytest.raises(StorageError, match=r"taken/below could not be written \(.*\); set \$HF_DATASETS_CACHE to anot"):
+        load(lines)
+
+
+def test_a_full_disk_under_conversions(lines: Source, conversions: Path, small_files: None) -> None:
+    """Raised by Arrow, behind two errors of `datasets`."""
+    expected = (
+        rf"{conversions} could not be written \(File too large\); .* or set \$HF_DATASETS_CACHE to another folder"
+    )
+    with pytest.raises(StorageError, match=expected):
+        load(lines)
+
+
+def test_a_disk_without_a_byte(lines: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` says so without the number of the error."""
+    monkeypatch.setattr(disk, "free_bytes", lambda path: 0)
+    with pytest.raises(StorageError, match=r"no room for what is converted .* or set \$HF_DATASETS_CACHE to another"):
+        load(lines)
+
+
+def test_unpacked_files_that_cannot_be_kept(packed: Source, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "taken"))
+    with pytest.raises(ConfigError, match=r"^the cache folder .*taken/unpacked cannot be made .*; set \$NEMO_OPD"):
+        load(packed)
+
+
+def test_a_full_disk_under_unpacked_files(packed: Source, small_files: None) -> None:
+    expected = r"/unpacked could not be written \(File too large\); .* or set \$NEMO_OPD_CACHE to another folder"
+    with pytest.raises(StorageError, match=expected):
+        load(packed)
+    assert not list(cache_dir("unpacked").iterdir())
+
+
+def test_an_unpacked_copy_has_its_name_when_it_is_on_the_disk(packed: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: after a power cut a copy could be short, and was trusted for ever."""
+
+    def refuse(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(StorageError, match=r"/unpacked could not be written \(No space left on device; "):
+        load(packed)
+    assert not list(cache_dir("unpacked").iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_errors_of_the_user_s_file_are_not_of_the_cache(tmp_path: Path, number: int) -> None:
+    with pytest.raises(OSError, match="theirs") as caught, caches.writing(tmp_path / "cache", "X"):
+        raise OSError(number, "theirs", str(tmp_path / "a.parquet"))
+    assert not isinstance(caught.value, StorageError)
+
+
+def held(lines: Source, conversions: Path) -> Any:
+    """Return the file by which another process would have locked the conversion."""
+    load(lines)
+    (lock,) = conversions.rglob("*_builder.lock")
+    file = lock.open("r+")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def test_another_process_is_waited_for(
+    lines: Source, conversions: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: without a word."""
+    file = held(lines, conversions)
+    monkeypatch.setattr(caches.time, "sleep", lambda seconds: file.close())
+    with caplog.at_level(logging.WARNING):
+        assert len(load(lines)) == 50
+    assert [f"it holds {file.name}" in message for message in caplog.messages] == [True]
+
+
+def test_another_process_is_not_waited_for_without_end(
+    lines: Source, conversions: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caches, "WAIT_S", -1.0)
+    with held(lines, conversions) as file, pytest.raises(StorageError) as caught:
+        load(lines)
+    assert f"{file.name} for more than" in str(caught.value)
+    assert "end it, or set $HF_DATASETS_CACHE to another folder" in str(caught.value)
+
+
+def test_a_damaged_description_of_a_dataset_of_the_hub(
+    tmp_path: Path, conversions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: each later run was told to check the path and the network."""
+    write_parquet(tmp_path / "train.parquet", table(["a", "b"]))
+    source = Source(hub=HubDataset(path=str(tmp_path)))
+    load(source)
+    (info,) = conversions.rglob("dataset_info.json")
+    info.write_text('{"spl')
+    assert len(load(source)) == 2
+    assert f"{info} is damaged" in caplog.text
+
+
+def write_dictionary(path: Path, rows: pa.Table) -> None:
+    encoded = rows.set_column(0, "text", rows["text"].dictionary_encode())
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, encoded.schema) as writer:
+        writer.write_table(encoded)
+
+
+def write_text(path: Path, rows: pa.Table) -> None:
+    path.write_text("\n".join(rows["text"].to_pylist()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "write", "suffix"),
+    [
+        *KINDS,
+        pytest.param("arrow_files", write_dictionary, ".arrow", id="arrow_dictionary"),
+        pytest.param("text_files", write_text, ".txt", id="text"),
+    ],
+)
+def test_each_byte_is_validated_once_when_a_run_starts(
+    tmp_path: Path, kind: str, write: Write, suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: twice, and Arrow files that are converted three times; each costs as much as reading all of the data."""
+    write(tmp_path / f"a{suffix}", table(["abc"] * 5))
+    source = Source(**{kind: str(tmp_path / f"a{suffix}")})
+    rows = len(load(source))
+    validated: list[int] = []
+    monkeypatch.setattr(intact, "problem", lambda values: validated.append(len(values)))
+    load(source)
+    assert sum(validated) == rows
