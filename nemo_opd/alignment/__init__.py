@@ -4,17 +4,22 @@ from nemo_opd.alignment.aligner import TokenAligner
 from nemo_opd.alignment.backend import fingerprint
 from nemo_opd.alignment.chat import ChatTokens, align_chat
 from nemo_opd.alignment.chat_render import ChatRenderer
+from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.alignment.pieces import Pieces, pieces_of
+from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import RoleOverrides, roles_of
 
 __all__ = [
     "ChatRenderer",
     "ChatTokens",
+    "LocatedTokens",
     "Pieces",
+    "RenderedChat",
     "RoleOverrides",
     "TokenAligner",
     "align_chat",
     "fingerprint",
+    "locate_tokens",
     "pieces_of",
     "roles_of",
 ]

@@ -15,6 +15,7 @@ from nemo_opd.alignment.chat import ChatTokens
 from nemo_opd.alignment.chat_messages import Message, plain_messages, said_by
 from nemo_opd.alignment.chat_spans import ContentSpan, common_prefix, locate_contents
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
+from nemo_opd.alignment.rendered_chat import RenderedChat
 from nemo_opd.alignment.roles import roles_of
 from nemo_opd.errors import AlignmentError
 
@@ -55,6 +56,11 @@ class ChatRenderer:
 
         Raises AlignmentError for malformed messages and for those that the template refuses.
         """
+        rendered = self.render(messages, tools)
+        return self.tokens(rendered, locate_tokens(self._tokenizer, rendered.text))
+
+    def render(self, messages: Sequence[Message], tools: Tools = None) -> RenderedChat:
+        """Render, and find what each message says. Raises AlignmentError as a call does."""
         plain = plain_messages(messages)
         text = self._rendered(plain, tools)
         contents = locate_contents(lambda changed: self._rendered_or_none(changed, tools), plain, text)
@@ -63,13 +69,17 @@ class ChatRenderer:
             span = contents[k]
             if span is not None and span.fills_template:
                 contents[k] = replace(span, start=written)
-        tokens = locate_tokens(self._tokenizer, text)
-        spans = tokens.spans(contents)
-        mask = np.zeros(len(tokens.ids), np.bool_)
-        for k, written in turns.items():
-            spans[k, 1], end = self._turn_end(tokens, spans, k, calls=bool(plain[k].get("tool_calls")))
-            mask[tokens.at(written) : end] = True
-        return ChatTokens(tokens.ids, mask, spans, tuple(map(said_by, plain)))
+        return RenderedChat(text, plain, contents, turns)
+
+    def tokens(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
+        """located: the rendered text's tokens, or the first of them, to a place that `rendered.settled` gives."""
+        spans = located.spans(rendered.contents)
+        mask = np.zeros(len(located.ids), np.bool_)
+        for k, written in rendered.turns.items():
+            has_calls = bool(rendered.messages[k].get("tool_calls"))
+            spans[k, 1], end = self._turn_end(located, spans, k, calls=has_calls)
+            mask[located.at(written) : end] = True
+        return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
 
     def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:
         """Where the content of assistant message k ends, and its turn.

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 from nemo_opd.alignment.chat_messages import THINKING, Message
+from nemo_opd.errors import AlignmentError
 
 Render = Callable[[Sequence[Message]], str | None]
 """Renders messages; None where the template refuses them."""
 
 _WRITTEN = ("tool_calls", "function_call", *THINKING)
 """Keys of a message beside its content that stand for what its author wrote."""
-_PRIVATE_USE = range(0xF0000, 0xFFFFE)
+_PRIVATE_USE = (*range(0xF0000, 0xFFFFE), *range(0x100000, 0x10FFFE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,10 @@ def _one_by_one(render: Render, messages: Sequence[Message], text: str) -> list[
 def _marks(text: str, count: int) -> list[str]:
     used = set(text)
     free = (character for character in map(chr, _PRIVATE_USE) if character not in used)
-    return [next(free) for _ in range(count)]
+    marks = list(islice(free, count))
+    if len(marks) < count:
+        raise AlignmentError(f"a conversation of {count:,} messages is too long; split it into several rows")
+    return marks
 
 
 def _replaced(message: Message, mark: str) -> Message:
@@ -123,13 +127,14 @@ def _between(rendered: str | None, marks: Sequence[str]) -> list[str] | None:
     """The texts before, between and after the marks; None where they are not there in this order."""
     if rendered is None:
         return None
-    parts = []
+    parts, start = [], 0
     for mark in marks:
-        before, found, rendered = rendered.partition(mark)
-        if not found:
+        stop = rendered.find(mark, start)
+        if stop < 0:
             return None
-        parts.append(before)
-    return [*parts, rendered]
+        parts.append(rendered[start:stop])
+        start = stop + len(mark)
+    return [*parts, rendered[start:]]
 
 
 def _changed_span(text: str, changed: str, mark: str) -> ContentSpan:

@@ -27,6 +27,10 @@ class LocatedTokens:
     ends: NDArray[np.int64]
     """[S]"""
 
+    def cut(self, length: int) -> LocatedTokens:
+        """The first `length` tokens."""
+        return LocatedTokens(self.text, self.ids[:length], self.starts[:length], self.ends[:length])
+
     def at(self, character: int) -> int:
         """The first token with text at or behind a character."""
         return int(np.searchsorted(self.ends, character, "right"))

@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, fingerprint, pieces_of
+from nemo_opd.alignment import (
+    ChatRenderer,
+    ChatTokens,
+    LocatedTokens,
+    Pieces,
+    RenderedChat,
+    TokenAligner,
+    align_chat,
+    fingerprint,
+    locate_tokens,
+    pieces_of,
+)
 from nemo_opd.config.teacher import EqualHistory
+from nemo_opd.data.chat_beginning import locate_beginning, locate_up_to
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.samples import (
     SameTokenizer,
@@ -33,6 +45,7 @@ class ChatEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer
+    pieces: Pieces
     lengths: NDArray[np.int32]
     """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
     max_length: int
@@ -50,19 +63,32 @@ class ChatEncoder:
 
         Raises AlignmentError where tokens lack exact bytes or there is no chat template.
         """
-        lengths = pieces_of(tokenizer).lengths[:vocab_size]
+        pieces = pieces_of(tokenizer)
+        lengths = pieces.lengths[:vocab_size]
         settings = (tokenizer.chat_template, sorted(template_kwargs.items()), tokenizer.special_tokens_map)
         identity = (fingerprint(tokenizer), settings, max_length, len(lengths))
-        return cls(tokenizer, ChatRenderer(tokenizer, template_kwargs=template_kwargs), lengths, max_length, identity)
+        renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
+        return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
         """The conversation's tokens, uncut.
 
         Raises AlignmentError where the template refuses it, DataError for a token that the model cannot read.
         """
-        rendered = self.renderer(conversation.messages, conversation.tools)
-        require_ids(rendered.ids, len(self.lengths), self.tokenizer, str(conversation.messages))
-        return rendered
+        rendered = self.rendered(conversation)
+        return self.read(rendered, locate_tokens(self.tokenizer, rendered.text))
+
+    def rendered(self, conversation: Conversation) -> RenderedChat:
+        """Raises AlignmentError where the template refuses it."""
+        return self.renderer.render(conversation.messages, conversation.tools)
+
+    def read(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
+        """located: tokens of the rendered text, all or the first.
+
+        Raises DataError for one that the model cannot read.
+        """
+        require_ids(located.ids, len(self.lengths), self.tokenizer, rendered.text)
+        return self.renderer.tokens(rendered, located)
 
     def tokens(self, chat: ChatTokens) -> Tokens:
         mask = chat.assistant_mask.copy()
@@ -96,13 +122,20 @@ class ChatSampleMaker:
         Raises AlignmentError where a template refuses it, DataError for a token that a model cannot read.
         """
         assert isinstance(conversation, Conversation)
-        whole = self.student(conversation)
-        kept = whole.cut(self.student.max_length)
-        is_cut = len(kept.ids) < len(whole.ids)
+        rendered, length = self.student.rendered(conversation), self.student.max_length
+        located = locate_beginning(self.student, rendered, length)
+        whole = self.student.read(rendered, located)
+        kept = whole.cut(length)
         student = self.student.tokens(kept)
+        reached = int(located.ends[length - 1]) if len(kept.ids) < len(whole.ids) else None
         return Sample(
             student,
-            tuple(teacher_sample(conversation, kept, student, is_cut, teacher) for teacher in self.teachers),
+            tuple(
+                teacher.sample(student)
+                if isinstance(teacher, SameTokenizer)
+                else teacher_sample(conversation, kept, student, teacher, rendered, reached)
+                for teacher in self.teachers
+            ),
         )
 
 
@@ -110,13 +143,15 @@ def teacher_sample(
     conversation: Conversation,
     kept: ChatTokens,
     student: Tokens,
-    is_cut: bool,
-    teacher: SameTokenizer | CrossTokenizerChat,
+    teacher: CrossTokenizerChat,
+    rendered: RenderedChat,
+    reached: int | None,
 ) -> TeacherSample:
-    if isinstance(teacher, SameTokenizer):
-        return teacher.sample(student)
-    whole = teacher.encoder(conversation)
+    """rendered: what the student reads; reached: the place in it at which it is cut, None where it is not."""
+    theirs = teacher.encoder.rendered(conversation)
+    place = len(theirs.text) if reached is None else rendered.counterpart(reached, theirs)
+    whole = teacher.encoder.read(theirs, locate_up_to(teacher.encoder, theirs, place))
     alignment = align_chat(teacher.aligner, kept, whole)
-    last = exact_length(alignment) if is_cut else len(whole.ids)
+    last = len(whole.ids) if reached is None else exact_length(alignment)
     tokens = teacher.encoder.tokens(whole.cut(min(last, teacher.encoder.max_length)))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))

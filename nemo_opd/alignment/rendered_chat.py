@@ -1,0 +1,47 @@
+"""A conversation as a chat template renders it, before it is tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from nemo_opd.alignment.chat_messages import Message
+from nemo_opd.alignment.chat_spans import ContentSpan
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedChat:
+    """Places are characters of `text`."""
+
+    text: str
+    messages: Sequence[Message]
+    contents: Sequence[ContentSpan | None]
+    """By message: where it says what it says; None where the template leaves it out."""
+    turns: Mapping[int, int]
+    """Assistant message → the place at which the model takes over from the generation prompt."""
+
+    def settled(self, place: int) -> int:
+        """The first place from `place` on up to which text tells where contents and turns before `place` end.
+
+        Inside a content that is `place` itself. Between two contents a turn may end anywhere, so it is where the next
+        one starts, or the end of the text.
+        """
+        behind = (span.start for span in self.contents if span is not None and span.stop > place)
+        return max(place, next(behind, len(self.text)))
+
+    def counterpart(self, place: int, other: RenderedChat) -> int:
+        """The place of `other`, another rendering of the conversation, up to which it says what this one does to
+        `place`.
+
+        Within a content that both begin alike, as far; within others, where the content ends.
+        """
+        for k, span in enumerate(self.contents):
+            theirs = other.contents[k]
+            if span is None or theirs is None or span.stop <= place:
+                continue
+            if place <= span.start:
+                return theirs.start
+            stop = theirs.start + place - span.start
+            is_alike = self.text[span.start : place] == other.text[theirs.start : stop]
+            return stop if is_alike and stop < theirs.stop else theirs.stop
+        return len(other.text)

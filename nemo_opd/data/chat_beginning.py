@@ -1,0 +1,57 @@
+"""The beginning of a long conversation, where a sample needs no more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nemo_opd.alignment import LocatedTokens, RenderedChat, locate_tokens
+from nemo_opd.data.beginning import CHARACTERS_A_TOKEN, EDGE, MARGIN, last_run
+from nemo_opd.data.seams import find_seam
+
+if TYPE_CHECKING:
+    from nemo_opd.data.chat import ChatEncoder
+
+
+def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> LocatedTokens:
+    """Tokenize as much as tells the first `length` tokens, which of them are to be learned, and whether more follow.
+
+    Whatever is returned is so in the whole conversation. As encode_beginning, this reads on to a seam.
+    """
+
+    def first_end(part: LocatedTokens) -> int:
+        if len(part.ids) <= length:
+            return len(part.ids)
+        place = rendered.settled(int(part.starts[length]))
+        return max(length + 1, int(np.searchsorted(part.starts, place, "right")))
+
+    return _to_a_seam(side, rendered.text, CHARACTERS_A_TOKEN * length, first_end)
+
+
+def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
+    """Likewise tokenize the characters before a place of the rendered text, and those by which tokens may miss it."""
+    stop = rendered.settled(place + EDGE)
+    return _to_a_seam(side, rendered.text, stop + MARGIN, lambda part: int(np.searchsorted(part.starts, stop, "right")))
+
+
+def _to_a_seam(
+    side: ChatEncoder, text: str, num_characters: int, first_end: Callable[[LocatedTokens], int]
+) -> LocatedTokens:
+    """Return the tokens before the first seam at or behind `first_end` of what has been read; else all.
+
+    num_characters: of a first try, beside the margin.
+    """
+    size = num_characters + MARGIN
+    while size < len(text):
+        part = text[:size]
+        located = locate_tokens(side.tokenizer, part)
+        latest = min(size - MARGIN, last_run(part))
+        seam = find_seam(
+            side.pieces, located.ids, first_end(located), int(np.searchsorted(located.starts, latest, "right"))
+        )
+        if seam is not None:
+            return located.cut(seam)
+        size *= 2
+    return locate_tokens(side.tokenizer, text)
