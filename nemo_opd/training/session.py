@@ -220,9 +220,13 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Export the student, write the report and print the closing table."""
+        """Export the student, write the report and print the closing table.
+
+        Raises NotFiniteError for a student that has diverged.
+        """
         if self.student_after is None and self.plan.data.validation is not None:
             self.validate()  # a finished run that was started again
+        self.skipped.require_sound_end(self.student_after)
         if self.skipped.in_a_row:
             self.loggers.warn(
                 f"the last {self.skipped.in_a_row} steps were not taken, so the model is of step "

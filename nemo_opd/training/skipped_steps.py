@@ -16,6 +16,8 @@ class SkippedSteps:
         self._config = config
         self.total = 0
         self.in_a_row = 0
+        self._is_students = False
+        """Whether no term of the last one was finite: what all have in common are the student's logits."""
         self._last = ""
 
     def observe(self, step: int, metrics: Metrics) -> str | None:
@@ -25,6 +27,7 @@ class SkippedSteps:
             return None
         self.total += 1
         self.in_a_row += 1
+        self._is_students = not any(math.isfinite(value) for value in term_values(self._config, metrics).values())
         self._last = f"step {step}: {cause(self._config, metrics)}"
         return f"{self._last}; the step is not taken, and weights, optimizer and schedule stay as they are"
 
@@ -38,21 +41,43 @@ class SkippedSteps:
                 f"where the student has diverged{self._hint()}, and leave out a teacher whose own logits overflow"
             )
 
+    def require_sound_end(self, validated: float | None) -> None:
+        """Raises NotFiniteError where the run would end with a student that has diverged.
+
+        validated: bits per byte of it. Where there is no validation, the last step tells.
+        """
+        if validated is None:
+            has_diverged, seen = self.in_a_row > 0 and self._is_students, "the last step was not taken"
+        else:
+            has_diverged, seen = not math.isfinite(validated), f"the last validation gives {validated} bits per byte"
+        if has_diverged:
+            raise NotFiniteError(
+                f"{seen}: the student has diverged and is not exported, and the last {self.in_a_row} steps were not "
+                "taken; lower student.optimizer.lr or set train.gradient_clip and start again with another "
+                "run.output_dir, or export a checkpoint with tools/convert_checkpoint.py"
+            )
+
     def _hint(self) -> str:
         half = [i for i, teacher in enumerate(self._config.active_teachers) if teacher.dtype == "float16"]
         written = " ".join(f"teachers.{i}.dtype=bfloat16" for i in half)
         return f", and write {written} where a teacher overflows in float16" if half else ""
 
     def state_dict(self) -> dict[str, int]:
-        return {"total": self.total, "in_a_row": self.in_a_row}
+        return {"total": self.total, "in_a_row": self.in_a_row, "is_students": int(self._is_students)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self.total, self.in_a_row = state.get("total", 0), state.get("in_a_row", 0)
+        self._is_students = bool(state.get("is_students", 0))
+
+
+def term_values(config: RunConfig, metrics: Metrics) -> dict[str, float]:
+    """Raw values of the objective's terms, by the names that people know."""
+    return {term.name: term.metric.value() for term in objective_terms(config, metrics)}
 
 
 def cause(config: RunConfig, metrics: Metrics) -> str:
     """Which terms of the objective were not finite, or that the gradient alone was not."""
-    values = {term.name: term.metric.value() for term in objective_terms(config, metrics)}
+    values = term_values(config, metrics)
     wrong = [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]
     if wrong:
         logits = ", so the student's own logits are not" if "CE" in values and not math.isfinite(values["CE"]) else ""

@@ -86,5 +86,30 @@ def test_counts_survive_a_resume() -> None:
         second.require_progress()
 
 
+@pytest.mark.parametrize("validated", [math.nan, math.inf])
+def test_a_run_does_not_end_well_with_a_student_that_has_diverged(validated: float) -> None:
+    """Bug: with fewer such steps than end a run it was exported, and the closing table said nan."""
+    skipped = SkippedSteps(limited(5))
+    for step in (3, 4):
+        skipped.observe(step, metrics_of(ce=math.nan, norm=math.nan))
+    with pytest.raises(NotFiniteError, match=r"validation gives (nan|inf) .* the last 2 steps were not taken"):
+        skipped.require_sound_end(validated)
+    skipped.require_sound_end(2.0)
+
+
+def test_without_validation_the_last_step_tells() -> None:
+    """A teacher that overflows says nothing of the student; all terms together do, also after a resume."""
+    skipped, resumed = SkippedSteps(limited(5)), SkippedSteps(limited(5))
+    skipped.observe(1, BAD)
+    skipped.require_sound_end(None)
+    skipped.observe(2, metrics_of(ce=math.nan, cross=math.nan, same=math.nan))
+    resumed.load_state_dict(skipped.state_dict())
+    for each in (skipped, resumed):
+        with pytest.raises(NotFiniteError, match=r"^the last step was not taken: the student has diverged"):
+            each.require_sound_end(None)
+    skipped.observe(3, GOOD)
+    skipped.require_sound_end(None)
+
+
 def limited(number: int, *overrides: str) -> RunConfig:
     return compose(f"train.max_skipped_steps={number}", *overrides)
