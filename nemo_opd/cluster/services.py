@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any
 
 import psutil
 import ray
+from ray._private import services as ray_services
 
 from nemo_opd.errors import ClusterError
 
@@ -17,6 +20,21 @@ CONTINUE = "run.resume=auto continues from the last checkpoint"
 CONNECT_S = 5.0
 GONE_S = 30.0
 """Longest wait for killed processes: the kernel first frees what they hold."""
+
+
+@contextmanager
+def in_a_session_of_their_own() -> Iterator[None]:
+    """Inside, Ray starts its processes apart from this one's process group.
+
+    What a terminal that is closed sends to all of the group, or timeout(1), is for the driver, whose step needs Ray.
+    """
+    internal: Any = ray_services  # Ray has no setting for it
+    popen = internal.ConsolePopen
+    internal.ConsolePopen = partial(popen, start_new_session=True)
+    try:
+        yield
+    finally:
+        internal.ConsolePopen = popen
 
 
 class Services:

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_opd.cluster.nodes import choose_nodes, reserve
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.privacy import LOOPBACK, forget, private_start, require_token
-from nemo_opd.cluster.services import Services, end
+from nemo_opd.cluster.services import Services, end, in_a_session_of_their_own
 from nemo_opd.cluster.session_folder import SessionFolder
 from nemo_opd.cluster.worker_progress import Watch
 from nemo_opd.config.cluster import Cluster
@@ -144,7 +144,7 @@ class VirtualCluster:
     def _start_once(self) -> None:
         self._folder = SessionFolder()
         self._is_ours = True
-        with own_signal_handlers(), private_start():
+        with own_signal_handlers(), private_start(), in_a_session_of_their_own():
             ray.init(
                 address="local",
                 num_cpus=self.placement.num_processes,

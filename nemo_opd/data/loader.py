@@ -23,6 +23,7 @@ from nemo_opd.types import Batch
 
 Samples = list[Sample]
 MakeSample = Callable[[Document], Sample]
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,7 @@ class _Workers:
             # A forked child would inherit locks held by threads of this process (Ray, pyarrow, tokenizers).
             multiprocessing_context="spawn",
         )
-        with _children_without_sigint():
+        with _children_apart():
             self._iterator = iter(loader)
 
     def next(self) -> Batch:
@@ -215,14 +216,24 @@ def _unchanged(samples: Samples) -> Samples:
 def _set_up_worker(worker_id: int) -> None:
     """One thread a worker; the loader sees to torch's."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.setsid()
+    for number in ENDING:
+        # Forgets one that has come to the whole group since the start.
+        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
 
 @contextmanager
-def _children_without_sigint() -> Iterator[None]:
-    """Processes started inside block SIGINT from their first instruction: Ctrl-C is the driver's, who closes them."""
-    # Started here, because its own start would unblock SIGINT again before the workers start.
+def _children_apart() -> Iterator[None]:
+    """Processes started inside are not reached by what a terminal or scheduler sends to the driver's process group.
+
+    That is for the driver, who closes them. They block SIGINT for ever, and `ENDING` until they have a session of their
+    own: then one of these is for them, as from `multiprocessing` at the end.
+    """
+    # Started here, because its own start would unblock signals again before the workers start.
     resource_tracker.ensure_running()
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
     try:
         yield
     finally:

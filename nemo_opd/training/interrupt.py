@@ -1,7 +1,9 @@
 """Stopping a run from outside without losing it."""
 
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -10,8 +12,25 @@ from typing import Any, Self
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What Ctrl-C, a scheduler and a closed terminal send."""
 ANSWER = "ending after this step; once more: now"
+ECHO_S = 1.0
+"""timeout(1) sends its signal to a process and to all of its group, and `uv run` passes on what it gets."""
 
 
+class Echoes:
+    """Tells a signal that repeats one of the last `ECHO_S` from one that a person sends."""
+
+    def __init__(self) -> None:
+        self._last = -math.inf
+
+    def is_one(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < ECHO_S:
+            return True
+        self._last = now
+        return False
+
+
+_echoes = Echoes()
 _was_requested = threading.Event()
 
 
@@ -29,6 +48,8 @@ class Interrupt:
         self._answer = answer
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if _echoes.is_one():
+            return
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
@@ -49,7 +70,12 @@ class Interrupt:
 @contextmanager
 def interruptible() -> Iterator[None]:
     """Inside, each of the signals raises KeyboardInterrupt, so that what is open is closed."""
-    previous = handle(signal.default_int_handler)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if not _echoes.is_one():
+            raise KeyboardInterrupt
+
+    previous = handle(interrupt)
     try:
         yield
     finally:

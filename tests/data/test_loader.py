@@ -157,7 +157,7 @@ def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]
 
 
 def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind() -> None:
-    """Ctrl-C reaches the whole process group: a worker that dies of it takes the batch being read with it.
+    """Signals reach the whole process group: a worker that dies of one takes the batch being read with it.
 
     One run of workers for several questions, as each takes seconds to start.
     """
@@ -166,8 +166,10 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
         with TrainLoader(FakeDocuments(), report_or_refuse, 1, 0, False, 1) as loader:
             loader.start()
             (pid,) = children()
-            os.kill(pid, signal.SIGINT)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                os.kill(pid, number)
             assert loader.next().student.ids[0].tolist() == [1, pid, 1, True, True]
+            assert os.getpgid(pid) == pid
             os.kill(pid, signal.SIGINT)
             assert loader.next().student.ids[0, :2].tolist() == [2, pid]
             # Its own state, with what was read ahead thrown away.

@@ -26,7 +26,7 @@ WITHOUT_LOADER_WORKERS = "data.num_workers=0"
 SEPARATE = (WITHOUT_LOADER_WORKERS, "cluster.placement=separate", "cluster.teacher_ranks=[2,1]")
 """One teacher cuts a batch in two where the student has it whole, the other one does not."""
 UNDER_WAY = SAVE_EVERY + 7
-"""Step in which Ctrl-C comes."""
+"""Step in which the signal comes."""
 RAY_GIVES_UP_S = 60.0
 
 
@@ -48,14 +48,16 @@ def killed(reference: Run, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def interrupted(reference: Run, killed: Run, folder: Path) -> Run:
-    """By Ctrl-C, in the middle of a step, with another batch under way; either half of a step is slow until then."""
+    """As by timeout(1), in the middle of a step, with another batch under way; each half of one is slow until then."""
     killed.leftovers(folders=False)
     half_written = folder / "checkpoints" / ".incomplete_step_000020"
     half_written.mkdir(exist_ok=True)
-    run = resumed(reference, folder, *SEPARATE, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVE_EVERY)])
+    given = [setting for setting in SEPARATE if setting != WITHOUT_LOADER_WORKERS]
+    run = resumed(reference, folder, *given, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVE_EVERY)])
     run.wait_for_hang()
     assert len(run.workers()) == 4
-    run.interrupt()
+    run.process.terminate()
+    os.killpg(run.process.pid, signal.SIGTERM)
     run.release()
     run.end()
     assert run.checkpoints[-1] == f"step_{UNDER_WAY:06d}", "a checkpoint of the step that was under way"
@@ -85,11 +87,11 @@ def bereft(reference: Run, broken: Run, folder: Path) -> Run:
 
 @pytest.fixture(scope="module")
 def terminated(reference: Run, bereft: Run, folder: Path) -> tuple[Run, float]:
-    """SIGTERM to all processes of the group, Ray's own among them; and the seconds that the run took to end."""
+    """SIGTERM to all of its processes, Ray's own among them; and the seconds that the run took to end."""
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS, script=FAULTY, arguments=["student_hangs", "5"])
     run.wait_for_hang()
-    run.processes()
-    os.killpg(run.process.pid, signal.SIGTERM)
+    for process in run.processes():
+        process.terminate()
     start_s = time.monotonic()
     run.end()
     return run, time.monotonic() - start_s
@@ -125,7 +127,8 @@ def test_next_run_clears_up_after_a_killed_one(killed: Run, interrupted: Run) ->
     assert not any(folder.exists() for folder in killed.ray_folders)
 
 
-def test_interrupt_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:
+def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:
+    """Bug: Ray's processes and the data workers ended at once, and the run with their error."""
     assert interrupted.process.returncode == 0, interrupted.output
     assert f"ended after step {UNDER_WAY};" in interrupted.output
     assert "run.resume=auto" in interrupted.last_line, interrupted.output

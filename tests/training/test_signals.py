@@ -4,13 +4,14 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.interrupt import Interrupt, interruptible
+from nemo_opd.training import interrupt as interrupt_module
+from nemo_opd.training.interrupt import ECHO_S, Echoes, Interrupt, interruptible
 from nemo_opd.training.run_lock import RunLock
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
@@ -32,10 +33,26 @@ def heeds_hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets pass the time in which signals are one, which has passed since what other tests have sent."""
+    now = 0.0
+
+    def wait() -> None:
+        nonlocal now
+        now += ECHO_S
+
+    monkeypatch.setattr(interrupt_module, "_echoes", Echoes())
+    monkeypatch.setattr(interrupt_module.time, "monotonic", lambda: now)
+    return wait
+
+
 @pytest.mark.usefixtures("heeds_hangups")
 @pytest.mark.parametrize("first", SIGNALS)
 @pytest.mark.parametrize("second", SIGNALS)
-def test_first_signal_asks_is_answered_and_the_second_aborts(first: signal.Signals, second: signal.Signals) -> None:
+def test_first_signal_asks_is_answered_and_the_second_aborts(
+    first: signal.Signals, second: signal.Signals, later: Callable[[], None]
+) -> None:
     before = {number: signal.getsignal(number) for number in SIGNALS}
     answers: queue.Queue[str] = queue.Queue()
     with Interrupt(answers.put) as interrupt:
@@ -43,10 +60,31 @@ def test_first_signal_asks_is_answered_and_the_second_aborts(first: signal.Signa
         os.kill(os.getpid(), first)
         assert interrupt.requested
         assert answers.get(timeout=ENOUGH_S) == "ending after this step; once more: now"
+        later()
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), second)
     assert answers.empty()
     assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+@pytest.mark.usefixtures("later")
+def test_a_signal_to_the_process_and_to_its_group_is_one() -> None:
+    """Bug: `timeout` and `uv run` send it several times at once, which was taken for `now`, and cut closing short."""
+    with interruptible():
+        with Interrupt(lambda _: None) as interrupt:
+            for _ in range(3):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupt.requested
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_while_a_run_starts_the_first_signal_ends_it(later: Callable[[], None]) -> None:
+    with interruptible():
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            later()
 
 
 def test_under_nohup_a_closed_terminal_is_ignored() -> None:
