@@ -114,14 +114,15 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def something_is_trained_on(self) -> Self:
+        if self.active_teachers and not any(teacher.weight for teacher in self.teachers):
+            raise ValueError(
+                "the weight of every teacher is 0, so all would be loaded and nothing learned from them; raise one, or "
+                "write loss.kd_weight=0 to train without teachers"
+            )
         if self.loss.ce_weight > 0 or isinstance(self.loss, GRPOLoss):
             return self
         if self.loss.kd_weight == 0:
             raise ValueError("loss.kd_weight and loss.ce_weight are both 0, so there is nothing to learn; raise one")
-        if not any(teacher.weight for teacher in self.teachers):
-            raise ValueError(
-                "loss.ce_weight and the weight of every teacher are 0, so there is nothing to learn; raise one"
-            )
         return self
 
     @model_validator(mode="after")
@@ -160,14 +161,6 @@ class RunConfig(Settings):
                     f"teachers.{i}.loss.type={teacher.loss.type}: aggregation.type=averaged_logits compares with all "
                     "teachers at once, so none has a loss of its own; set it under loss"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def averaged_logits_need_a_weight(self) -> Self:
-        if isinstance(self.aggregation, AveragedLogits) and not any(teacher.weight for teacher in self.teachers):
-            raise ValueError(
-                "aggregation.type=averaged_logits is a mean by the teachers' weights, which are all 0; raise one"
-            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ import numpy as np
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.record import Rollout
-from nemo_opd.rollout.users_code import is_finite, shown
+from nemo_opd.rollout.users_code import LARGEST_REWARD, is_reward, shown
 
 
 class RewardFunction(ABC):
@@ -21,14 +21,16 @@ class RewardFunction(ABC):
     """Whether it reads an answer out of a rollout, so that answers of several rollouts can be counted."""
 
     def __call__(self, rollout: Rollout) -> float:
-        """Raises RolloutError, with the prompt and the sample, for what is no finite number."""
+        """Raises RolloutError, with the prompt and the sample, for what is no number or too large for one."""
         value = self.score(rollout)
         if not isinstance(value, numbers.Real | np.bool_):
             raise RolloutError(
                 f"{self.at(rollout)}: it returned {shown(value)} ({type(value).__name__}), no number; return a float"
             )
-        if not is_finite(value):
-            raise RolloutError(f"{self.at(rollout)}: it returned {shown(value)}; return a finite number")
+        if not is_reward(value):
+            raise RolloutError(
+                f"{self.at(rollout)}: it returned {shown(value)}; return a finite number, ±{LARGEST_REWARD:g} at most"
+            )
         return float(value)
 
     @abstractmethod

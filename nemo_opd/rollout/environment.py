@@ -13,7 +13,7 @@ from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.imported import imported
 from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
-from nemo_opd.rollout.users_code import UsersCodeError, called, is_finite, shown
+from nemo_opd.rollout.users_code import LARGEST_REWARD, UsersCodeError, called, is_reward, shown
 
 T = TypeVar("T")
 
@@ -97,8 +97,8 @@ class Played:
         if not isinstance(step, EnvironmentStep):
             self._refuse(f"step returned {shown(step)}, no EnvironmentStep")
         self._require_messages(step.messages)
-        if not isinstance(step.reward, numbers.Real) or not is_finite(step.reward):
-            self._refuse(f"it paid {shown(step.reward)}; pay a finite number")
+        if not isinstance(step.reward, numbers.Real) or not is_reward(step.reward):
+            self._refuse(f"it paid {shown(step.reward)}; pay a finite number, ±{LARGEST_REWARD:g} at most")
         if not step.done and not step.messages:
             self._refuse("it is not done and says nothing; answer with a message, or with done=True")
         return step

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from nemo_opd.config.secrets import without_secrets
 
 T = TypeVar("T")
+LARGEST_REWARD = 1e15
 SHOWN = 500
 """Characters of an error's own message."""
 AGAIN_S = 1.0
@@ -73,6 +74,11 @@ def is_finite(value: Any) -> bool:
         return math.isfinite(value)
     except OverflowError:  # an int of hundreds of digits
         return False
+
+
+def is_reward(value: Any) -> bool:
+    """Whether a number is one that statistics of rewards can be computed of, their squares included."""
+    return is_finite(value) and abs(value) <= LARGEST_REWARD
 
 
 def described(error: BaseException) -> str:

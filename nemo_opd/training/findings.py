@@ -5,10 +5,12 @@ from collections.abc import Iterator, Sequence
 from transformers import GenerationConfig
 
 from nemo_opd.alignment.template_roles import template_roles
+from nemo_opd.config.data import HubDataset
 from nemo_opd.config.model import Model
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.hf import end_ids
@@ -89,6 +91,24 @@ def own_ends(side: Side) -> frozenset[int]:
 
 def generation_config(settings: Model, key: str) -> GenerationConfig:
     return GenerationConfig.from_model_config(load_config(settings.model, key=f"{key}.model"))
+
+
+def seen_in_training(config: RunConfig) -> Iterator[str]:
+    """A warning for what data.validation and data.train both name."""
+    for kind, value in config.data.validation.given.items():
+        trained_on, key = config.data.train.given.get(kind), f"data.validation.{kind}"
+        if isinstance(value, HubDataset):
+            shared = [value.path] if value == trained_on else []
+        elif trained_on is None or isinstance(trained_on, HubDataset):
+            shared = []
+        else:
+            files = {path.resolve() for path in resolve_files(trained_on, key=f"data.train.{kind}")}
+            shared = [str(path) for path in resolve_files(value, key=key) if path.resolve() in files]
+        for name in shared:
+            yield (
+                f"{key}: {name} is in data.train too, and what the student has been trained on says little of how well "
+                "it does on other texts; validate on those"
+            )
 
 
 def of_the_texts(config: RunConfig, found: Survey) -> list[str]:

@@ -15,17 +15,17 @@ from nemo_opd.workers.terms import IS_TAKEN
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
     """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`.
 
-    A teacher whose KD has no unit, as none of these texts is its own, is left out; so are the phases of workers, and
-    whether the step was taken.
+    Left out is what has no unit: CE where the student has sampled all texts, KD of a teacher to which none of them is
+    routed; so are the phases of workers, and whether the step was taken.
     """
     logged = {
         name: metric
         for name, metric in metrics.items()
         if not name.startswith((PART, SHARE, PHASE, IS_TAKEN))
-        and not (name.startswith("kd/") and isinstance(metric, Mean) and not metric.count)
+        and not ((name == "ce" or name.startswith("kd/")) and isinstance(metric, Mean) and not metric.count)
     }
     named = {f"{phase}/{name}": value for name, value in values(logged).items()}
-    terms = [(config.loss.ce_weight, named[f"{phase}/ce"])]
+    terms = [(config.loss.ce_weight, named.get(f"{phase}/ce", 0.0))]
     if config.active_teachers:
         named[f"{phase}/kd"] = kd = kd_of(metrics)
         terms.append((config.loss.kd_weight * kd_scale, kd))

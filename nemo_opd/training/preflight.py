@@ -8,7 +8,7 @@ from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
-from nemo_opd.training.findings import check_positions, of_the_texts, unseen_ends
+from nemo_opd.training.findings import check_positions, of_the_texts, seen_in_training, unseen_ends
 from nemo_opd.training.layout import (
     require_batch_divides,
     resolve_device,
@@ -67,6 +67,7 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
+    warnings += seen_in_training(config)
     found = survey(config, data, student, teachers, parts)
     warnings += of_the_texts(config, found)
     deliveries = plan_deliveries(config, placement, (student_layout, teacher_layouts), teachers, lengths=found.widths)

@@ -161,28 +161,32 @@ def rollout(prompt: Prompt, sample: int, data: Prompts, plan: Plan, random: np.r
     return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, (response,), (), finish, 0)
 
 
-def differences(case: Case, trained: Trained) -> list[str]:
-    """What does not agree with the reference; empty where all does.
+def differences(case: Case, trained: Trained) -> tuple[list[str], float]:
+    """What does not agree with the reference, nothing where all does; and how far off a value may be, relatively.
 
     A result may be off by SAFETY times what a change of all weights by their rounding, or the opposite change, does to
     the reference itself: the gradient of uld and of tvd jumps where two probabilities cross, on one side of a weight.
     """
     expected, rounding = case.expected(), ROUNDING[case.drawn.dtype]
-    if not compared(case, expected, [expected], trained, rounding):
-        return []
+    wrong, width = compared(case, expected, [expected], trained, rounding)
+    if not wrong:
+        return [], width
     return compared(case, expected, [case.expected(rounding), case.expected(-rounding)], trained, rounding)
 
 
 def compared(
     case: Case, expected: Expected, nudged: Sequence[Expected], trained: Trained, rounding: float
-) -> list[str]:
-    found = []
+) -> tuple[list[str], float]:
+    found, width = [], 0.0
     for step, (wanted, raw) in enumerate(zip(expected.curve, trained.curve, strict=True)):
         metrics = {name: Last(value) for name, value in raw.items()}
         made = objective_values(case.plan.config, metrics, raw["kd_scale"], "train")
         for name, value in wanted.items():
             moved = max(abs(other.curve[step][name] - value) for other in nudged)
-            own, allowed = made[f"train/{name}"], SAFETY * (moved + rounding * max(FLOOR, abs(value)))
+            # CE without a unit is left out.
+            own, size = made.get(f"train/{name}", 0.0), max(FLOOR, abs(value))
+            allowed = SAFETY * (moved + rounding * size)
+            width = max(width, allowed / size)
             if not abs(own - value) <= allowed:
                 found.append(f"step {step}: {name} is {own}, not {value} ± {allowed:.1g}")
     lr = case.plan.config.student.optimizer.lr
@@ -194,4 +198,4 @@ def compared(
         allowed = SAFETY * (max(changes) + rounding * STEPS * lr)
         if not error <= allowed:
             found.append(f"weights: {name} is off by {error:g}, not {allowed:.1g} at most")
-    return found
+    return found, width

@@ -129,6 +129,8 @@ def draw(seed: int, **fixed: Any) -> Draw:
     if on_policy:
         settings |= sampled(pick, main)
     later(random.Random(seed + 10**6), settings, on_policy)
+    if main == "grpo" and loss["ce_weight"]:
+        scaled(random.Random(seed + 3 * 10**6), loss)
     without_idle(settings, on_policy)
     student, *teachers = wider(random.Random(seed + 2 * 10**6), [student, *teachers])
     dtype = fixed.get("dtype") or pick.choice(("float64", "float64", "float64", "float32"))
@@ -239,13 +241,18 @@ def later(pick: random.Random, settings: dict[str, Any], on_policy: bool) -> Non
             level = "sequence" if cap and each.get("update") != "direct" and pick.random() < 0.5 else "token"
             veto = pick.choice((None, None, 1e-3, 0.2))
             each |= {"importance_cap": cap, "importance_level": level, "importance_veto": veto}
-    if settings["loss"]["ce_weight"] and settings["loss"]["type"] != "grpo" and pick.random() < 0.4:
-        settings["loss"] |= {"scaling": "dynamic", "scaling_decay": pick.choice((0.5, 0.99))}
-        settings["loss"]["scaling_cap"] = pick.choice((0.5, 100.0))
+    if settings["loss"]["ce_weight"] and settings["loss"]["type"] != "grpo":
+        scaled(pick, settings["loss"])
     if settings["aggregation"]["type"] in ("select_teacher", "routed"):
         for entry in settings["teachers"]:
             if entry["type"] == "same_tokenizer" and pick.random() < 0.4:
                 entry["loss"] = term(pick, "tcad")
+
+
+def scaled(pick: random.Random, loss: dict[str, Any]) -> None:
+    if pick.random() < 0.4:
+        loss |= {"scaling": "dynamic", "scaling_decay": pick.choice((0.5, 0.99))}
+        loss["scaling_cap"] = pick.choice((0.5, 100.0))
 
 
 def wider(pick: random.Random, models: list[ModelDraw]) -> list[ModelDraw]:

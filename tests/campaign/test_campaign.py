@@ -1,4 +1,7 @@
-"""Random cases end to end: workers on gloo ranks against one plain float64 trainer that shares no code with them.
+"""Random cases end to end: workers on gloo ranks against one plain float64 trainer of its own.
+
+What the two have in common is checked elsewhere, by `tests/alignment`, `tests/data` and `tests/projection`: token ids
+with their masks, bytes and chunks, and where comparison stops; the projection matrix and the prefix maps.
 
 Loss, its parts, the norm of the gradient and all weights agree over three steps. A fixed dozen runs here; a few hundred
 others with `uv run pytest -m nightly -n 0 tests/campaign`: NEMO_OPD_CAMPAIGN draws (300) from seed
@@ -9,6 +12,8 @@ Bugs: whatever the suite's own questions miss because they ask about one thing a
 
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,32 +26,50 @@ FIXED = (20, 22, 69, 120, 183, 206, 275, 558, 1019, 1240, 2963, 72336)
 NUMBER, FIRST = (int(os.environ.get(f"NEMO_OPD_CAMPAIGN{key}", default)) for key, default in (("", 300), ("_FIRST", 0)))
 BLOCK = 25
 """Draws between two starts of the ranks."""
+WIDE = 1e-2
+"""Of a value: a draw whose reference is so sensitive to rounding tells little."""
 
 
-def results(draws: list[Draw], folder: Path) -> dict[int, str]:
-    """By seed what a draw came to: nothing where it agrees, else what does not, or why it was refused."""
-    found: dict[int, str] = {}
+@dataclass(frozen=True)
+class Outcome:
+    """What a draw came to."""
+
+    kind: str
+    """refused, wrong, agrees or, where its results may be off by more than WIDE, widely."""
+    loss: str
+    text: str = ""
+    """Why it was refused, or what does not agree."""
+
+
+def results(draws: list[Draw], folder: Path) -> dict[int, Outcome]:
+    """By seed."""
+    found: dict[int, Outcome] = {}
     cases: dict[int, list[Case]] = {}
     for drawn in draws:
         try:
             cases.setdefault(drawn.world, []).append(case(drawn, folder))
         except RefusedError as refusal:
-            found[drawn.seed] = f"refused: {refusal}"
+            found[drawn.seed] = Outcome("refused", loss_of(drawn), str(refusal))
     for world, ready in sorted(cases.items()):
         for one, trained in zip(ready, run(ready, world, folder / f"world_{world}"), strict=True):
-            wrong = [trained] if isinstance(trained, str) else differences(one, trained)
-            found[one.drawn.seed] = "\n".join([str(one.drawn), *wrong]) if wrong else ""
+            wrong, width = ([trained], 0.0) if isinstance(trained, str) else differences(one, trained)
+            kind = "wrong" if wrong else "widely" if width > WIDE else "agrees"
+            found[one.drawn.seed] = Outcome(kind, loss_of(one.drawn), "\n".join([str(one.drawn), *wrong]))
     return found
 
 
+def loss_of(drawn: Draw) -> str:
+    return str(drawn.settings["loss"]["type"])
+
+
 @pytest.fixture(scope="module")
-def dozen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+def dozen(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Outcome]:
     return results([draw(seed) for seed in FIXED], tmp_path_factory.mktemp("dozen"))
 
 
 @pytest.mark.parametrize("seed", FIXED)
-def test_a_fixed_draw_agrees_with_the_reference(dozen: dict[int, str], seed: int) -> None:
-    assert not dozen[seed], dozen[seed]
+def test_a_fixed_draw_agrees_with_the_reference(dozen: dict[int, Outcome], seed: int) -> None:
+    assert dozen[seed].kind == "agrees", dozen[seed].text
 
 
 def test_the_dozen_has_every_loss_aggregation_and_layout() -> None:
@@ -82,13 +105,34 @@ def test_most_of_what_is_drawn_can_run(tmp_path: Path) -> None:
     assert refused <= 10
 
 
+@pytest.fixture(scope="module")
+def tally(request: pytest.FixtureRequest) -> Iterator[list[Outcome]]:
+    """Of all blocks; counted by loss at the end."""
+    outcomes: list[Outcome] = []
+    yield outcomes
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    for loss, kinds in sorted(by_loss(outcomes).items()):
+        reporter.write_line(f"{loss}: {dict(kinds)}")
+
+
+def by_loss(outcomes: Iterable[Outcome]) -> dict[str, Counter[str]]:
+    counts: dict[str, Counter[str]] = {}
+    for outcome in outcomes:
+        counts.setdefault(outcome.loss, Counter())[outcome.kind] += 1
+    return counts
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", range(FIRST, FIRST + NUMBER, BLOCK))
-def test_draws_agree_with_the_reference(first: int, tmp_path: Path) -> None:
-    found = results([draw(seed) for seed in range(first, min(first + BLOCK, FIRST + NUMBER))], tmp_path)
-    kinds = Counter(
-        "refused" if text.startswith("refused") else "wrong" if text else "agrees" for text in found.values()
-    )
-    print(f"seeds from {first}: {dict(kinds)}")
-    assert kinds["agrees"] > len(found) / 2
-    assert not kinds["wrong"], "\n\n".join(text for text in found.values() if text and not text.startswith("refused"))
+def test_draws_agree_with_the_reference(first: int, tmp_path: Path, tally: list[Outcome]) -> None:
+    found = results([draw(seed) for seed in range(first, min(first + BLOCK, FIRST + NUMBER))], tmp_path).values()
+    tally += found
+    wrong = [outcome.text for outcome in found if outcome.kind == "wrong"]
+    assert not wrong, "\n\n".join(wrong)
+
+
+@pytest.mark.nightly
+def test_every_loss_is_compared(tally: list[Outcome]) -> None:
+    """Refused and sensitive draws catch nothing. A few of one loss say nothing about it."""
+    for loss, kinds in by_loss(tally).items():
+        assert kinds.total() < 8 or kinds["agrees"] >= 0.4 * kinds.total(), (loss, kinds)

@@ -327,12 +327,16 @@ def test_something_is_trained_on() -> None:
     loss = {"type": "p_kl", "kd_weight": 0, "ce_weight": 0}
     assert message_of(changed("loss", loss)).startswith("loss.kd_weight and loss.ce_weight are both 0")
 
-    weightless = changed("loss", {"type": "p_kl", "ce_weight": 0})
+
+def test_teachers_that_all_weigh_nothing() -> None:
+    """Bug: they were loaded, and the run was plain cross-entropy."""
+    weightless = changed("loss", {"type": "p_kl"})
     for teacher in weightless["teachers"]:
         teacher["weight"] = 0
-    assert message_of(weightless).startswith("loss.ce_weight and the weight of every teacher are 0")
-    weightless["loss"]["ce_weight"] = 1
+    assert message_of(weightless).startswith("the weight of every teacher is 0")
+    weightless["teachers"][0]["weight"] = 1
     assert from_dict(weightless).active_teachers
+    assert not from_dict(weightless | {"loss": {"type": "p_kl", "kd_weight": 0}}).active_teachers
 
 
 def test_teachers_without_a_say_are_not_loaded() -> None:

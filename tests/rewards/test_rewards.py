@@ -75,7 +75,7 @@ def test_a_users_function_is_called_with_the_rollout(users_module: types.ModuleT
     assert judged == float(value)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 10**400, np.float32("nan")])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None, "1", [1.0], 10**400, 1e300, np.float32("nan")])
 def test_what_is_no_finite_number_is_an_error_that_names_the_sample(users_module: types.ModuleType, value: Any) -> None:
     users_module.judge = lambda given: value  # type: ignore[attr-defined]
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge"))

@@ -36,6 +36,14 @@ def test_a_teacher_without_a_unit_has_no_kd(tiny: Tiny) -> None:
     assert values["val/kd"] == values["val/kd/same"] == 0.5
 
 
+def test_without_a_text_of_the_data_there_is_no_ce(tiny: Tiny) -> None:
+    """Bug: a CE of 0 in every step of a run whose texts the student samples."""
+    metrics = {"ce": Mean(0.0, 0), "kd/cross": Mean(4.0, 2), f"{PART}0": Mean(4.0, 2)}
+    values = objective_values(compose(*tiny.overrides()), metrics, 1.0, "train")
+    assert "train/ce" not in values
+    assert values["train/loss"] == 2.0
+
+
 def test_without_kd_weight_there_is_no_kd(tiny: Tiny) -> None:
     """Bug: a KD of 0 in the log, which looks like a perfect student."""
     config = compose(*tiny.overrides("loss.kd_weight=0", "loss.ce_weight=2"))

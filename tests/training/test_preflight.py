@@ -26,6 +26,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
+from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.training import layout as module
 from nemo_opd.training import run_directory
@@ -547,6 +548,15 @@ def test_a_teacher_that_ends_in_another_way_is_told(configure: Configure, tiny: 
     other = tokenizer.convert_ids_to_tokens(5)
     tokenizer.eos_token = other
     tokenizer.save_pretrained(tmp_path / "instruct")
-    (warning,) = preflight(configure(f"teachers.1.tokenizer={tmp_path / 'instruct'}")).warnings
+    warning, _ = preflight(configure(f"teachers.1.tokenizer={tmp_path / 'instruct'}")).warnings
     assert warning.startswith(f"teachers.1 (same) ends what it says with {other}, and the student ends with <|end|>")
     assert f"write student.tokenizer={tmp_path / 'instruct'}" in warning
+
+
+def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Path) -> None:
+    """Bug: no word, and a curve of what the student remembers."""
+    link = tmp_path / "held_out.arrow"
+    (trained_on,) = resolve_files(configure().data.train.arrow_files, key="data.train.arrow_files")
+    link.symlink_to(trained_on)
+    (warning,) = preflight(configure(f"data.validation.arrow_files={link}")).warnings
+    assert warning.startswith(f"data.validation.arrow_files: {link} is in data.train too")
