@@ -55,7 +55,7 @@ def child(output_dir: str) -> dict[str, float]:
     run_with_hydra(configs.append, config_dir=ROOT / "configs", config_name="off_policy_demo")
     (config,) = configs
     parts.end("composition and validation")
-    check_inputs(config)
+    check_inputs(config, on_policy=False)
     parts.end("paths and columns")
     with loading("PyTorch and Ray"):
         for library in LIBRARIES:

@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 
 from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.evaluation.inputs import check_inputs
 from nemo_opd.training.cli import loading, main_with
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def evaluate(config: EvaluationConfig) -> None:
-    # Imported once the settings are known to be valid: PyTorch takes seconds.
+    check_inputs(config)
+    # Imported once settings and paths are known to be right: PyTorch takes seconds.
     with loading("PyTorch"):
         from nemo_opd.evaluation.standalone import evaluate
 

@@ -10,7 +10,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 
 
 def distil(config: RunConfig) -> None:
-    check_inputs(config)
+    check_inputs(config, on_policy=False)
     # Imported once settings and paths are known to be right: PyTorch and Ray take seconds.
     with loading("PyTorch and Ray"):
         from nemo_opd.training.off_policy import distil

@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.data.layout import ChatLayout, TextLayout
-from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.sources import load_documents
+from nemo_opd.evaluation.columns import layout_of
 from nemo_opd.rewards import check_answers
 from nemo_opd.rollout.prompts import Kept, Renderer, drop_long
 from nemo_opd.rollout.record import Prompt
@@ -14,10 +13,7 @@ from nemo_opd.rollout.record import Prompt
 
 def read_questions(config: EvaluationConfig) -> list[Prompt]:
     """Raises DataError, with the row, for what cannot be read or does not fit the reward."""
-    data = config.data
-    chat = None if data.messages_key is None else ChatLayout(data.messages_key, data.tools_key)
-    layout = PromptLayout(chat or TextLayout(data.text_key), config.reward.answer_key)
-    documents = load_documents(data, layout, key="data")
+    documents = load_documents(config.data, layout_of(config), key="data")
     prompts = read_prompts(documents, range(len(documents)))
     check_answers(config.reward, prompts, source="data")
     return prompts

@@ -10,10 +10,11 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, cycle
+from itertools import accumulate, cycle, pairwise
 from typing import TYPE_CHECKING
 
 from nemo_opd.logging.base import ClosingTable
+from nemo_opd.logging.facts import SKIPPED
 from nemo_opd.logging.formats import figure as figure_of
 from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
 
@@ -192,9 +193,20 @@ def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Th
         is_the_loss = key != "train/loss" and values[key] == values["train/loss"]
         if any(values[key]) and not is_the_loss:
             _curve(axes, records, key, label, colours[key])
+    if skipped := not_taken(records):
+        at_the_bottom = axes.get_xaxis_transform()
+        axes.plot(
+            skipped, [0.03] * len(skipped), "x", color=theme.text, transform=at_the_bottom, label="step not taken"
+        )
     axes.set_ylabel("nats")
     legend(axes)
     steps_below(axes)
+
+
+def not_taken(records: Records) -> list[float]:
+    """The steps at which the count of steps that were not finite grows."""
+    steps, totals = series(records, SKIPPED)
+    return [step for step, (before, total) in zip(steps, pairwise([0, *totals]), strict=True) if total > before]
 
 
 def draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:

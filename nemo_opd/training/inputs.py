@@ -7,15 +7,16 @@ from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.schema import require_suitable
-from nemo_opd.errors import ProjectionError
+from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 
 
-def check_inputs(config: RunConfig) -> None:
+def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that what the settings name is there and of the right form. Raises an OPDError for what is not."""
+    require_kind(config, on_policy=on_policy)
     # Preflight hashes what a checkpoint has, once.
     progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     check_model(config.student, "student")
@@ -26,6 +27,20 @@ def check_inputs(config: RunConfig) -> None:
     if not config.run.dry_run:  # which may plan for another machine
         require_installed(config.rollout)
     check_data(config)
+
+
+def require_kind(config: RunConfig, *, on_policy: bool) -> None:
+    """Raises ConfigError where the settings are those of the other kind of run."""
+    if on_policy and config.rollout is None:
+        raise ConfigError(
+            "rollout: required, but not given; add rollout=hf or rollout=server, or use "
+            "examples/run_off_policy_distillation.py"
+        )
+    if not on_policy and config.rollout is not None:
+        raise ConfigError(
+            f"rollout.type={config.rollout.type}: this run learns from texts as they are and samples none; leave "
+            "rollout out, or use examples/run_on_policy_distillation.py"
+        )
 
 
 def check_model(settings: Model, key: str) -> None:

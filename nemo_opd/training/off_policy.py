@@ -7,6 +7,7 @@ from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.busy import busy
 from nemo_opd.training.breakdown import step_times
+from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
@@ -15,6 +16,7 @@ from nemo_opd.training.summary import print_plan
 
 def distil(config: RunConfig) -> None:
     """Run to the end, or to a checkpoint when interrupted. Raises an OPDError for what goes wrong."""
+    require_kind(config, on_policy=False)
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:

@@ -3,8 +3,8 @@
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.errors import ConfigError
 from nemo_opd.logging.busy import busy
+from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.on_policy_session import OnPolicySession
 from nemo_opd.training.preflight import preflight
@@ -15,11 +15,7 @@ def distil(config: RunConfig) -> None:
     """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted. Raises an OPDError for what goes
     wrong.
     """
-    if config.rollout is None:
-        raise ConfigError(
-            "rollout: required, but not given; add rollout=hf or rollout=server, or use "
-            "examples/run_off_policy_distillation.py"
-        )
+    require_kind(config, on_policy=True)
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:

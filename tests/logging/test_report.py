@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.hardware import write_hardware
-from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, parts_by_step, smooth
+from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
@@ -164,6 +164,13 @@ def test_a_term_without_weight_is_no_curve() -> None:
     assert lines(draw_loss, records) == [["loss", "KD", "CE"]]
     alone = [line | {"train/ce": 0.0, "train/kd": line["train/loss"]} for line in records]
     assert lines(draw_loss, alone) == [["loss"]]
+
+
+def test_steps_that_were_not_taken_are_marked() -> None:
+    """Bug: a gap in the curve, or nothing where the loss was finite and the gradient was not."""
+    records = [{"step": step, **record(step), "train/skipped_steps": step // 3} for step in range(1, 8)]
+    assert lines(draw_loss, records) == [["loss", "KD", "CE", "step not taken"]]
+    assert not_taken(records) == [3, 6]
 
 
 @pytest.mark.parametrize(("slowest_s", "num_marks"), [(2.0, 0), (4.0, 0), (40.0, 1)])

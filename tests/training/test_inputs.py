@@ -1,6 +1,7 @@
 """What is checked of a run's paths before PyTorch is imported."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from nemo_opd.errors import DataError, ModelError, OPDError, ProjectionError
+from nemo_opd.errors import ConfigError, DataError, ModelError, OPDError, ProjectionError
 from nemo_opd.training.inputs import check_inputs
 from tests.composition import compose
 
@@ -28,7 +29,20 @@ finally:
 
 @pytest.mark.parametrize("name", ["off_policy_demo", "on_policy_demo"])
 def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
-    check_inputs(compose(f"run.output_dir={tmp_path}", config_name=name))
+    check_inputs(compose(f"run.output_dir={tmp_path}", config_name=name), on_policy=name == "on_policy_demo")
+
+
+@pytest.mark.parametrize(
+    ("name", "on_policy", "says"),
+    [
+        ("off_policy_demo", True, "rollout: required, but not given; add rollout=hf or rollout=server, or use "),
+        ("on_policy_demo", False, "rollout.type=hf: this run learns from texts as they are and samples none; leave "),
+    ],
+)
+def test_the_settings_of_the_other_kind_of_run(name: str, on_policy: bool, says: str) -> None:
+    """Bug: refused, off-policy, for what the data lack or for another setting."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(says)}"):
+        check_inputs(compose(config_name=name), on_policy=on_policy)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +62,7 @@ def test_a_run_that_works_passes(name: str, tmp_path: Path) -> None:
 )
 def test_a_wrong_path_or_column(overrides: list[str], kind: type[OPDError], says: str) -> None:
     with pytest.raises(kind) as caught:
-        check_inputs(compose(*overrides))
+        check_inputs(compose(*overrides), on_policy=False)
     assert str(caught.value).startswith(says)
 
 
@@ -68,25 +82,25 @@ def write(folder: Path, kind: str, rows: dict[str, list[object]]) -> Path:
 def test_columns_are_read_from_every_format(kind: str, tmp_path: Path) -> None:
     good = write(tmp_path, kind, {"text": ["a", "b"], "n": [1, 2]})
     override = f"data={{train: {{{kind}: {good}}}}}"
-    check_inputs(compose(override))
+    check_inputs(compose(override), on_policy=False)
     with pytest.raises(DataError, match=rf"^data\.train\.{kind}='{good}': column 'n' is of type int64, not string"):
-        check_inputs(compose(override, "data.text_key=n"))
+        check_inputs(compose(override, "data.text_key=n"), on_policy=False)
     with pytest.raises(DataError, match=r"has no column 'body'; set data.text_key to one of its columns: text, n"):
-        check_inputs(compose(override, "data.text_key=body"))
+        check_inputs(compose(override, "data.text_key=body"), on_policy=False)
 
 
 def test_a_malformed_line_is_left_to_the_loader(tmp_path: Path) -> None:
     """It names the line. A column that the first rows lack as null is no wrong type either."""
     (tmp_path / "a.jsonl").write_text('{"text": null}\n{"text": "b"\n')
-    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'a.jsonl'}}}}}"))
+    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'a.jsonl'}}}}}"), on_policy=False)
     (tmp_path / "b.jsonl").write_text('{"text": null}\n')
-    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'b.jsonl'}}}}}"))
+    check_inputs(compose(f"data={{train: {{jsonl_files: {tmp_path / 'b.jsonl'}}}}}"), on_policy=False)
 
 
 def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
     for key in ("reward.answer_key=nope", "data.text_key=nope"):
         with pytest.raises(DataError, match="has no column 'nope'"):
-            check_inputs(compose(key, config_name="on_policy_demo"))
+            check_inputs(compose(key, config_name="on_policy_demo"), on_policy=True)
 
 
 def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
