@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from nemo_opd import progress
-from nemo_opd.progress import BARS, current, quiet_libraries, tracked, working
+from nemo_opd.progress import BARS, current, quiet_libraries, separately, tracked, working
 from tests.waiting import wait_until
 
 
@@ -72,3 +72,22 @@ def test_bars_of_libraries_are_off_unless_the_user_wants_them(monkeypatch: pytes
     monkeypatch.setenv(BARS[0], "0")
     quiet_libraries()
     assert [os.environ[name] for name in BARS] == ["0", "1", "1"]
+
+
+def test_work_of_an_exception_that_is_kept_is_not_that_of_the_next_run() -> None:
+    """A sweep keeps the error of each run, and with it the loops that it left."""
+
+    def fail() -> None:
+        texts = tracked(range(3), "reading texts", "texts")
+        for _ in texts:
+            raise KeyError
+
+    kept = []
+    for _ in range(2):
+        with separately():
+            assert current() is None
+            with pytest.raises(KeyError) as caught:
+                fail()
+            kept.append(caught)
+            assert current() is not None
+    assert current() is None
