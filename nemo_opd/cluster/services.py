@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -81,6 +82,16 @@ def has_ended(process: psutil.Process) -> bool:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def of_sessions(leaders: Collection[int]) -> list[psutil.Process]:
+    """All processes in the sessions that these process ids have begun, whoever has started them."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError):
+            if os.getsid(process.pid) in leaders and not has_ended(process):
+                found.append(process)
+    return found
 
 
 def end(processes: Sequence[psutil.Process]) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import shutil
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from nemo_opd.errors import ClusterError
 
 PREFIX = "opd_"
 LOCK = "owner.lock"
+FOR_RAY = "ray"
+PUT_BACK_S = 60.0
+"""Age from which nobody works on a folder that was made again."""
 
 
 class SessionFolder:
@@ -42,7 +46,7 @@ class SessionFolder:
     @property
     def for_ray(self) -> Path:
         """Inside the folder, which stays closed to other users: Ray opens what it is given to everybody."""
-        return self.path / "ray"
+        return self.path / FOR_RAY
 
     def processes(self) -> list[psutil.Process]:
         """This process's children that have the folder on their command line, and all that these have started."""
@@ -65,6 +69,16 @@ def remove_abandoned(root: Path) -> None:
         with suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(file.parent)
+    for folder in root.glob(f"{PREFIX}*/{FOR_RAY}"):
+        with suppress(OSError):
+            if is_put_back(folder):
+                shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def is_put_back(folder: Path) -> bool:
+    """Whether Ray's folder, and nothing else, was made again by an orphan of Ray, after its session was removed."""
+    names = {path.name for path in folder.parent.iterdir()} | {path.name.partition("_")[0] for path in folder.iterdir()}
+    return names == {FOR_RAY, "session"} and time.time() - folder.parent.stat().st_mtime > PUT_BACK_S
 
 
 def remove(folder: Path) -> None:

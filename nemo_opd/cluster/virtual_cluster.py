@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_opd.cluster.nodes import choose_nodes, reserve
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.privacy import LOOPBACK, forget, private_start, require_token
-from nemo_opd.cluster.services import Services, end, in_a_session_of_their_own
+from nemo_opd.cluster.services import Services, end, in_a_session_of_their_own, of_sessions
 from nemo_opd.cluster.session_folder import SessionFolder
 from nemo_opd.cluster.worker_progress import Watch
 from nemo_opd.config.cluster import Cluster
@@ -89,6 +89,8 @@ class VirtualCluster:
         self._is_ours = False
         """Whether this process's Ray session is to be ended by `close`."""
         self._folder: SessionFolder | None = None
+        self._sessions: set[int] = set()
+        """Those of Ray's processes. What a process that was killed has just started is found by them."""
         self._reserved: Any = None
         self.host = LOOPBACK if placement.num_nodes == 1 else None
         """Where the ranks of a group meet; None: at the address of a node, which others can reach."""
@@ -155,7 +157,9 @@ class VirtualCluster:
                 _system_config=SYSTEM,
                 **QUIET,
             )
-        self.services = Services.among(self._folder.processes())
+        started = self._folder.processes()
+        self._sessions |= {process.pid for process in started}
+        self.services = Services.among(started)
 
     def _reserve(self) -> Any:
         """One placement group; with several nodes, each bundle on the node that its place says."""
@@ -187,12 +191,14 @@ class VirtualCluster:
     def close(self) -> None:
         """Free everything: Ray's session, actors and placement group with it, and a cluster that was started here."""
         started = self._folder.processes() if self._folder else []
+        self._sessions |= {process.pid for process in started}
         try:
             if self._is_ours:
                 ray.shutdown()
                 forget()
         finally:
             end(started)
+            end(of_sessions(self._sessions))
             if self._folder:
                 self._folder.close()
 

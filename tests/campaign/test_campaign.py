@@ -110,9 +110,11 @@ def tally(request: pytest.FixtureRequest) -> Iterator[list[Outcome]]:
     """Of all blocks; counted by loss at the end."""
     outcomes: list[Outcome] = []
     yield outcomes
-    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    for loss, kinds in sorted(by_loss(outcomes).items()):
-        reporter.write_line(f"{loss}: {dict(kinds)}")
+    capture = request.config.pluginmanager.get_plugin("capturemanager")
+    assert capture is not None
+    with capture.global_and_fixture_disabled():
+        for loss, kinds in sorted(by_loss(outcomes).items()):
+            print(f"\n{loss}: {dict(kinds)}", end="")
 
 
 def by_loss(outcomes: Iterable[Outcome]) -> dict[str, Counter[str]]:

@@ -3,11 +3,12 @@
 import os
 import socket
 import subprocess
+import sys
 
 import psutil
 import pytest
 
-from nemo_opd.cluster.services import Services
+from nemo_opd.cluster.services import Services, end, of_sessions
 from nemo_opd.errors import ClusterError
 
 
@@ -34,3 +35,16 @@ def test_a_head_that_does_not_answer_is_missed() -> None:
 
 def test_without_anything_to_ask_all_is_well() -> None:
     assert Services().are_alive
+
+
+def test_orphans_are_found_by_their_session() -> None:
+    """Bug: a process that Ray had just started outlived the run, and made the folder of its session again."""
+    script = "import subprocess; print(subprocess.Popen(['sleep', '60']).pid, flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        orphan = int(parent.stdout.readline())
+    assert [process.pid for process in of_sessions({parent.pid})] == [orphan]
+    end(of_sessions({parent.pid}))
+    assert of_sessions({parent.pid}) == []

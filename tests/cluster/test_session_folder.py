@@ -1,3 +1,4 @@
+import os
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,18 @@ def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
 
     remove_abandoned(tmp_path)
     assert not any(tmp_path.iterdir())
+
+
+def test_what_an_orphan_makes_again_is_removed_later(tmp_path: Path) -> None:
+    """Bug: the whole folder, made again by a process that Ray had just started, stayed for ever."""
+    (tmp_path / "opd_again" / "ray" / "session_2026" / "logs").mkdir(parents=True)
+    (tmp_path / "opd_mine" / "ray" / "notes").mkdir(parents=True)
+    remove_abandoned(tmp_path)
+    assert (tmp_path / "opd_again").exists(), "its process may still work"
+    for folder in tmp_path.iterdir():
+        os.utime(folder, (0, 0))
+    remove_abandoned(tmp_path)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["opd_mine"]
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
