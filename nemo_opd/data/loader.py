@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DataLoader
@@ -197,8 +197,12 @@ class _Workers:
         return collate(next(self._iterator))
 
     def close(self) -> None:
+        iterator: Any = self._iterator
         # Dropping the last reference does this too, but a traceback in flight holds one.
-        self._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        iterator._shutdown_workers()
+        for worker in iterator._workers:  # that still start do not hear the SIGTERM which this has sent them
+            worker.kill()
+            worker.join()
 
 
 def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:

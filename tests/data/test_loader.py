@@ -203,6 +203,14 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
     wait_until(lambda: not children(), "its end", every_s=0.01)
 
 
+def test_a_worker_that_still_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a traceback of it, behind the last line of a run that was ended at its start."""
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.0)
+    with TrainLoader(FakeDocuments(), report_or_refuse, 1, 0, False, 1) as loader:
+        loader.start()
+    assert not children()
+
+
 class Slowly:
     """A sample maker whose class remembers what its copies were given."""
 
