@@ -20,6 +20,7 @@ T = TypeVar("T")
 LARGEST_REWARD = 1e15
 SHOWN = 500
 """Characters of an error's own message."""
+TEXT_S = 5.0
 AGAIN_S = 1.0
 """From one interruption to the next, of code that takes the first for an error of its own."""
 
@@ -41,9 +42,8 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
     The main thread is interrupted by an alarm, in waiting calls and regular expressions too. From another thread the
     function is called in one more, which is left to itself when its time is up.
     """
-    limited = _by_alarm if threading.current_thread() is threading.main_thread() else _in_a_thread
     try:
-        return limited(function, arguments, timeout_s)
+        return _limited(function, arguments, timeout_s)
     except KeyboardInterrupt:
         raise
     except _Overdue:
@@ -59,9 +59,11 @@ def shown(value: object) -> str:
 
 
 def safely(text_of: Callable[[object], str], value: object) -> str:
-    """Return what the value says of itself, without secrets; its type where that is the user's code too, and fails."""
+    """Return what the value says of itself, without secrets; its type where that is the user's code too, and fails or
+    takes longer than `TEXT_S`.
+    """
     try:
-        return without_secrets(text_of(value))
+        return without_secrets(_limited(text_of, (value,), TEXT_S))
     except KeyboardInterrupt:
         raise
     except BaseException:
@@ -87,6 +89,11 @@ def described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' if said else ''}{said}{at}"
+
+
+def _limited(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
+    by = _by_alarm if threading.current_thread() is threading.main_thread() else _in_a_thread
+    return by(function, arguments, timeout_s)
 
 
 def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:

@@ -71,3 +71,15 @@ def test_what_cannot_say_what_it_is() -> None:
 
     with pytest.raises(UsersCodeError, match="raised MuteError: MuteError"):
         called(fail, timeout_s=60, key="key")
+
+
+class Endless:
+    def __repr__(self) -> str:
+        while True:
+            pass
+
+
+def test_what_never_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a reward that returned such a thing kept the run for ever, in the error about it."""
+    monkeypatch.setattr(users_code, "TEXT_S", 0.05)
+    assert shown(Endless()) == "Endless"
