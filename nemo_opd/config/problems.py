@@ -82,10 +82,14 @@ def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) 
     ends_in_key: its end is no tag, but may be a key that is missing.
     """
     path: list[int | str] = []
+    is_told = False
+    """Whether the tag of `data` was passed: a key of the same name may follow."""
     for i, part in enumerate(location):
-        may_be_tag = i + 1 < len(location) or not ends_in_key
-        if may_be_tag and isinstance(data, Mapping) and part not in data and data.get("type") == part:
+        may_be_tag = not is_told and (i + 1 < len(location) or not ends_in_key)
+        if may_be_tag and isinstance(data, Mapping) and data.get("type") == part:
+            is_told = True
             continue
+        is_told = False
         if isinstance(part, str) and path and not isinstance(data, Mapping) and data is not None:
             continue
         path.append(part)

@@ -11,7 +11,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.loss import PKLTerm, SameVocabTerm
 from nemo_opd.errors import OPDError
-from tests.config.settings import SAME, VALID, changed, message_of
+from tests.config.settings import HF, SAME, VALID, changed, message_of
 
 TERMS = "'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
 LOSSES = f"'same_vocab', 'tcad', 'sampled_kl', 'grpo', {TERMS}"
@@ -166,6 +166,18 @@ def test_a_wrong_tag_is_told_the_choices(key: str, choices: str) -> None:
         data = changed(key, "nope")
 
     assert message_of(data) == f"{key}='nope': choose one of {choices}"
+
+
+def test_a_key_that_is_called_like_the_tag() -> None:
+    """Bug: reward.type=function has a key `function`, which every message about another key named."""
+    reward = {"type": "function", "function": "rewards:mine"}
+
+    def refused(**more: object) -> str:
+        return message_of(VALID | {"rollout": HF, "reward": reward | more})
+
+    assert refused(timeout_s=3).startswith("reward.timeout_s=3: there is no such key")
+    assert refused(call_timeout_s=-1).startswith("reward.call_timeout_s=-1: must be greater than 0")
+    assert refused(function=3).startswith("reward.function=3: must be")
 
 
 def test_a_tag_that_is_missing() -> None:
