@@ -121,7 +121,9 @@ def openai_models(http: Http) -> dict[str, str]:
         listed = http.get("/v1/models").get("data", [])
         return {str(each["id"]): str(each.get("root") or each["id"]) for each in listed}
     except (AttributeError, KeyError, TypeError) as error:
-        raise RolloutError(f"{http.url}/v1/models does not list models as OpenAI's does; give another url") from error
+        raise RolloutError(
+            f"{http.url}/v1/models does not list models as OpenAI's does; give another rollout.url"
+        ) from error
 
 
 def short_seed(seed: int) -> int:
