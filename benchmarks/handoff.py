@@ -30,8 +30,8 @@ from nemo_opd.handoff.reach import Payload, planned_readers
 from nemo_opd.handoff.shards import chunk_sizes, contiguous, vocabulary_columns
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle, windows
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.rows import TensorLogits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TRANSPORT = "cuda_ipc" if DEVICE == "cuda" else "shared_memory"

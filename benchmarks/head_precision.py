@@ -20,7 +20,8 @@ from losses_measure import interleaved, median_ratio, memory
 from rich.console import Console
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, same_vocab
+from nemo_opd.logits import Head, HeadLogits
+from nemo_opd.losses import same_vocab
 
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 MIB = 2**20

@@ -10,7 +10,7 @@ from losses_naive_divergences import full, jsd
 from torch import Tensor
 
 from nemo_opd import losses
-from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.logits.head import Head, HeadLogits
 
 HeadsLoss = Callable[["Heads"], Tensor]
 """The mean JSD (β = ½) over all positions but the last, which predicts nothing."""

@@ -12,17 +12,30 @@ import pytest
 import nemo_opd
 
 PACKAGE = Path(nemo_opd.__file__).parent
-LEVELS = (
-    {"errors", "types", "paths", "progress", "problems", "disk", "files"},
-    {"config"},
-    {"alignment", "distributed", "demo"},
-    {"projection"},
-    {"data", "models", "losses", "aggregation", "handoff", "checkpoint", "logging", "rollout", "rewards"},
-    {"workers"},
-    {"cluster", "evaluation"},
-    {"training"},
+ORDER = (
+    "errors types paths progress problems disk files",
+    "config",
+    "alignment",
+    "projection",
+    "distributed",
+    "logits",
+    "losses",
+    "demo",
+    "data",
+    "aggregation",
+    "models",
+    "handoff",
+    "checkpoint",
+    "logging",
+    "rewards",
+    "rollout",
+    "evaluation",
+    "workers",
+    "cluster",
+    "training",
 )
-LEVEL = {part: level for level, parts in enumerate(LEVELS) for part in parts}
+"""One level a package, from the lowest: a package imports those above it in this list, never those below."""
+LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
 WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "config", "alignment"}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
-from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from torch import Tensor
 from nemo_opd.aggregation.overlap import Overlap
 from nemo_opd.aggregation.weighted_sum import teacher_weights
 from nemo_opd.config.run import RunConfig
+from nemo_opd.logits.combined import AveragedLogits
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.build import TermLoss, build
-from nemo_opd.losses.combined_logits import AveragedLogits
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import count_label_tokens
 from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.projection import ProjectionMatrix

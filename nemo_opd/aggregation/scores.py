@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.aggregation import Score
+from nemo_opd.logits.blocks import own_share, unit_parts
+from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.rows import LogitRows, logit_rows
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.blocks import own_share, unit_parts
-from nemo_opd.losses.chunked import compute_dtype
-from nemo_opd.losses.logit_rows import LogitRows, logit_rows
 from nemo_opd.losses.reduction import count_label_tokens, label_rows
-from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import SequenceScores, TokenRows
 
 LIVE_COPIES = 4

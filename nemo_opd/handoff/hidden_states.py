@@ -15,9 +15,9 @@ from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.region import Region
 from nemo_opd.handoff.shards import within_vocabulary
 from nemo_opd.handoff.written import Written, WrittenRows
-from nemo_opd.losses.combined_logits import SideBySideLogits
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
+from nemo_opd.logits.combined import SideBySideLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.rows import LogitRows, TensorLogits
 
 
 @dataclass(frozen=True, slots=True)

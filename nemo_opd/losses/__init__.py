@@ -2,15 +2,10 @@
 
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
-from nemo_opd.losses.combined_logits import AveragedLogits, SideBySideLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
 from nemo_opd.losses.p_kl import p_kl
-from nemo_opd.losses.parallel_logits import ContextParallelLogits, VocabParallelLogits
-from nemo_opd.losses.planned import compute_together
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.rollout_weights import confidence_weights, group_advantages, reward_weights
 from nemo_opd.losses.same_vocab import same_vocab
@@ -22,17 +17,8 @@ from nemo_opd.losses.tcad import tcad
 from nemo_opd.losses.uld import uld
 
 __all__ = [
-    "AveragedLogits",
-    "ContextParallelLogits",
-    "Head",
-    "HeadLogits",
-    "LogitRows",
-    "SideBySideLogits",
-    "TensorLogits",
-    "VocabParallelLogits",
     "alm",
     "byte_prefix",
-    "compute_together",
     "confidence_weights",
     "cross_entropy",
     "gold",

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows, trainable_rows
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
-from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
-from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.losses.reduction import label_rows
-from nemo_opd.losses.term import Term, unit_cells
 from nemo_opd.types import Mean, TokenRows
 
 LIVE_COPIES = 2

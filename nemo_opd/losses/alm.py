@@ -10,14 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.saved import scaled
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.realised_chunks import RealisedChunks
-from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import FAINT
-from nemo_opd.losses.term import Term, unit_cells
 
 LIVE_COPIES = 3
 """Tensors of the size of a side's positions alive at a chunk's peak."""

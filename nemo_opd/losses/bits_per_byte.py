@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import PlannedLoss
 from nemo_opd.types import Mean, Metric, TokenRows
 
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from nemo_opd.config.loss import LossTerm, Objective, StrictTerm, TCADTerm
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.p_kl import p_kl
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl

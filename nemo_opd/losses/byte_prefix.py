@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
@@ -17,9 +19,7 @@ from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.made_once import made_once
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.softmax import log_sum_exp
 
 if TYPE_CHECKING:

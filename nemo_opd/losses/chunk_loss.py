@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
+from nemo_opd.logits.term import ChunkLoss, Term, unit_cells
 from nemo_opd.losses.arguments import (
     check_positions,
     check_same_length,
@@ -17,11 +21,7 @@ from nemo_opd.losses.arguments import (
     over,
     own_columns,
 )
-from nemo_opd.losses.chunked import compute_dtype
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.losses.read_ahead import ReadAhead
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
-from nemo_opd.losses.term import ChunkLoss, Term, unit_cells
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

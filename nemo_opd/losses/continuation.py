@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.term import Term
 from nemo_opd.losses.alm import likelihood_term
 from nemo_opd.losses.chunk_loss import ChunkInputs
-from nemo_opd.losses.planned import PlannedLoss
-from nemo_opd.losses.term import Term
 
 
 def chunk_loss(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.saved import scaled
+from nemo_opd.logits.saved import scaled
 from nemo_opd.losses.softmax import softmax
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")

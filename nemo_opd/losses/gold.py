@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.support import log_rest, truncated, with_rest
 
 if TYPE_CHECKING:

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.gold import PairedOptions, paired_loss
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.planned import Loss, PlannedLoss
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.readings import plan_readings
+from nemo_opd.logits.rows import TrainableRows
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO
-from nemo_opd.losses.logit_rows import TrainableRows
-from nemo_opd.losses.readings import plan_readings
 from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.surprise import LIVE_COPIES
-from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import EffectiveShare, Max, Mean, Metric
 
 LEVELS = ("token", "sequence")

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.readings import Readings
+from nemo_opd.logits.rows import TrainableRows
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO, Clip, clip_metrics
 from nemo_opd.losses.importance import NUM_READINGS, Importance, SequenceImportance, Weighted
-from nemo_opd.losses.logit_rows import TrainableRows
-from nemo_opd.losses.planned import PlannedLoss
-from nemo_opd.losses.read_ahead import ReadAhead
-from nemo_opd.losses.readings import Readings
 from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.surprise import LIVE_COPIES
-from nemo_opd.losses.term import Term, unit_cells
 from nemo_opd.types import Mean, Metric
 
 ESTIMATORS = ("k1", "k2", "k3")

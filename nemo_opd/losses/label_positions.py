@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.losses.read_ahead import ReadAhead
 from nemo_opd.losses.reduction import weighted_label_rows
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
-from nemo_opd.losses.term import Term, unit_cells
 
 MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.readings import plan_readings
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.label_positions import LabelPositions
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.planned import PlannedLoss
-from nemo_opd.losses.readings import plan_readings
 from nemo_opd.losses.support import largest
-from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import Mean, Metric
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.blocks import own_share, unit_parts
+from nemo_opd.logits.blocks import own_share, unit_parts
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.sparse_projection import SparseProjection
 from nemo_opd.losses.support import truncated
-from nemo_opd.losses.term import unit_cells
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

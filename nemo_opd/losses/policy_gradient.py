@@ -4,15 +4,15 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.readings import Readings
+from nemo_opd.logits.rows import LogitRows, trainable_rows
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.clipped_ratio import Clip, clip_metrics
 from nemo_opd.losses.importance import NUM_READINGS, Importance
-from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
-from nemo_opd.losses.planned import Loss, PlannedLoss
-from nemo_opd.losses.readings import Readings
 from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.surprise import LIVE_COPIES, surprise
-from nemo_opd.losses.term import Term, unit_cells
 from nemo_opd.types import Mean, Metric
 
 

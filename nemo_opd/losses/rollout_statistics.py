@@ -5,13 +5,13 @@ import math
 import torch
 from torch import Tensor
 
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.readings import plan_readings
+from nemo_opd.logits.rows import LogitRows, trainable_rows
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO
-from nemo_opd.losses.logit_rows import LogitRows, trainable_rows
-from nemo_opd.losses.planned import PlannedLoss
-from nemo_opd.losses.readings import plan_readings
 from nemo_opd.losses.reduction import label_rows
-from nemo_opd.losses.term import unit_cells
 from nemo_opd.types import Max, Mean, Metric, SampledRows, TokenRows
 
 LIVE_COPIES = 4

@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.label_positions import LabelPositions
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.support import Support
-from nemo_opd.losses.term import Term, unit_cells
 
 LIVE_COPIES = 12
 """Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""

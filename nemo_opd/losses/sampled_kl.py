@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.arguments import check_positions, given
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.clipped_ratio import Clip
 from nemo_opd.losses.importance import Importance
 from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
 from nemo_opd.losses.label_positions import LabelPositions
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.realised_chunks import RealisedChunks
 
 

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.planned import Loss, PlannedLoss
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.pairs import TokenPairs
-from nemo_opd.losses.planned import Loss, PlannedLoss
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns
 

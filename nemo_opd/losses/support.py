@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.logits.saved import scaled
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.saved import scaled
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 
 SUPPORTS = ("full", "teacher_topk", "student_topk", "union")

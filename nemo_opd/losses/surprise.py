@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.losses.saved import scaled
+from nemo_opd.logits.saved import scaled
 from nemo_opd.losses.softmax import softmax
 
 LIVE_COPIES = 4

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkInputs
 from nemo_opd.losses.compat import check_compat
-from nemo_opd.losses.logit_rows import LogitRows
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.planned import Loss, PlannedLoss
 
 
 @Loss

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
-from nemo_opd.losses.head_product import linear
+from nemo_opd.logits.product import linear
 from nemo_opd.models.head import local, replaced_forward
 from nemo_opd.models.tensor_styles import whole_positions
 

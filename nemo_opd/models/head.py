@@ -16,9 +16,9 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
-from nemo_opd.losses.parallel_logits import ContextParallelLogits, VocabParallelLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.parallel import ContextParallelLogits, VocabParallelLogits
+from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.models.sequences import Sequences
 from nemo_opd.models.tensor_styles import own_part
 

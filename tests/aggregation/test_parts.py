@@ -17,7 +17,7 @@ from nemo_opd.aggregation import (
 )
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
-from nemo_opd.losses.planned import compute_together
+from nemo_opd.logits.planned import compute_together
 from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.tiny import Tiny

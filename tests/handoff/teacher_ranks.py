@@ -16,8 +16,8 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.reach import Payload, planned_readers
 from nemo_opd.handoff.shards import chunk_sizes, head_tail, vocabulary_columns
 from nemo_opd.handoff.window import OutputHandle, Window
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import LogitRows, TensorLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.rows import LogitRows, TensorLogits
 from tests.handoff.counting import CountingReceiver, CountingSender
 
 NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 14, 3

@@ -12,9 +12,9 @@ from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import Sides, filled
 from nemo_opd.handoff.window import windows
-from nemo_opd.losses.combined_logits import SideBySideLogits
-from nemo_opd.losses.head_logits import HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.logits.combined import SideBySideLogits
+from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.rows import TensorLogits
 from tests.handoff.counting import EXPORTED, CountingSender
 from tests.handoff.teacher_ranks import (
     HIDDEN,

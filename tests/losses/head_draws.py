@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, compute_together, cross_entropy, same_vocab
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
+from nemo_opd.logits import Head, HeadLogits, compute_together
+from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.losses import cross_entropy, same_vocab
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -121,5 +121,5 @@ def test_a_chunk_longer_than_the_budget_is_not_cut(monkeypatch):
     """Cut inside, its parts would count as two chunks."""
     student, teacher = logits(S, V, 0), logits(T, W, 1)
     whole = run(student, teacher)
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
     torch.testing.assert_close(run(student, teacher).loss, whole.loss, rtol=1e-12, atol=0)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.logits import Head, HeadLogits, VocabParallelLogits
 
 from .head_draws import Draw, Exact, gradient_bound, value_bound
 

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses import Head, HeadLogits, grpo, sampled_chunk_kl, sampled_kl
+from nemo_opd.logits import Head, HeadLogits
+from nemo_opd.losses import grpo, sampled_chunk_kl, sampled_kl
 from nemo_opd.types import EffectiveShare
 
 from .cases import random_logits

@@ -11,9 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, VocabParallelLogits, sampled_chunk_kl, sampled_kl
-from nemo_opd.losses.logit_rows import TensorLogits
-from nemo_opd.losses.parallel_logits import ContextParallelLogits
+from nemo_opd.logits import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.logits.parallel import ContextParallelLogits
+from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.losses import sampled_chunk_kl, sampled_kl
 from nemo_opd.types import LossOutput
 
 from .cases import LOSSES, Batch, Case, random_logits

@@ -17,26 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.losses import (
-    AveragedLogits,
-    Head,
-    HeadLogits,
-    TensorLogits,
-    VocabParallelLogits,
-    alm,
-    blocks,
-    compute_together,
-    cross_entropy,
-    gold,
-    h_kl,
-    p_kl,
-    sampled_chunk_kl,
-    uld,
-)
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
+from nemo_opd.logits import AveragedLogits, Head, HeadLogits, TensorLogits, VocabParallelLogits, compute_together
+from nemo_opd.logits.parallel import ContextParallelLogits
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.losses import alm, blocks, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
 from nemo_opd.losses.overlap import plan_overlap
-from nemo_opd.losses.parallel_logits import ContextParallelLogits
-from nemo_opd.losses.planned import PlannedLoss
 
 from .cases import ALL_LOSSES, Batch, Case, identity, random_logits
 from .test_parallel import largest_error
@@ -144,14 +130,14 @@ def largest_difference(plan: Plan, kind: str, rank: int, budget: int = BUDGET) -
         shard,
         lambda local: ContextParallelLogits(local, group) if kind == "context" else VocabParallelLogits(local, group),
     )
-    blocks.CPU_CHUNK_BYTES = budget
+    blocks.CPU_BLOCK_BYTES = budget
     out = compute_together(plan(student, teachers))
     found = list(torch.autograd.grad(out.loss, leaves))
     if kind == "context":
         for gradient in found:
             dist.all_reduce(gradient)
     student, teachers, leaves = made(kind, slice(0, WIDTH), lambda local: local)
-    blocks.CPU_CHUNK_BYTES = UNCUT
+    blocks.CPU_BLOCK_BYTES = UNCUT
     alone = compute_together(plan(student, teachers))
     wanted = list(torch.autograd.grad(alone.loss, leaves))
     wanted = [wanted[0][..., shard]] if "logits" in kind else [wanted[0], wanted[1][shard]]

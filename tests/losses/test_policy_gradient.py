@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses import Head, HeadLogits, grpo
+from nemo_opd.logits import Head, HeadLogits
+from nemo_opd.losses import grpo
 from nemo_opd.losses.clipped_ratio import Clip
 
 from .cases import random_logits

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from nemo_opd.losses import Head, HeadLogits, compute_together, same_vocab
+from nemo_opd.logits import Head, HeadLogits, compute_together
+from nemo_opd.losses import same_vocab
 from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
 from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.types import SampledRows, TokenRows

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
+from nemo_opd.logits.head import HeadLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.head_logits import HeadLogits
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY

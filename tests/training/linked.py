@@ -10,7 +10,7 @@ from nemo_opd.handoff.link import Link, Meeting
 from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.post import Sending
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from nemo_opd.losses.head_logits import Head, HeadLogits
+from nemo_opd.logits.head import Head, HeadLogits
 from tests.training.faulty_rank import die
 
 SHAPE, VOCAB = (2, 3, 5), 7

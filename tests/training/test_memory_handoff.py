@@ -11,8 +11,8 @@ from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import Readers, Sides, filled
 from nemo_opd.handoff.window import windows
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.training.memory.estimate import Part, Phase
 from nemo_opd.training.memory.process import ModelSetup
 from nemo_opd.training.memory.size import ModelSize, model_size

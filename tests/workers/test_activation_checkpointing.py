@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.head_logits import HeadLogits
+from nemo_opd.logits.head import HeadLogits
 from nemo_opd.models.head import Headless
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train

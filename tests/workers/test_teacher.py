@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
-from nemo_opd.losses.head_logits import HeadLogits
-from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.rows import LogitRows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TokenRows

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
+from nemo_opd.logits.blocks import BLOCK_BYTES, CPU_BLOCK_BYTES
 from nemo_opd.training.memory.activations import Work, backward_bytes, saved_activations
 from nemo_opd.training.memory.estimate import STUDENT_PHASES, Part, Phase, during
 from nemo_opd.training.memory.process import ModelSetup, Process, after_reading, largest
@@ -194,4 +194,4 @@ def chunk_bytes(job: StudentJob) -> int:
 
 
 def budget(job: StudentJob) -> int:
-    return CHUNK_BYTES if job.device == "cuda" else CPU_CHUNK_BYTES
+    return BLOCK_BYTES if job.device == "cuda" else CPU_BLOCK_BYTES

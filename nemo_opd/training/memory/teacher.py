@@ -9,7 +9,7 @@ import torch
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.losses.blocks import CHUNK_BYTES, CPU_CHUNK_BYTES
+from nemo_opd.logits.blocks import BLOCK_BYTES, CPU_BLOCK_BYTES
 from nemo_opd.training.memory.activations import Work, forward_temporaries
 from nemo_opd.training.memory.estimate import Part, Phase, during
 from nemo_opd.training.memory.process import OTHERS_PHASES, ModelSetup, Process, after_reading, largest
@@ -123,7 +123,7 @@ def logits_bytes(job: TeacherJob) -> int:
         columns = -(-size.vocab_size // job.setup.layout.tp)
         num_bytes += job.work.tokens * columns * t * (3 if size.has_soft_cap else 1)
     if job.config.aggregation.score is not None:
-        num_bytes += CHUNK_BYTES if job.device == "cuda" else CPU_CHUNK_BYTES
+        num_bytes += BLOCK_BYTES if job.device == "cuda" else CPU_BLOCK_BYTES
     return num_bytes
 
 

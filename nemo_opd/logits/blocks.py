@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.logit_rows import LogitRows
-from nemo_opd.losses.term import Term, width_of
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Term, width_of
 
-CHUNK_BYTES = 256 * 2**20
+BLOCK_BYTES = 256 * 2**20
 """Budget for the temporaries of a loss, and for the logits that a head makes at once: enough rows to fill a GPU."""
-CPU_CHUNK_BYTES = 64 * 2**20
+CPU_BLOCK_BYTES = 64 * 2**20
 """The same on a CPU, where what is worked on should stay near its cache."""
 LONGEST = 4
 """Times the rows that fit the budget, within which a block looks for a row that no unit lies across."""
@@ -95,7 +95,7 @@ def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
 
 
 def _budget(source: LogitRows) -> int:
-    return CPU_CHUNK_BYTES if source.device.type == "cpu" else CHUNK_BYTES
+    return CPU_BLOCK_BYTES if source.device.type == "cpu" else BLOCK_BYTES
 
 
 def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.distributed.vocab_parallel import VocabularyShards
-from nemo_opd.losses.head_logits import HeadLogits
-from nemo_opd.losses.logit_rows import Gradients, TensorLogits, TrainableRows
+from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.rows import Gradients, TensorLogits, TrainableRows
 
 
 class VocabParallelLogits(TrainableRows):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses import AveragedLogits, Head, HeadLogits, cross_entropy, same_vocab
-
-from .cases import LOSSES, Batch, Case, random_logits
+from nemo_opd.logits import AveragedLogits, Head, HeadLogits
+from nemo_opd.losses import cross_entropy, same_vocab
+from tests.losses.cases import LOSSES, Batch, Case, random_logits
 
 HEADS = {
     "plain": {},

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from nemo_opd.losses.blocks import blocks
-from nemo_opd.losses.chunked import chunked_sum
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
-from nemo_opd.losses.term import Term, unit_cells
+from nemo_opd.logits.blocks import blocks
+from nemo_opd.logits.blockwise import blockwise_sum
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.term import Term, unit_cells
 
 
 def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
@@ -14,7 +14,7 @@ def cubes(logits: torch.Tensor, part: slice) -> torch.Tensor:
 
 def sums(source, rows, chunk_size=2, width=3, weights=None, loss_of=cubes):
     term = Term(rows, loss_of, unit_cells(len(rows), width), width, weights=weights, chunk_size=chunk_size)
-    return chunked_sum(TensorLogits(source), [term], [1.0])
+    return blockwise_sum(TensorLogits(source), [term], [1.0])
 
 
 def total(source, rows):
@@ -69,14 +69,14 @@ def expected_sums(logits: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, None])
 def test_terms_taken_together_are_the_sum_of_each(chunk_size):
     source = torch.randn(2, 4, 5, dtype=torch.float64, requires_grad=True)
-    found = chunked_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+    found = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
     sums = expected_sums(source.flatten(0, 1))
     total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
     torch.testing.assert_close(found.of_terms, sums.detach())
     torch.testing.assert_close(found.total, total)
     torch.testing.assert_close(*(torch.autograd.grad(value, source)[0] for value in (found.total, total)))
     with torch.no_grad():
-        without = chunked_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
+        without = blockwise_sum(TensorLogits(source), terms_of_different_units(chunk_size), [0.5, -1.5])
     assert torch.equal(without.of_terms, found.of_terms)
 
 
@@ -95,7 +95,7 @@ def test_terms_taken_together_share_the_products_with_the_head(chunk_size):
     hidden = torch.randn(2, 4, 6, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     source = CountedHead(hidden, Head(weight))
-    found = chunked_sum(source, terms_of_different_units(chunk_size), [0.5, -1.5])
+    found = blockwise_sum(source, terms_of_different_units(chunk_size), [0.5, -1.5])
     sums = expected_sums((hidden @ weight.t()).flatten(0, 1))
     total = 0.5 * sums[0, 0] - 1.5 * sums[1, 0]
     gradients = [torch.autograd.grad(value, [hidden, weight]) for value in (found.total, total)]
@@ -168,7 +168,7 @@ def test_low_precision_is_computed_in_fp32_and_returned_in_kind():
 @pytest.mark.parametrize("is_product", [False, True])
 def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
     """Pairs that lie across each other all along are cut. Bug: the later block's gradient in place of the sum."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 1)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 1)
     hidden = torch.randn(2, 12, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     terms = []
@@ -179,7 +179,7 @@ def test_rows_of_two_blocks_get_both_gradients(is_product, monkeypatch):
     logits = hidden @ weight.t()
     source = HeadLogits(hidden, Head(weight)) if is_product else TensorLogits(logits)
     assert any(block.overlaps for block in blocks(source, terms))
-    found = chunked_sum(source, terms, [0.5, -1.5])
+    found = blockwise_sum(source, terms, [0.5, -1.5])
     flat = logits.flatten(0, 1)
     whole = slice(0, None)
     total = 0.5 * terms[0].loss_of(flat[:, :4], whole).sum() - 1.5 * terms[1].loss_of(flat[1:-1], whole).sum()

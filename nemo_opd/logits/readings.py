@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.losses.chunked import compute_dtype
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
-from nemo_opd.losses.planned import PlannedLoss
-from nemo_opd.losses.read_ahead import ReadAhead
-from nemo_opd.losses.term import Term
+from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.logits.term import Term
 from nemo_opd.types import Metric
 
 Read = Callable[[Tensor, slice], Tensor]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.logit_rows import LogitRows
+from nemo_opd.logits.rows import LogitRows
 
 
 class ReadAhead:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.head_product import linear, product, product_dtype
-from nemo_opd.losses.logit_rows import Gradients, TrainableRows, kept_dtype, new_leaf
+from nemo_opd.logits.product import linear, product, product_dtype
+from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
 LARGEST_FP16_EXPONENT = 14
 """Exponent that a gradient's largest entry is scaled to before it is rounded to fp16."""

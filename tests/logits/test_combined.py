@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from nemo_opd.losses.combined_logits import SideBySideLogits
-from nemo_opd.losses.logit_rows import TensorLogits
-
-from .cases import LOSSES, Case
+from nemo_opd.logits.combined import SideBySideLogits
+from nemo_opd.logits.rows import TensorLogits
+from tests.losses.cases import LOSSES, Case
 
 
 @pytest.mark.parametrize("case", LOSSES, ids=str)

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.losses import Head, HeadLogits, cross_entropy, same_vocab
-from nemo_opd.losses.head_product import product
+from nemo_opd.logits import Head, HeadLogits
+from nemo_opd.logits.product import product
+from nemo_opd.losses import cross_entropy, same_vocab
 
 HALVES = [torch.bfloat16, torch.float16]
 VOCABULARY, WIDTH, POSITIONS = 4000, 64, 24
@@ -107,7 +108,7 @@ def test_a_head_in_another_precision(of_hidden: torch.dtype, of_head: torch.dtyp
 
 def test_blocks_of_logits_count_as_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: twice the budget of rows, since what is read is no longer as wide as the operands."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 8 * 4 * VOCABULARY)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 8 * 4 * VOCABULARY)
     student, _, weight = near_pair(10.0, 0.0, torch.bfloat16)
     counts: list[int] = []
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.blocks import LONGEST, blocks, own_share, unit_parts
-from nemo_opd.losses.logit_rows import TensorLogits
-from nemo_opd.losses.term import Term, unit_cells
+from nemo_opd.logits.blocks import LONGEST, blocks, own_share, unit_parts
+from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.term import Term, unit_cells
 
 SOURCE = TensorLogits(torch.zeros(1, 1, 1))
 
@@ -19,7 +19,7 @@ def test_parts_cover_the_units_once():
 
 def test_parts_fit_the_budget_by_what_their_positions_take(monkeypatch):
     """A chunk of many tokens would take many times the memory of its neighbours."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", 40)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", 40)
     lengths = [0, 1, 9, 10, 11, 31, 32]
     assert unit_parts(SOURCE, unit_cells(6, 1, (lengths, 1))) == [
         slice(0, 1),
@@ -57,7 +57,7 @@ class Product(TensorLogits):
 @pytest.mark.parametrize("budget", [1, 20, 10**6])
 def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source, budget, monkeypatch):
     """Over random terms whose units are runs of rows, so that they lie across each other."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         terms = []
@@ -84,7 +84,7 @@ def test_joint_blocks_hold_each_unit_of_every_term_once_with_all_its_rows(source
 @pytest.mark.parametrize(("budget", "sizes"), [(4, [1] * 6), (8, [2, 2, 2]), (12, [3, 3]), (10**6, [6])])
 def test_products_are_of_as_many_rows_as_the_budget_has_room_for(budget, sizes, monkeypatch):
     """A product with a whole head for each few rows would take many times as long as the loss."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     term = Term(torch.arange(6), nothing, unit_cells(6, 1), 1, chunk_size=1)
     assert [len(block.rows) for block in blocks(Product(torch.zeros(1, 1, 1)), [term])] == sizes
     assert [len(block.rows) for block in blocks(SOURCE, [term])] == [1] * 6
@@ -103,7 +103,7 @@ def test_every_process_of_a_share_has_a_product():
 def test_units_that_lie_across_each_other_all_along_are_cut(kind, processes, monkeypatch):
     """Bug: no row suited all terms as the end of a block, so that one process read all rows at once."""
     length, fitting = 8192, 256
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", fitting * 4)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", fitting * 4)
     terms = []
     for first in (0, 1):
         begins = list(range(0, length - 2 * first + 1, 2))

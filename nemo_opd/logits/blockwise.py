@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.losses.blocks import Block, blocks, rows_budget
-from nemo_opd.losses.logit_rows import LogitRows, TrainableRows
-from nemo_opd.losses.saved import scaled
-from nemo_opd.losses.term import Term, width_of
+from nemo_opd.logits.blocks import Block, blocks, rows_budget
+from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.logits.saved import scaled
+from nemo_opd.logits.term import Term, width_of
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedSum:
+class BlockwiseSum:
     """Sums of losses of units."""
 
     total: Tensor
@@ -26,7 +26,7 @@ class ChunkedSum:
     """[terms, 2], without a gradient: with the weights of units, and without."""
 
 
-def chunked_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> ChunkedSum:
+def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
     """Σ coefficient · term over one or more terms, with a gradient for the leaves of `source` only (METHODS §8).
 
     Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
@@ -36,13 +36,13 @@ def chunked_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequ
     still connected to the leaves.
     """
     if torch.is_grad_enabled() and source.needs_gradient:
-        return ChunkedSum(*_ChunkedSum.apply(source, terms, coefficients, *source.leaves))
+        return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves))
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
             for i, part, _, logits in _parts(source, terms, block):
                 sums[i] += terms[i].sums(logits, part)
-        return ChunkedSum(*_totals(source, sums, coefficients))
+        return BlockwiseSum(*_totals(source, sums, coefficients))
 
 
 def compute_dtype(source: LogitRows) -> torch.dtype:
@@ -50,7 +50,7 @@ def compute_dtype(source: LogitRows) -> torch.dtype:
     return torch.promote_types(source.dtype, torch.float32)
 
 
-class _ChunkedSum(torch.autograd.Function):
+class _BlockwiseSum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float], *leaves: Tensor

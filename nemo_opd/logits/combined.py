@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.logit_rows import LogitRows, logit_rows
+from nemo_opd.logits.rows import LogitRows, logit_rows
 
 
 class SideBySideLogits(LogitRows):

@@ -9,9 +9,9 @@ from typing import Generic, ParamSpec
 
 from torch import Tensor
 
-from nemo_opd.losses.chunked import chunked_sum
-from nemo_opd.losses.logit_rows import TrainableRows
-from nemo_opd.losses.term import Term
+from nemo_opd.logits.blockwise import blockwise_sum
+from nemo_opd.logits.rows import TrainableRows
+from nemo_opd.logits.term import Term
 from nemo_opd.types import LossOutput, Mean, Metric
 
 Parameters = ParamSpec("Parameters")
@@ -56,7 +56,7 @@ def compute_together(losses: Sequence[PlannedLoss]) -> LossOutput:
     """
     terms = [term for loss in losses for term in loss.terms]
     coefficients = [loss.coefficient for loss in losses for _ in loss.terms]
-    found = chunked_sum(losses[0].source, terms, coefficients)
+    found = blockwise_sum(losses[0].source, terms, coefficients)
     metrics: Metrics = {}
     for loss, sums in zip(losses, found.of_terms.split([len(loss.terms) for loss in losses]), strict=True):
         metrics |= loss.metrics_of(*sums.sum(0))

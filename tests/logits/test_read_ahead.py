@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from nemo_opd.losses.blocks import blocks
-from nemo_opd.losses.chunked import chunked_sum
-from nemo_opd.losses.head_logits import Head, HeadLogits
-from nemo_opd.losses.logit_rows import TensorLogits
-from nemo_opd.losses.read_ahead import ReadAhead
-from nemo_opd.losses.term import Term, unit_cells
+from nemo_opd.logits.blocks import blocks
+from nemo_opd.logits.blockwise import blockwise_sum
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.read_ahead import ReadAhead
+from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.term import Term, unit_cells
 
 WIDTH = 3
 ROW_BYTES = WIDTH * 8
@@ -85,7 +85,7 @@ def test_what_a_group_reads_together_is_not_read_ahead() -> None:
 def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A block of the student's rows and what is held of the teacher's are no more than one chunk, and as wide as can
     be; the loss and its gradient do not depend on it."""
-    monkeypatch.setattr("nemo_opd.losses.blocks.CPU_CHUNK_BYTES", budget)
+    monkeypatch.setattr("nemo_opd.logits.blocks.CPU_BLOCK_BYTES", budget)
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(1, 20, 5, generator=generator, dtype=torch.float64).requires_grad_()
     student = HeadLogits(hidden, Head(torch.randn(WIDTH, 5, generator=generator, dtype=torch.float64)))
@@ -99,7 +99,7 @@ def test_both_sides_share_one_budget(budget: int, monkeypatch: pytest.MonkeyPatc
     most = max(1, budget // (2 * ROW_BYTES))
     assert max(len(block.rows) for block in blocks(student, [term])) <= max(3, most + 2)
 
-    total = chunked_sum(student, [term], [1.0]).total
+    total = blockwise_sum(student, [term], [1.0]).total
 
     assert max(logits.counts) <= max(3, most)
     assert len(logits.counts) <= -(-20 // max(1, most)) + 20 // 3 + 1

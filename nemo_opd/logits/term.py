@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_opd.losses.read_ahead import ReadAhead
+from nemo_opd.logits.read_ahead import ReadAhead
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
 """(logits [R, X] in the compute dtype, which units they are of) → the loss of each unit, [u].

@@ -1,0 +1,19 @@
+"""Rows of logits: where they come from, how they are cut into blocks, and how terms are summed over them."""
+
+from nemo_opd.logits.combined import AveragedLogits, SideBySideLogits
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.parallel import ContextParallelLogits, VocabParallelLogits
+from nemo_opd.logits.planned import compute_together
+from nemo_opd.logits.rows import LogitRows, TensorLogits
+
+__all__ = [
+    "AveragedLogits",
+    "ContextParallelLogits",
+    "Head",
+    "HeadLogits",
+    "LogitRows",
+    "SideBySideLogits",
+    "TensorLogits",
+    "VocabParallelLogits",
+    "compute_together",
+]
