@@ -18,7 +18,7 @@ from quality_runs import ROOT, Outcome, Run, RunError, Runner, finished
 from quality_settings import COMMON, CONTROL, SETTINGS, STEPS, Setting
 from rich.console import Console
 
-from nemo_opd.cluster.virtual_cluster import num_cores
+from nemo_opd.cluster.placement import num_cores
 
 COMMAND = "uv run benchmarks/quality.py"
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from nemo_opd.errors import OPDError
+from nemo_opd.cluster.base import Call
+from nemo_opd.errors import OPDError, WorkerError
 
+CONTINUE = "run.resume=auto continues from the last checkpoint"
 PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 """In a collective's error on CPU, which is a plain RuntimeError."""
 
@@ -28,6 +30,15 @@ class Failure:
         """To be called where the exception is handled."""
         told = "" if isinstance(error, OPDError) else traceback.format_exc()
         return cls(f"{type(error).__name__}: {error}", told, is_of_a_peer(error))
+
+    def as_error(self, call: Call, rank: int) -> WorkerError:
+        """Return the error that the driver raises for this rank; a PeerError if another rank is the likely cause."""
+        kind = PeerError if self.is_of_a_peer else WorkerError
+        return kind(call.group, rank, f"{self.error} (while {call.doing})", self.traceback)
+
+
+class PeerError(WorkerError):
+    """A rank that failed because another one did."""
 
 
 def is_of_a_peer(error: Exception) -> bool:

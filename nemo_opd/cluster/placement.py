@@ -1,11 +1,14 @@
-"""Which device each rank of each group is on: settled before any process starts, and carried out by VirtualCluster."""
+"""Which device each rank of each group is on: settled before any process starts, and carried out by a Cluster."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+
+import psutil
 
 from nemo_opd.distributed.layout import Place
 
@@ -91,3 +94,8 @@ class Placement:
 
 def places(num_nodes: int, devices: range) -> Places:
     return tuple(Place(node, device) for node in range(num_nodes) for device in devices)
+
+
+def num_cores() -> int:
+    """Return the cores that this process may run on."""
+    return len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1

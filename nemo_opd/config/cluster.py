@@ -10,6 +10,10 @@ from nemo_opd.config.base import Settings
 class Cluster(Settings):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where a GPU is visible."""
+    launcher: Literal["ray", "local"] = "ray"
+    """ray: a process for each rank of the student and of each teacher. local: no Ray; this process is the one rank of
+    them all, or those that torchrun has started on this machine are, and rank 0 drives the run as well.
+    """
     num_nodes: int = Field(1, ge=1)
     """More than one: of the running Ray cluster that `address` names."""
     gpus_per_node: int | None = Field(None, ge=1)
@@ -36,6 +40,21 @@ class Cluster(Settings):
     """Longest wait for what any process does: load its model, read a batch, take a step, write a checkpoint. Also the
     limit of a collective between the processes of a group.
     """
+
+    @model_validator(mode="after")
+    def several_groups_of_processes_need_ray(self) -> Self:
+        reasons = {
+            f"cluster.num_nodes={self.num_nodes}": self.num_nodes > 1 and "processes on several nodes",
+            f"cluster.address={self.address}": self.address is not None and "a Ray cluster",
+            "cluster.placement=separate": self.placement == "separate" and "processes of their own for the teachers",
+        }
+        for setting, needed in reasons.items():
+            if self.launcher == "local" and needed:
+                raise ValueError(
+                    f"{setting}: that needs {needed}, and with cluster.launcher=local student and teachers share their "
+                    f"processes on this machine; write cluster.launcher=ray, or leave {setting.partition('=')[0]} out"
+                )
+        return self
 
     @model_validator(mode="after")
     def teacher_ranks_need_devices_of_their_own(self) -> Self:

@@ -5,12 +5,14 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
+from nemo_opd.cluster.processes import Processes
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import without_secrets
@@ -45,17 +47,14 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
                 is_interrupted=was_requested,
             )
         except OPDError as error:
-            for note in notes(error):
-                print(without_secrets(note), file=sys.stderr)
-            fail(str(error), 1)
+            fail(str(error), 1, notes(error))
         except KeyboardInterrupt as interrupt:
             kept = getattr(interrupt, "__notes__", ["nothing was saved since it started"])
             fail(f"interrupted; {kept[-1]}", INTERRUPTED)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in OF_THE_DISK:
                 fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)
-            print(without_secrets(traceback.format_exc()), file=sys.stderr)
-            fail(f"{type(error).__name__}: {error}", 1)
+            fail(f"{type(error).__name__}: {error}", 1, [traceback.format_exc()])
 
 
 @contextmanager
@@ -137,7 +136,12 @@ def notes(error: BaseException | None) -> Iterator[str]:
         error = error.__cause__
 
 
-def fail(message: str, status: int) -> None:
+def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
+    """Print each line of an error and exit; of torchrun's processes rank 0 alone prints what all have found."""
+    if Processes.started().rank > 0:
+        sys.exit(status)
+    for note in notes:
+        print(without_secrets(note), file=sys.stderr)
     for line in without_secrets(message).splitlines():  # several problems of a configuration have a line each
         print(f"error: {line}", file=sys.stderr)
     sys.exit(status)

@@ -5,8 +5,8 @@ from math import lcm
 
 import torch
 
-from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import num_cores
+from nemo_opd.cluster.placement import Placement, num_cores
+from nemo_opd.cluster.processes import Processes
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
@@ -77,6 +77,8 @@ def resolve_ranks(cluster: Cluster, device: str) -> int:
         )
     if device == "cpu":
         return resolve_cpu_ranks(cluster)
+    if cluster.launcher == "local" and cluster.gpus_per_node is None:
+        return Processes.started().size
     visible = torch.cuda.device_count()
     if cluster.gpus_per_node is None and not visible:
         raise ConfigError(

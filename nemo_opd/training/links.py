@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.base import Group
 from nemo_opd.handoff.link import Meeting
 from nemo_opd.handoff.post import Post
 from nemo_opd.handoff.window import Window
@@ -18,11 +18,11 @@ class Links:
     own side, and no send waits for a receive that is behind it in a queue.
     """
 
-    def __init__(self, student: WorkerGroup, teachers: Sequence[WorkerGroup], deliveries: Sequence[Delivery]) -> None:
+    def __init__(self, student: Group, teachers: Sequence[Group], deliveries: Sequence[Delivery]) -> None:
         """All groups must be ready. Raises WorkerError or ClusterError."""
         self._student, self._teachers = student, teachers
         self._posts = [
-            Post(len(group.actors)) if delivery.crosses_nodes else None
+            Post(group.size) if delivery.crosses_nodes else None
             for group, delivery in zip(teachers, deliveries, strict=True)
         ]
         if any(self._posts):
@@ -33,16 +33,14 @@ class Links:
             None if post is None else self._meeting(group)
             for post, group in zip(self._posts, self._teachers, strict=True)
         ]
-        calls = [self._student.submit("join_links", [(meetings,)] * len(self._student.actors))]
+        calls = [self._student.submit("join_links", [(meetings,)] * self._student.size)]
         for group, meeting in zip(self._teachers, meetings, strict=True):
             if meeting is not None:
-                calls.append(group.submit("join_link", [(meeting,)] * len(group.actors)))
-        self._student.gather(calls)
+                calls.append(group.submit("join_link", [(meeting,)] * group.size))
+        self._student.cluster.gather(calls)
 
-    def _meeting(self, teacher: WorkerGroup) -> Meeting:
-        return Meeting(
-            *teacher.address(), len(self._student.actors), len(teacher.actors), self._student.cluster.timeout_s
-        )
+    def _meeting(self, teacher: Group) -> Meeting:
+        return Meeting(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
 
     def bring(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
         """What the student needs to read these windows, by teacher and rank of the student; waits for it.
@@ -56,10 +54,10 @@ class Links:
             return
         arrivals = [
             (tuple(() if each is None else each.arrivals[rank] for each in rounds),)
-            for rank in range(len(self._student.actors))
+            for rank in range(self._student.size)
         ]
         calls = [self._student.submit("receive", arrivals, about=about)]
         for group, each in zip(self._teachers, rounds, strict=True):
             if each is not None:
                 calls.append(group.submit("send", [(own,) for own in each.sendings], about=about))
-        self._student.gather(calls)
+        self._student.cluster.gather(calls)

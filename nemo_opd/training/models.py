@@ -10,8 +10,7 @@ from typing import Any, Self
 
 from nemo_opd.aggregation import build_parts, coverage_metrics, joined, share_metrics, share_out, weighted_by_confidence
 from nemo_opd.checkpoint.verify import require_whole_export
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import Pending, WorkerGroup
+from nemo_opd.cluster.base import Call, Cluster, Group
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
@@ -37,7 +36,7 @@ class Asked:
     batch: Batch
     slot: int
     """Which of the teachers' buffers it is written into."""
-    calls: list[Pending]
+    calls: list[Call]
     """Per teacher."""
     about: str
     """Which batch it is, for messages."""
@@ -64,8 +63,9 @@ class Models:
     the batch that the student reads and one for each batch that they are ahead.
     """
 
-    def __init__(self, cluster: VirtualCluster, plan: Plan) -> None:
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
         """Returns when all models are loaded. Raises WorkerError or ClusterError."""
+        self._cluster = cluster
         self._grid = plan.grid
         self._deliveries = plan.deliveries
         self._aggregation, self._names = plan.config.aggregation, plan.config.active_names
@@ -82,7 +82,7 @@ class Models:
             # Closed in reverse: the student drops its mappings before the teachers free their buffers.
             self.teachers = [stack.enter_context(group) for group in teacher_groups(cluster, plan)]
             self.student = stack.enter_context(student_group(cluster, plan))
-            self.student.gather([group.ready for group in (self.student, *self.teachers)])
+            cluster.gather([group.ready for group in (self.student, *self.teachers)])
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
@@ -91,7 +91,7 @@ class Models:
         slot = self._free_slots.popleft()
         return Asked(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
-    def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Pending]:
+    def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Call]:
         """Call every teacher with the tokens of each of its ranks."""
         calls = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
@@ -101,7 +101,7 @@ class Models:
 
     def answer(self, asked: Asked) -> Taught:
         """Wait for the teachers, and settle who has how much of a say in what."""
-        by_teacher: list[list[Scored]] = self.student.gather(asked.calls)
+        by_teacher: list[list[Scored]] = self._cluster.gather(asked.calls)
         scores = self._scores(by_teacher, asked.batch)
         given = [each for each in scores if each is not None]
         batch = share_out(self._aggregation, asked.batch, given, priors=self._priors)
@@ -163,7 +163,7 @@ class Models:
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         totals = []
-        by_teacher = self.student.gather(self._on_teachers("bits_per_byte", batch))
+        by_teacher = self._cluster.gather(self._on_teachers("bits_per_byte", batch))
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             total = Mean(0.0, 0.0)
             for rank in leads(layout):
@@ -203,9 +203,7 @@ class Models:
         self.close()
 
 
-def continued(
-    group: WorkerGroup, layout: Layout, requests: Sequence[Request], *more: object, about: str
-) -> list[Completion]:
+def continued(group: Group, layout: Layout, requests: Sequence[Request], *more: object, about: str) -> list[Completion]:
     """What the ranks of a group make of their parts of the requests, in order. `more` is told to each rank."""
     arguments = [(part, *more) for part in shared_out(requests, layout)]
     by_rank: list[list[Completion]] = group.call("generate", arguments, about=about)
@@ -227,11 +225,11 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None) -> 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
+def teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
+    """Start a group for each active teacher."""
     alphas = confidence_alphas(plan.config)
-    return [
-        WorkerGroup(
-            cluster,
+    for i, settings in enumerate(plan.config.active_teachers):
+        yield cluster.group(
             f"teacher {settings.name}",
             TeacherWorker,
             {
@@ -249,13 +247,10 @@ def teacher_groups(cluster: VirtualCluster, plan: Plan) -> list[WorkerGroup]:
             },
             plan.placement.teachers[i],
         )
-        for i, settings in enumerate(plan.config.active_teachers)
-    ]
 
 
-def student_group(cluster: VirtualCluster, plan: Plan) -> WorkerGroup:
-    return WorkerGroup(
-        cluster,
+def student_group(cluster: Cluster, plan: Plan) -> Group:
+    return cluster.group(
         "student",
         StudentWorker,
         {

@@ -8,6 +8,7 @@ from nemo_opd.logging import Timer
 from nemo_opd.logging.busy import busy
 from nemo_opd.training.breakdown import step_times
 from nemo_opd.training.inputs import require_kind
+from nemo_opd.training.launch import driving
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
@@ -17,6 +18,13 @@ from nemo_opd.training.summary import print_plan
 def distil(config: RunConfig) -> None:
     """Run to the end, or to a checkpoint when interrupted. Raises an OPDError for what goes wrong."""
     require_kind(config, on_policy=False)
+    with driving(config.cluster) as is_driver:
+        if is_driver:
+            drive(config)
+
+
+def drive(config: RunConfig) -> None:
+    """Check the settings, then train in this process."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:

@@ -5,6 +5,7 @@ from rich.console import Console
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.busy import busy
 from nemo_opd.training.inputs import require_kind
+from nemo_opd.training.launch import driving
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.on_policy_session import OnPolicySession
 from nemo_opd.training.preflight import preflight
@@ -16,6 +17,13 @@ def distil(config: RunConfig) -> None:
     wrong.
     """
     require_kind(config, on_policy=True)
+    with driving(config.cluster) as is_driver:
+        if is_driver:
+            drive(config)
+
+
+def drive(config: RunConfig) -> None:
+    """Check the settings, then train in this process."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:

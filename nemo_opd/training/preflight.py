@@ -9,6 +9,7 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
 from nemo_opd.training.findings import check_positions, of_the_texts, seen_in_training, unseen_ends
+from nemo_opd.training.launch import require_processes
 from nemo_opd.training.layout import (
     require_batch_divides,
     resolve_device,
@@ -34,6 +35,7 @@ def preflight(config: RunConfig) -> Plan:
     """Check everything and say what will run. Raises an OPDError for what cannot."""
     device = resolve_device(config.cluster)
     placement = resolve_placement(config, device)
+    require_processes(config.cluster, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     transport = transport_for(config.handoff, device)

@@ -8,7 +8,6 @@ from typing import Self
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.verify import require_whole
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.errors import ConfigError
@@ -21,6 +20,7 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import say
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
+from nemo_opd.training.launch import open_cluster
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.objective import KDScale, objective_values
@@ -63,8 +63,9 @@ class Session:
             self.loggers.start(summary, self.step)
             if not self.is_complete:
                 self.source.start()
-            self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
-            cluster = stack.enter_context(VirtualCluster(config.cluster, device=plan.device, placement=plan.placement))
+            if config.cluster.launcher == "ray":
+                self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
+            cluster = stack.enter_context(open_cluster(plan))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from nemo_opd.cluster.virtual_cluster import num_cores
+from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS

@@ -3,8 +3,9 @@
 import traceback
 from pathlib import Path
 
+from nemo_opd.cluster.processes import Processes
 from tests.campaign.cases import Case
-from tests.workers.local import Trained, Training, gathered, in_world, train
+from tests.workers.local import Trained, Training, in_world, train
 
 
 def run(cases: list[Case], num_ranks: int, folder: Path) -> list[Trained | str]:
@@ -18,13 +19,10 @@ def run(cases: list[Case], num_ranks: int, folder: Path) -> list[Trained | str]:
 
 
 def attempt(job: Training) -> Trained | str:
-    """An error on all ranks alike is of this job alone; on some of them the others would wait for these for ever."""
-    error = ""
+    """An error of several ranks ends their world."""
     try:
-        trained = train(job)
+        return train(job)
     except Exception:
-        error = traceback.format_exc()
-    errors = gathered(error)
-    if not any(errors):
-        return trained
-    return next(filter(None, errors))
+        if Processes.started().size > 1:
+            raise
+        return traceback.format_exc()

@@ -20,6 +20,7 @@ class Toy:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()
+        self.is_closed = False
 
     def sum_of_ranks(self, offset: int) -> tuple[int, float]:
         total = torch.tensor([float(self.rank + offset)])
@@ -40,8 +41,18 @@ class Toy:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(HANG_S)
 
+    def fail_in_a_collective(self, rank: int) -> None:
+        if self.rank == rank:
+            raise KeyError("no such thing")
+        self.sum_of_ranks(0)
+
+    def die_in_a_collective(self, rank: int) -> None:
+        if self.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.sum_of_ranks(0)
+
     def unpicklable(self) -> object:
         return threading.Lock()
 
     def close(self) -> None:
-        """Nothing is held."""
+        self.is_closed = True

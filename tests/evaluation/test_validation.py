@@ -14,7 +14,7 @@ from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Max, Mean, Metric, TeacherRows, TokenRows
 from tests.tiny import Tiny
-from tests.workers.local import LocalModels, in_world, plan_of
+from tests.workers.local import in_world, opened, plan_of
 
 
 class Counted:
@@ -101,28 +101,14 @@ def bytes_of(tokenizer, token: int) -> list[str]:
 
 
 def measured(plan: Plan) -> tuple[float, list[float]]:
-    models = LocalModels(plan)
     texts = plan.data.validation
     assert texts is not None
 
     def batches() -> list[Batch]:
         return list(validation_batches(texts, plan.data.make_sample, plan.config.train.global_batch_size))
 
-    class Here:
-        def evaluate(self, batch: Batch) -> dict[str, Metric]:
-            own = models.own(batch)
-            return models.student.evaluate(own, models.score(own))
-
-        def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
-            own = models.own(batch)
-            return [
-                teacher.bits_per_byte(rows.tokens) for teacher, rows in zip(models.teachers, own.teachers, strict=True)
-            ]
-
-    student = validate(Here(), batches())["bits_per_byte"].value()
-    teachers = validate_teachers(Here(), batches())
-    models.close()
-    return student, teachers
+    with opened(plan) as models:
+        return validate(models, batches())["bits_per_byte"].value(), validate_teachers(models, batches())
 
 
 def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> None:

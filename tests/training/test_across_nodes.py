@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ClusterError
@@ -84,11 +83,11 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
     delivery = Delivery(sides, (Readers((), (), sends_head=True),), (Traffic(1, 1),))
     settings = Cluster(address=nodes.address, num_nodes=2, timeout_s=TIMEOUT_S)
     with (
-        VirtualCluster(settings, device="cpu", placement=placement) as cluster,
-        WorkerGroup(cluster, "teacher big", Teaching, {}, placement.teachers[0]) as teacher,
-        WorkerGroup(cluster, "student", Learning, {}, placement.student) as student,
+        RayCluster(settings, device="cpu", placement=placement) as cluster,
+        RayGroup(cluster, "teacher big", Teaching, {}, placement.teachers[0]) as teacher,
+        RayGroup(cluster, "student", Learning, {}, placement.student) as student,
     ):
-        student.gather([student.ready, teacher.ready])
+        student.cluster.gather([student.ready, teacher.ready])
         (ours, _), (theirs, _) = student.whereabouts()[0], teacher.whereabouts()[0]
         assert ours != theirs
         links = Links(student, [teacher], [delivery])

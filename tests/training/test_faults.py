@@ -10,8 +10,7 @@ import psutil
 import pytest
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError, WorkerError
 from tests.training.faulty_rank import Faulty
@@ -24,9 +23,9 @@ PLACEMENT = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[VirtualCluster]:
+def cluster() -> Iterator[RayCluster]:
     before = set(psutil.Process().children(recursive=True))
-    with VirtualCluster(Cluster(timeout_s=300), device="cpu", placement=PLACEMENT) as cluster:
+    with RayCluster(Cluster(timeout_s=300), device="cpu", placement=PLACEMENT) as cluster:
         yield cluster
         started = set(psutil.Process().children(recursive=True)) - before
     _, alive = psutil.wait_procs(started, timeout=CLEAN_S)
@@ -34,10 +33,10 @@ def cluster() -> Iterator[VirtualCluster]:
 
 
 @pytest.fixture(scope="module")
-def group(cluster: VirtualCluster) -> Iterator[WorkerGroup]:
+def group(cluster: RayCluster) -> Iterator[RayGroup]:
     """Two ranks on which each of the tests below calls for a fault; the last one ends them."""
-    with WorkerGroup(cluster, "teacher big", Faulty, {}, PLACEMENT.teachers[0]) as group:
-        group.gather([group.ready])
+    with RayGroup(cluster, "teacher big", Faulty, {}, PLACEMENT.teachers[0]) as group:
+        group.cluster.gather([group.ready])
         yield group
 
 
@@ -48,18 +47,18 @@ def at_once() -> Iterator[None]:
     assert time.monotonic() - started < AT_ONCE_S
 
 
-def test_killed_while_loading(cluster: VirtualCluster) -> None:
+def test_killed_while_loading(cluster: RayCluster) -> None:
     """Its peer waits for it to join their world."""
     with (
         pytest.raises(ClusterError, match=r"^student rank 1 died while loading its model \("),
-        WorkerGroup(cluster, "student", Faulty, {"dying_rank": 1}, PLACEMENT.student) as group,
+        RayGroup(cluster, "student", Faulty, {"dying_rank": 1}, PLACEMENT.student) as group,
     ):
-        group.gather([group.ready])
+        group.cluster.gather([group.ready])
     _, alive = psutil.wait_procs(ranks(), timeout=CLEAN_S)
     assert not alive
 
 
-def test_out_of_memory(group: WorkerGroup, at_once: None) -> None:
+def test_out_of_memory(group: RayGroup, at_once: None) -> None:
     with pytest.raises(WorkerError) as caught:
         group.call("forward", [("takes_too_much", 1)] * 2, about="step 12")
     message = str(caught.value)
@@ -71,7 +70,7 @@ def test_out_of_memory(group: WorkerGroup, at_once: None) -> None:
     assert "\n" not in message
 
 
-def test_no_shared_memory_for_the_handoff(group: WorkerGroup, at_once: None) -> None:
+def test_no_shared_memory_for_the_handoff(group: RayGroup, at_once: None) -> None:
     """The kernel says no, whatever the buffer is made of."""
     with pytest.raises(WorkerError) as caught:
         group.call("forward", [("finds_shared_memory_full", 0)] * 2)
@@ -81,7 +80,7 @@ def test_no_shared_memory_for_the_handoff(group: WorkerGroup, at_once: None) -> 
     assert message.endswith("(while reading a batch)")
 
 
-def test_hanging_collective(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
+def test_hanging_collective(group: RayGroup, monkeypatch: pytest.MonkeyPatch, at_once: None) -> None:
     monkeypatch.setattr(group.cluster, "timeout_s", 1.0)
     with pytest.raises(ClusterError) as caught:
         group.call("train_step", [("hangs", 1)] * 2, about="step 12")
@@ -90,7 +89,7 @@ def test_hanging_collective(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch,
     )
 
 
-def test_killed_in_a_collective(group: WorkerGroup, at_once: None) -> None:
+def test_killed_in_a_collective(group: RayGroup, at_once: None) -> None:
     """Bug: the message names the rank that noticed, which gets an error of its own before Ray knows of the death."""
     with pytest.raises(ClusterError) as caught:
         group.call("train_step", [("dies", 1)] * 2)

@@ -1,6 +1,6 @@
 """The estimate of a run against what its workers hold: every tensor alive, followed op by op, and on a GPU its peak."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from nemo_opd.training.memory import Phase
 from nemo_opd.training.memory.estimate import STUDENT_PHASES
 from nemo_opd.training.plan import Plan
 from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import SENTENCES, Tiny
 from tests.training.live_bytes import LiveBytes
-from tests.workers.local import LocalModels, first_batches, join, plan_of
+from tests.workers.local import first_batches, on_ranks_of, opened, plan_of, train_step
 
 WITHIN = 0.2
 """What the estimate promises."""
@@ -73,24 +74,21 @@ def plan(tiny: Tiny, folder: Path) -> Configure:
     )
 
 
-@pytest.fixture
-def world() -> Iterator[None]:
-    join(dist.HashStore(), 0, 1)
-    yield
-    dist.destroy_process_group()
-
-
 def sharded(model: Any) -> list[Tensor]:
     """A model's own parameters; until it lets go of them, those of its root are what it has gathered."""
     model.reshard()
     return list(model.parameters())
 
 
-def held(models: LocalModels) -> list[Tensor]:
+def itself(worker: Any) -> Any:
+    return worker
+
+
+def held(student: StudentWorker, teachers: Sequence[TeacherWorker]) -> list[Tensor]:
     """What outlives a step."""
-    state = [value for state in models.student.optimizer.state.values() for value in state.values()]
-    frozen = [parameter for teacher in models.teachers for parameter in sharded(teacher.model)]
-    return [*sharded(models.student.model), *state, *frozen]
+    state = [value for state in student.optimizer.state.values() for value in state.values()]
+    frozen = [parameter for teacher in teachers for parameter in sharded(teacher.model)]
+    return [*sharded(student.model), *state, *frozen]
 
 
 CASES = [
@@ -104,23 +102,24 @@ CASES = [
 ]
 
 
-@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)
 def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, overrides: tuple[str, ...]) -> None:
     """Each teacher's forward pass on its own, as they run side by side; the second step, with the optimizer's state."""
     settled = plan(*(value.replace("capped", str(folder / "capped")) for value in overrides))
     (memory,) = settled.memory.memories
-    models = LocalModels(settled)
     (batch,) = first_batches(settled, 1)
-    models.train_step(batch)
-    for settings, teacher, rows in zip(settled.config.active_teachers, models.teachers, batch.teachers, strict=False):
-        own = sum(part.at(Phase.TEACHERS) for part in memory.parts if part.owner == settings.name)
-        with LiveBytes(*sharded(teacher.model)) as live:
-            teacher.forward(rows.tokens)
-        assert own == pytest.approx(live.peak, rel=WITHIN)
-    with LiveBytes(*held(models)) as live:
-        models.train_step(batch)
-    models.close()
+    with opened(settled) as models:
+        train_step(models, batch)
+        student, *teachers = on_ranks_of(models.student, itself) + [
+            on_ranks_of(group, itself)[0] for group in models.teachers
+        ]
+        for settings, teacher, rows in zip(settled.config.active_teachers, teachers, batch.teachers, strict=False):
+            own = sum(part.at(Phase.TEACHERS) for part in memory.parts if part.owner == settings.name)
+            with LiveBytes(*sharded(teacher.model)) as live:
+                teacher.forward(rows.tokens)
+            assert own == pytest.approx(live.peak, rel=WITHIN)
+        with LiveBytes(*held(student, teachers)) as live:
+            train_step(models, batch)
 
     assert memory.peak_phase in STUDENT_PHASES
     assert memory.peak == pytest.approx(live.peak, rel=WITHIN)

@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 from tests.cluster.toy import Toy
@@ -26,11 +25,11 @@ def test_ranks_land_as_planned(nodes: "Nodes") -> None:
     """A node each, and what a rank of the student reads is on its own."""
     placement = Placement.separate(num_nodes=2, student_per_node=1, teachers_per_node=(1,))
     with (
-        VirtualCluster(settings(nodes), device="cpu", placement=placement) as cluster,
-        WorkerGroup(cluster, "student", Toy, {}, placement.student) as student,
-        WorkerGroup(cluster, "teacher", Toy, {}, placement.teachers[0]) as teacher,
+        RayCluster(settings(nodes), device="cpu", placement=placement) as cluster,
+        RayGroup(cluster, "student", Toy, {}, placement.student) as student,
+        RayGroup(cluster, "teacher", Toy, {}, placement.teachers[0]) as teacher,
     ):
-        student.gather([student.ready, teacher.ready])
+        student.cluster.gather([student.ready, teacher.ready])
         ours, theirs = ([node for node, _ in group.whereabouts()] for group in (student, teacher))
         assert student.call("sum_of_ranks", [(0,)] * 2) == [(0, 1.0), (1, 1.0)], "one world over both nodes"
     assert len(set(ours)) == 2
@@ -43,21 +42,21 @@ def test_more_nodes_than_there_are(nodes: "Nodes", monkeypatch: pytest.MonkeyPat
     with pytest.raises(
         ClusterError, match=r"^cluster.num_nodes=3 nodes with 2 CPU each: .* has 2 such .*num_nodes=2, "
     ):
-        VirtualCluster(few, device="cpu", placement=placement)
+        RayCluster(few, device="cpu", placement=placement)
 
 
 def test_lost_node_ends_the_wait(nodes: "Nodes", tmp_path: Path) -> None:
     """Though the other rank goes on. The last test: it takes a node away."""
     placement = Placement.colocated(num_nodes=2, ranks_per_node=1, num_teachers=0)
     with (
-        VirtualCluster(settings(nodes), device="cpu", placement=placement) as cluster,
-        WorkerGroup(cluster, "student", Toy, {}, placement.student) as group,
+        RayCluster(settings(nodes), device="cpu", placement=placement) as cluster,
+        RayGroup(cluster, "student", Toy, {}, placement.student) as group,
     ):
-        group.gather([group.ready])
+        group.cluster.gather([group.ready])
         homes = [node for node, _ in group.whereabouts()]
         (lost,) = nodes.worker_nodes
         rank = homes.index(lost.node_id)
         waiting = group.submit("wait_for", [(tmp_path / "what never comes",)] * 2)
         nodes.remove_node(lost, allow_graceful=False)
         with pytest.raises(ClusterError, match=rf"^student rank {rank} died while in 'wait_for' \("):
-            group.gather([waiting])
+            group.cluster.gather([waiting])

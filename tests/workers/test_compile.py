@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from tests.tiny import Tiny
-from tests.workers.local import RTOL, LocalModels, first_batches, in_world, plan_of
+from tests.workers.local import RTOL, evaluate, first_batches, in_world, opened, plan_of, train_step
 
 STEPS = 4
 
@@ -51,14 +51,13 @@ class Result:
 
 
 def train(job: Job) -> Result:
-    models = LocalModels(job.plan)
     curve, graphs = [], []
-    for batch in job.batches:
-        curve.append(models.train_step(batch))
+    with opened(job.plan) as models:
+        for batch in job.batches:
+            curve.append(train_step(models, batch))
+            graphs.append(counters["stats"]["unique_graphs"])
+        evaluation = evaluate(models, job.batches[0])
         graphs.append(counters["stats"]["unique_graphs"])
-    evaluation = models.evaluate(job.batches[0])
-    graphs.append(counters["stats"]["unique_graphs"])
-    models.close()
     return Result(curve, evaluation, graphs)
 
 

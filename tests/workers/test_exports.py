@@ -21,7 +21,7 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.workers.exports import Exports
 from tests.tiny import Tiny
-from tests.workers.local import gathered, in_world
+from tests.workers.local import gathered, rank_zero
 
 RANK, ALPHA, STEP = 2, 6, 0.02
 
@@ -103,7 +103,7 @@ def seen(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tupl
         student.model_copy(update={"model": str(save_experts(folder / "start"))}),
     )
     jobs = [(each, folder / form) for form, each in zip(FORMS, students, strict=True)]
-    made = in_world(2, exported, jobs, folder / "world")
+    made = rank_zero(2, exported, jobs, folder / "world")
     return {form: (each, folder / form) for form, each in zip(FORMS, made, strict=True)}
 
 

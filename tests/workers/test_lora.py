@@ -19,9 +19,21 @@ from nemo_opd.config.handoff import LogitsHandoff
 from nemo_opd.config.lora import Lora
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
+from nemo_opd.workers.student import StudentWorker
 from tests.tiny import Tiny
 from tests.workers import plain_trainer
-from tests.workers.local import RTOL, WEIGHT_ATOL, LocalModels, Training, first_batches, in_world, plan_of
+from tests.workers.local import (
+    RTOL,
+    WEIGHT_ATOL,
+    Training,
+    first_batches,
+    in_world,
+    on_ranks_of,
+    opened,
+    plan_of,
+    train_step,
+    weights,
+)
 from tests.workers.plain_trainer import plain_training
 
 STEPS = 4
@@ -43,23 +55,26 @@ class Learned:
 
 
 def learn(job: Training) -> Learned:
-    models = LocalModels(job.plan)
-    student = models.student
-    if job.load_from is not None:
-        student.load(job.load_from)
-    start = models.weights()
-    curve = [models.train_step(batch, compare_gradients=job.compare_gradients) for batch in job.batches]
-    if job.save_to is not None:
-        student.save(job.save_to)
-    if job.export_to is not None:
-        student.export(job.export_to)
+    with opened(job.plan) as models:
+        if job.load_from is not None:
+            models.load(job.load_from)
+        start = weights(models)
+        curve = [train_step(models, batch, compare_gradients=job.compare_gradients) for batch in job.batches]
+        if job.save_to is not None:
+            models.save(job.save_to)
+        if job.export_to is not None:
+            models.export(job.export_to)
+        return Learned(curve, start, weights(models), *on_ranks_of(models.student, inside)[0])
+
+
+def inside(student: StudentWorker) -> tuple[dict[str, Tensor], Tensor, int]:
+    """Frozen parameters, logits, and how much is optimized."""
     parameters: Any = dict(student.model.named_parameters())
     frozen = {name: each.full_tensor() for name, each in parameters.items() if not each.requires_grad}
     moments = [state["exp_avg"].numel() for state in student.optimizer.state.values()]
     with torch.no_grad():
         logits = student.model.eval()(input_ids=IDS, use_cache=False).logits
-    models.close()
-    return Learned(curve, start, models.weights(), frozen, logits, sum(moments))
+    return frozen, logits, sum(moments)
 
 
 def make_plan(tiny: Tiny) -> Plan:

@@ -1,8 +1,8 @@
 """A step that is not finite changes nothing, on any rank, and says why (METHODS §16)."""
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,24 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from nemo_opd.errors import CheckpointError, NotFiniteError
+from nemo_opd.logging.metrics import values
+from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.skipped_steps import cause
-from nemo_opd.types import Batch, Mean
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.types import Batch, Mean, Metric
 from nemo_opd.workers.terms import IS_TAKEN
 from tests.tiny import Tiny
-from tests.workers.local import LocalModels, first_batches, gathered, in_world, plan_of
+from tests.workers.local import (
+    OpenedStudent,
+    first_batches,
+    in_world,
+    on_ranks_of,
+    opened,
+    plan_of,
+    step_metrics,
+    train_step,
+    weights,
+)
 
 LORA = "student.lora={rank: 2}"
 GRADIENTS = "logging.gradients_every=1"
@@ -56,59 +67,72 @@ class Seen:
 
 
 def learn(job: Job) -> Seen:
-    models = LocalModels(job.plan)
     compare = job.plan.config.logging.gradients_every is not None
-    taken, own = [], models.student.train_step
+    taken: list[list[float]] = []
 
-    def spied(step: Any) -> Any:
-        metrics = own(step)
-        spied.metrics = metrics
-        taken.append(metrics[IS_TAKEN].value())
+    def step(batch: Batch) -> dict[str, Metric]:
+        metrics = step_metrics(models, batch, compare_gradients=compare)
+        taken.append(on_ranks_of(models.student, has_taken_it))
         return metrics
 
-    models.student.train_step = spied
-    models.train_step(job.batches[0], compare_gradients=compare)
-    before = state(models)
-    bad, why, finite = {}, "", [True]
-    if job.is_bad:
-        with overflowing(models.teachers[0], job.token):
-            bad = models.train_step(job.batches[1], compare_gradients=compare)
-        terms = [metric for name, metric in spied.metrics.items() if name == "ce" or name.startswith("kd_part/")]
-        finite = gathered(all(math.isfinite(term.value()) for term in terms if isinstance(term, Mean)))
-        why = cause(job.plan.config, models.reduced(spied.metrics))
-    after = state(models)
-    if job.folder is not None:
-        models.student.save(job.folder)
-        models.close()
-        models = LocalModels(job.plan)
-        models.student.load(job.folder)
-    last = models.train_step(job.batches[2], compare_gradients=compare)
-    seen = Seen(before, after, finite, gathered(taken), why, bad, last, models.weights())
-    models.close()
-    return seen
+    with ExitStack() as stack:
+        models = stack.enter_context(opened(job.plan))
+        step(job.batches[0])
+        before = state(models)
+        bad: dict[str, Metric] = {}
+        finite = [True]
+        if job.is_bad:
+            on_ranks_of(models.teachers[0], make_overflow, job.token)
+            bad = step(job.batches[1])
+            on_ranks_of(models.teachers[0], make_sound)
+            finite = on_ranks_of(models.student, has_finite_terms)
+        after = state(models)
+        if job.folder is not None:
+            models.save(job.folder)
+            stack.close()
+            models = stack.enter_context(opened(job.plan))
+            models.load(job.folder)
+        last = step(job.batches[2])
+        why = cause(job.plan.config, bad) if bad else ""
+        by_rank = [list(steps) for steps in zip(*taken, strict=True)]
+        return Seen(before, after, finite, by_rank, why, values(bad), values(last), weights(models))
 
 
-@contextmanager
-def overflowing(teacher: TeacherWorker, token: int) -> Iterator[None]:
-    """Inside, the teacher's embedding of one token is infinite."""
+def has_taken_it(student: OpenedStudent) -> float:
+    return student.last_metrics[IS_TAKEN].value()
+
+
+def has_finite_terms(student: OpenedStudent) -> bool:
+    own = student.last_metrics.items()
+    terms = [metric for name, metric in own if name == "ce" or name.startswith("kd_part/")]
+    return all(math.isfinite(term.value()) for term in terms if isinstance(term, Mean))
+
+
+def make_overflow(teacher: Any, token: int) -> None:
+    """Make its embedding of one token infinite."""
 
     def overflow(_: Any, given: tuple[Tensor], embedded: Tensor) -> Tensor:
         return embedded.masked_fill((given[0] == token).unsqueeze(-1), math.inf)
 
-    hook = teacher.model.get_input_embeddings().register_forward_hook(overflow)
-    yield
-    hook.remove()
+    teacher.overflow = teacher.model.get_input_embeddings().register_forward_hook(overflow)
 
 
-def state(models: LocalModels) -> dict[str, Any]:
-    student = models.student
+def make_sound(teacher: Any) -> None:
+    teacher.overflow.remove()
+
+
+def state(models: Models) -> dict[str, Any]:
+    return {**weights(models), **on_ranks_of(models.student, optimizer_state)[0]}
+
+
+def optimizer_state(student: OpenedStudent) -> dict[str, Any]:
     moments = get_optimizer_state_dict(student.model, student.optimizer)["state"]
     local = {
         f"{name} {key}": value.to_local().clone() if hasattr(value, "to_local") else value.clone()
         for name, entries in moments.items()
         for key, value in entries.items()
     }
-    return {**models.weights(), **local, "schedule": student.scheduler.state_dict()["last_epoch"]}
+    return {**local, "schedule": student.scheduler.state_dict()["last_epoch"]}
 
 
 def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
@@ -220,9 +244,12 @@ def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path
 
 def spoil(given: tuple[Job, Path]) -> list[str]:
     job, folder = given
-    models = LocalModels(job.plan)
-    models.train_step(job.batches[0])
-    student = models.student
+    with opened(job.plan) as models:
+        train_step(models, job.batches[0])
+        return on_ranks_of(models.student, spoiled, folder)[0]
+
+
+def spoiled(student: OpenedStudent, folder: Path) -> list[str]:
     norm = student.model.model.norm.weight
     own = norm.to_local().detach()
     kept = own.clone()
@@ -241,7 +268,6 @@ def spoil(given: tuple[Job, Path]) -> list[str]:
         student.save(folder / "bad")
     told.insert(2, refusal(CheckpointError, student.load, folder / "bad"))
     student.load(folder / "good")
-    models.close()
     return told
 
 

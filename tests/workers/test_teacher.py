@@ -20,7 +20,7 @@ from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TokenRows
 from nemo_opd.workers.teacher import OutputHandle, TeacherWorker
 from tests.tiny import Tiny
-from tests.workers.local import LocalModels, first_batches, in_world, plan_of
+from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 
 
 @dataclass(frozen=True)
@@ -39,20 +39,27 @@ class Scored:
 
 
 def score(job: Scoring) -> Scored:
-    models = LocalModels(job.plan)
     sizes = [teacher.vocab_size for teacher in job.plan.teachers]
     handles, logits, dtypes = [], [], []
-    with SharedMemoryReceiver() as receiver:
+    with opened(job.plan) as models, SharedMemoryReceiver() as receiver:
         for batch in job.batches:
-            handles.append(models.score(batch))
+            handles.append(
+                tuple(
+                    on_ranks_of(group, forward, rows.tokens)[0]
+                    for group, rows in zip(models.teachers, batch.teachers, strict=True)
+                )
+            )
             made = [
                 handle.rows(receiver, slice(None), rows.tokens.ids.shape[1])
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
             ]
             logits.append([whole(rows, size) for rows, size in zip(made, sizes, strict=True)])
             dtypes.append([rows.hidden.dtype if isinstance(rows, HeadLogits) else rows.dtype for rows in made])
-    models.close()
     return Scored(handles, logits, dtypes)
+
+
+def forward(teacher: TeacherWorker, tokens: TokenRows) -> OutputHandle:
+    return teacher.forward(tokens).handle
 
 
 def whole(rows: LogitRows, size: int) -> Tensor:
@@ -181,7 +188,7 @@ def test_it_answers_as_transformers_does(tiny: Tiny, tmp_path) -> None:
     requests = [Request(np.array(ids, np.int32), NEW, seed=0) for ids in prompts]
     tokens = first_batches(plans[0], 1)[0].teachers[0].tokens
 
-    said = in_world(2, ask, [Asking(plan, requests, ends, tokens) for plan in plans], tmp_path / "world")
+    said = rank_zero(2, ask, [Asking(plan, requests, ends, tokens) for plan in plans], tmp_path / "world")
 
     assert max(map(max, free)) < len(tokenizer)
     for each in said:

@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from nemo_opd.cluster.services import Services, end, of_sessions
+from nemo_opd.cluster.ray.services import Services, end, of_sessions
 from nemo_opd.errors import ClusterError
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import ray
 
-from nemo_opd.cluster.activity import activity
-from nemo_opd.cluster.death import obituary
-from nemo_opd.cluster.failure import Failure
-from nemo_opd.cluster.services import Services
-from nemo_opd.cluster.worker_progress import Watch
+from nemo_opd.cluster.base import Call
+from nemo_opd.cluster.failure import Failure, PeerError
+from nemo_opd.cluster.ray.death import obituary
+from nemo_opd.cluster.ray.progress import Watch
+from nemo_opd.cluster.ray.services import Services
 from nemo_opd.errors import ClusterError, WorkerError
 
 CHECK_S = 1.0
@@ -21,22 +21,15 @@ CAUSE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """A call that is under way on every rank of a group."""
+class RayCall(Call):
+    """A call on the actors of a group."""
 
-    group: str
-    method: str
     references: list[Any]
-    about: str = ""
-    """Which batch or step, for messages."""
-
-    @property
-    def doing(self) -> str:
-        return activity(self.method, self.about)
+    """Ray's, by rank."""
 
 
 def gather(
-    calls: Sequence[Pending], timeout_s: float, services: Services | None = None, watches: Sequence[Watch] = ()
+    calls: Sequence[Call], timeout_s: float, services: Services | None = None, watches: Sequence[Watch] = ()
 ) -> list[list[Any]]:
     """The results of several calls, by call and rank. watches: looked at now and then while nothing returns.
 
@@ -50,14 +43,19 @@ def gather(
     finally:
         for watch in watches:
             watch.clear()
-    return [[waiting.results[reference] for reference in call.references] for call in calls]
+    return [[waiting.results[reference] for reference in references(call)] for call in calls]
+
+
+def references(call: Call) -> list[Any]:
+    assert isinstance(call, RayCall)
+    return call.references
 
 
 class Waiting:
     """Calls of which some have not returned."""
 
-    def __init__(self, calls: Sequence[Pending], services: Services, watches: Sequence[Watch]) -> None:
-        self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(call.references)}
+    def __init__(self, calls: Sequence[Call], services: Services, watches: Sequence[Watch]) -> None:
+        self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(references(call))}
         self._services, self._watches = services, watches
         self.references = list(self._owner)
         self.results: dict[Any, Any] = {}
@@ -87,7 +85,7 @@ class Waiting:
                 watch.look()
         return None
 
-    def _raise_cause(self, noticed: "PeerError") -> None:
+    def _raise_cause(self, noticed: PeerError) -> None:
         """Others may say why a collective broke: a rank that died is known to Ray a moment later than to its peers."""
         deadline = time.monotonic() + CAUSE_S
         while self.references and (left_s := deadline - time.monotonic()) > 0:
@@ -117,15 +115,11 @@ class Waiting:
         )
 
 
-class PeerError(WorkerError):
-    """A rank that failed because another one did."""
-
-
 class UnreachableError(ClusterError):
     """A rank of which Ray does not know whether it is still there."""
 
 
-def outcome(reference: Any, call: Pending, rank: int) -> Any:
+def outcome(reference: Any, call: Call, rank: int) -> Any:
     try:
         result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
@@ -135,6 +129,5 @@ def outcome(reference: Any, call: Pending, rank: int) -> Any:
         kind = UnreachableError if isinstance(error, ray.exceptions.ActorUnavailableError) else ClusterError
         raise kind(f"{call.group} rank {rank} died while {call.doing} {obituary(error)}") from error
     if isinstance(result, Failure):
-        failed = PeerError if result.is_of_a_peer else WorkerError
-        raise failed(call.group, rank, f"{result.error} (while {call.doing})", result.traceback)
+        raise result.as_error(call, rank)
     return result

@@ -8,9 +8,11 @@ from typing import Any
 import psutil
 import pytest
 
-from nemo_opd.cluster import virtual_cluster
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import STARTS, VirtualCluster
+from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray.cluster import RayCluster
+from nemo_opd.cluster.ray.services import has_ended
+from nemo_opd.cluster.ray.session import STARTS
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 
@@ -39,13 +41,13 @@ class SlowRay:
 
     @property
     def alive(self) -> list[psutil.Process]:
-        return [each for each in self.processes if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        return [each for each in self.processes if not has_ended(each)]
 
 
-def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch) -> VirtualCluster:
-    monkeypatch.setattr(virtual_cluster.ray, "init", ray)
-    monkeypatch.setattr(VirtualCluster, "_reserve", lambda _: None)
-    return VirtualCluster(Cluster(), device="cpu", placement=PLACEMENT)
+def start(ray: SlowRay, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+    monkeypatch.setattr(session.ray, "init", ray)
+    monkeypatch.setattr(RayCluster, "_reserve", lambda _: None)
+    return RayCluster(Cluster(), device="cpu", placement=PLACEMENT)
 
 
 def test_it_is_tried_again_in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

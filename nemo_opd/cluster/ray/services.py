@@ -14,10 +14,10 @@ import psutil
 import ray
 from ray._private import services as ray_services
 
+from nemo_opd.cluster.failure import CONTINUE
 from nemo_opd.errors import ClusterError
 
 NAMES = ("gcs_server", "raylet")
-CONTINUE = "run.resume=auto continues from the last checkpoint"
 CONNECT_S = 5.0
 GONE_S = 30.0
 """Longest wait for killed processes: the kernel first frees what they hold."""

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from ray.exceptions import RpcError
 
-from nemo_opd.cluster import virtual_cluster, worker_group
-from nemo_opd.cluster.calls import gather
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.ray import cluster as ray_cluster
+from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray.calls import gather
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
@@ -33,13 +33,13 @@ TWO_GROUPS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[VirtualCluster]:
+def cluster() -> Iterator[RayCluster]:
     folders = set(Path("/tmp").glob("opd_*/owner.lock"))
     children = set(psutil.Process().children(recursive=True))
-    with VirtualCluster(Cluster(timeout_s=120), device="cpu", placement=TWO_GROUPS) as cluster:
+    with RayCluster(Cluster(timeout_s=120), device="cpu", placement=TWO_GROUPS) as cluster:
         yield cluster
-        assert cluster._folder is not None
-        own = cluster._folder.path
+        assert cluster.session._folder is not None
+        own = cluster.session._folder.path
         assert own / "owner.lock" not in folders
         started = set(psutil.Process().children(recursive=True)) - children
         assert any("raylet" in process.name() for process in started)
@@ -49,23 +49,23 @@ def cluster() -> Iterator[VirtualCluster]:
 
 
 @pytest.fixture(scope="module")
-def group(cluster: VirtualCluster) -> Iterator[WorkerGroup]:
-    with WorkerGroup(cluster, "toys", Toy, {}, TWO_GROUPS.student) as group:
-        group.gather([group.ready])
+def group(cluster: RayCluster) -> Iterator[RayGroup]:
+    with RayGroup(cluster, "toys", Toy, {}, TWO_GROUPS.student) as group:
+        group.cluster.gather([group.ready])
         yield group
 
 
-def test_results_are_by_rank_and_ranks_share_a_world(group: WorkerGroup) -> None:
+def test_results_are_by_rank_and_ranks_share_a_world(group: RayGroup) -> None:
     assert group.call("sum_of_ranks", [(10,), (20,)]) == [(0, 31.0), (1, 31.0)]
 
 
-def test_several_calls_are_gathered_in_order(group: WorkerGroup) -> None:
+def test_several_calls_are_gathered_in_order(group: RayGroup) -> None:
     calls = [group.submit("sum_of_ranks", [(offset,)] * 2) for offset in (0, 100)]
-    assert group.gather(calls) == [[(0, 1.0), (1, 1.0)], [(0, 201.0), (1, 201.0)]]
+    assert group.cluster.gather(calls) == [[(0, 1.0), (1, 1.0)], [(0, 201.0), (1, 201.0)]]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup, rank: int, tmp_path: Path) -> None:
+def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: RayGroup, rank: int, tmp_path: Path) -> None:
     """Bug: waiting for the ranks in order, and so for ever for one that waits for the failed one in a collective."""
     file = tmp_path / "may end"
     with pytest.raises(WorkerError) as caught:
@@ -79,12 +79,12 @@ def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: WorkerGroup,
     assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the other rank has ended its wait"
 
 
-def test_result_that_cannot_travel_is_a_worker_error(group: WorkerGroup) -> None:
+def test_result_that_cannot_travel_is_a_worker_error(group: RayGroup) -> None:
     with pytest.raises(WorkerError, match="toys rank"):
         group.call("unpicklable")
 
 
-def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup, tmp_path: Path) -> None:
+def test_no_result_within_the_limit_is_a_cluster_error(group: RayGroup, tmp_path: Path) -> None:
     file = tmp_path / "may end"
     with pytest.raises(ClusterError, match=r"toys ranks 0, 1: still in 'wait_for' after cluster.timeout_s=0.5 s"):
         gather([group.submit("wait_for", [(file,)] * 2)], timeout_s=0.5)
@@ -92,7 +92,7 @@ def test_no_result_within_the_limit_is_a_cluster_error(group: WorkerGroup, tmp_p
     assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
 
 
-def test_what_a_worker_does_is_seen_while_it_is_waited_for(group: WorkerGroup, tmp_path: Path) -> None:
+def test_what_a_worker_does_is_seen_while_it_is_waited_for(group: RayGroup, tmp_path: Path) -> None:
     file = tmp_path / "may end"
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(group.call, "wait_for", [(file,)] * 2)
@@ -102,7 +102,7 @@ def test_what_a_worker_does_is_seen_while_it_is_waited_for(group: WorkerGroup, t
     assert current() is None
 
 
-def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, tiny: Tiny, tmp_path: Path) -> None:
+def test_truncated_weights_are_named_and_processes_end(cluster: RayCluster, tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "truncated"
     folder.mkdir()
     for file in tiny.teacher_same.iterdir():
@@ -123,14 +123,14 @@ def test_truncated_weights_are_named_and_processes_end(cluster: VirtualCluster, 
             WorkerError,
             match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*is missing or damaged",
         ) as caught,
-        WorkerGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
+        RayGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
     ):
-        teacher.gather([teacher.ready])
+        teacher.cluster.gather([teacher.ready])
     assert not hasattr(caught.value, "__notes__"), "nothing else to print of a mistake of the user's"
     wait_for_end(rank_processes() - before)
 
 
-def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_process_is_one_cluster_error(group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
     with pytest.raises(ClusterError) as caught:
         group.call("die", [(1,)] * 2)
@@ -138,7 +138,7 @@ def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pyte
     assert not isinstance(caught.value, WorkerError)
     assert group.cluster.is_broken, "so that nobody is asked to leave"
     monkeypatch.setattr(group.cluster, "is_broken", False)
-    monkeypatch.setattr(worker_group, "LEAVE_S", 2.0)
+    monkeypatch.setattr(ray_cluster, "LEAVE_S", 2.0)
     before = rank_processes()
     start = time.monotonic()
     group.close()
@@ -146,7 +146,7 @@ def test_dead_process_is_one_cluster_error(group: WorkerGroup, monkeypatch: pyte
     wait_for_end(before)
 
 
-def test_more_than_the_cluster_has_is_a_cluster_error(cluster: VirtualCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_the_cluster_has_is_a_cluster_error(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The session has room for 2 ranks of 2 groups; a third does not fit."""
     larger = Placement.colocated(num_nodes=1, ranks_per_node=3, num_teachers=1)
     monkeypatch.setattr(cluster, "placement", larger)
@@ -161,9 +161,9 @@ def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPat
     def other(address: str) -> None:
         raise RpcError("Timed out while waiting for GCS to become available")
 
-    monkeypatch.setattr(virtual_cluster, "probe", other)
+    monkeypatch.setattr(session, "probe", other)
     with pytest.raises(ClusterError, match=r"address=127.0.0.1:80: no Ray cluster answers there \(Timed out"):
-        VirtualCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
+        RayCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
 
 
 def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
@@ -172,7 +172,7 @@ def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
         with pytest.raises(ClusterError, match=f"cluster.address={address}: no Ray cluster answers there"):
-            VirtualCluster(Cluster(address=address), device="cpu", placement=TWO_GROUPS)
+            RayCluster(Cluster(address=address), device="cpu", placement=TWO_GROUPS)
 
 
 def rank_processes() -> set[psutil.Process]:

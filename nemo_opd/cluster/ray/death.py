@@ -4,7 +4,7 @@ import re
 
 import ray
 
-from nemo_opd.cluster.services import CONTINUE
+from nemo_opd.cluster.failure import CONTINUE
 
 MEMORY = "host memory may have run out: lower train.micro_batch_size or train.max_length, or use more nodes"
 

@@ -13,9 +13,8 @@ import pytest
 import ray
 
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.privacy import MODE, TOKEN, TOKEN_PATH, VARIABLES
-from nemo_opd.cluster.virtual_cluster import VirtualCluster
-from nemo_opd.cluster.worker_group import WorkerGroup
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.privacy import MODE, TOKEN, TOKEN_PATH, VARIABLES
 from nemo_opd.config.cluster import Cluster
 from tests.cluster.toy import Toy
 
@@ -24,12 +23,13 @@ TWO_RANKS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=0)
 JOIN = """
 import sys
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.virtual_cluster import VirtualCluster, probe
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.cluster.ray.session import probe
 from nemo_opd.config.cluster import Cluster
 one = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=0)
 if sys.argv[2] == "only ask":
     sys.exit(probe(sys.argv[1]))
-VirtualCluster(Cluster(address=sys.argv[1]), device="cpu", placement=one)
+RayCluster(Cluster(address=sys.argv[1]), device="cpu", placement=one)
 """
 
 
@@ -40,31 +40,31 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(home: Path) -> Iterator[VirtualCluster]:
+def cluster(home: Path) -> Iterator[RayCluster]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
         for name in VARIABLES:
             patch.delenv(name, raising=False)
-        with VirtualCluster(Cluster(timeout_s=300), device="cpu", placement=TWO_RANKS) as cluster:
+        with RayCluster(Cluster(timeout_s=300), device="cpu", placement=TWO_RANKS) as cluster:
             yield cluster
 
 
 @pytest.fixture(scope="module")
-def token(cluster: VirtualCluster) -> str:
-    assert cluster._folder is not None
-    raylet = next(process for process in cluster._folder.processes() if process.name() == "raylet")
+def token(cluster: RayCluster) -> str:
+    assert cluster.session._folder is not None
+    raylet = next(process for process in cluster.session._folder.processes() if process.name() == "raylet")
     return raylet.environ()[TOKEN]
 
 
-def test_every_port_is_on_loopback(cluster: VirtualCluster) -> None:
+def test_every_port_is_on_loopback(cluster: RayCluster) -> None:
     """Those of Ray, of the driver within it, of the ranks' store and of gloo."""
-    assert cluster._folder is not None
-    with WorkerGroup(cluster, "toys", Toy, {}, TWO_RANKS.student) as group:
-        group.gather([group.ready])
+    assert cluster.session._folder is not None
+    with RayGroup(cluster, "toys", Toy, {}, TWO_RANKS.student) as group:
+        group.cluster.gather([group.ready])
         group.call("sum_of_ranks", [(1,)] * 2)
         listening = {
             (process.name(), socket.laddr.ip.removeprefix("::ffff:"))
-            for process in (psutil.Process(), *cluster._folder.processes())
+            for process in (psutil.Process(), *cluster.session._folder.processes())
             for socket in process.net_connections("inet")
             if socket.status == psutil.CONN_LISTEN
         }
@@ -72,23 +72,23 @@ def test_every_port_is_on_loopback(cluster: VirtualCluster) -> None:
     assert {ip for _, ip in listening} == {"127.0.0.1"}, listening
 
 
-def test_the_session_folder_is_closed_to_others(cluster: VirtualCluster) -> None:
+def test_the_session_folder_is_closed_to_others(cluster: RayCluster) -> None:
     """Ray opens the folder that it is given to everybody, sockets and logs with it."""
-    assert cluster._folder is not None
-    assert stat.S_IMODE(cluster._folder.path.stat().st_mode) == 0o700
-    assert any(cluster._folder.for_ray.iterdir())
+    assert cluster.session._folder is not None
+    assert stat.S_IMODE(cluster.session._folder.path.stat().st_mode) == 0o700
+    assert any(cluster.session._folder.for_ray.iterdir())
 
 
-def test_the_token_is_in_no_file_and_on_no_command_line(cluster: VirtualCluster, token: str, home: Path) -> None:
+def test_the_token_is_in_no_file_and_on_no_command_line(cluster: RayCluster, token: str, home: Path) -> None:
     """Ray itself writes one into the home folder, for everybody to read by the usual umask."""
     assert len(token) == 64
-    assert cluster._folder is not None
-    for process in cluster._folder.processes():
+    assert cluster.session._folder is not None
+    for process in cluster.session._folder.processes():
         with suppress(psutil.NoSuchProcess):  # a rank of the test before may just be ending
             assert token not in " ".join(process.cmdline())
     assert not any(name in os.environ for name in VARIABLES), "other processes of this one need not know it"
     assert not (home / ".ray").exists()
-    for file in cluster._folder.path.rglob("*"):
+    for file in cluster.session._folder.path.rglob("*"):
         assert not file.is_file() or token.encode() not in file.read_bytes(), file
 
 

@@ -5,14 +5,10 @@ from typing import Any
 import ray
 import torch
 
-from nemo_opd.cluster.activity import activity
 from nemo_opd.cluster.failure import Failure
-from nemo_opd.cluster.worker_progress import ANSWER_S, Teller
+from nemo_opd.cluster.rank import Rank
+from nemo_opd.cluster.ray.progress import ANSWER_S, Teller
 from nemo_opd.distributed import process_group
-from nemo_opd.workers.memory import Task, needs_memory
-
-KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
-"""Where a worker does not know better itself."""
 
 
 class RankActor:
@@ -23,14 +19,14 @@ class RankActor:
         torch.set_num_threads(threads)
         if host is not None:
             process_group.stay_on_this_machine()
-        self.rank = rank
+        self.index = rank
         self.world_size = world_size
         self.device = device
         self.timeout_s = timeout_s
         self.host = host
         self.store: torch.distributed.TCPStore | None = None
         self.teller: Teller | None = None
-        self.worker: Any = None
+        self.rank: Rank | None = None
 
     def serve(self) -> tuple[str, int]:
         """Rank 0 only: host and port where the group meets."""
@@ -41,21 +37,20 @@ class RankActor:
     def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
         """Join the world and build the worker in it."""
         try:
-            if self.rank == 0:
+            if self.index == 0:
                 self.teller = Teller(lambda: process_group.connect_store(*address, ANSWER_S))
             store = self.store or process_group.connect_store(*address, self.timeout_s)
-            process_group.join(store, self.rank, self.world_size, self.device, self.timeout_s)
-            with needs_memory(Task(activity("start"), KNOBS)):
-                self.worker = worker(**arguments)
+            process_group.join(store, self.index, self.world_size, self.device, self.timeout_s)
+            self.rank = Rank(worker, arguments)
         except Exception as error:
             return Failure.of(error)
         return None
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
-        """The method's result, or a Failure."""
+        """Return the method's result, or a Failure."""
+        assert self.rank is not None
         try:
-            with needs_memory(Task(activity(method), KNOBS)):
-                return getattr(self.worker, method)(*arguments)
+            return self.rank.call(method, arguments)
         except Exception as error:
             return Failure.of(error)
 
@@ -67,7 +62,7 @@ class RankActor:
     def leave(self) -> None:
         if self.teller is not None:
             self.teller.close()
-        if self.worker is not None:
-            self.worker.close()
-            self.worker = None
+        if self.rank is not None:
+            self.rank.close()
+            self.rank = None
         process_group.leave()

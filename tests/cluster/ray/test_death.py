@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from nemo_opd.cluster.death import obituary
+from nemo_opd.cluster.ray.death import obituary
 
 DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tpid: 7\n\tip: 10.0.0.2\n"
 

@@ -1,0 +1,161 @@
+"""Worker groups on Ray: a bundle for each device of a placement, an actor for each rank."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_opd.cluster.base import Call, Cluster, Group
+from nemo_opd.cluster.placement import Placement, Places, num_cores
+from nemo_opd.cluster.ray.calls import RayCall, gather
+from nemo_opd.cluster.ray.nodes import choose_nodes, reserve
+from nemo_opd.cluster.ray.privacy import LOOPBACK
+from nemo_opd.cluster.ray.progress import ANSWER_S, Store, Watch
+from nemo_opd.cluster.ray.rank_actor import RankActor
+from nemo_opd.cluster.ray.session import RaySession
+from nemo_opd.config.cluster import Cluster as Settings
+from nemo_opd.distributed.layout import Place
+from nemo_opd.distributed.process_group import connect_store
+from nemo_opd.errors import ClusterError
+
+RESERVE_S = 120.0
+"""Longest wait for devices that others may still be giving back."""
+LEAVE_S = 10.0
+"""Seconds a rank may take to leave; one that hangs in a collective never does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What an actor needs to be started on one of the reserved devices."""
+
+    placement_group: Any
+    gpus_per_actor: float
+    """Actors that share a device each take an equal share of it."""
+
+    def options(self, bundle: int) -> dict[str, Any]:
+        """Return Ray's options of an actor on the device of this bundle."""
+        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
+        return {"num_cpus": 1, "num_gpus": self.gpus_per_actor, "scheduling_strategy": strategy}
+
+
+class RayCluster(Cluster):
+    """The devices of a placement: a bundle for each, with room for an actor of every group that is there."""
+
+    def __init__(self, settings: Settings, *, device: str, placement: Placement) -> None:
+        """Raises ClusterError where the resources are not there within `cluster.timeout_s`."""
+        self.device = device
+        self.placement = placement
+        self.timeout_s = settings.timeout_s
+        per_node = -(-placement.num_processes // placement.num_nodes)
+        # Threads that wait for each other on busy cores cost more than they bring.
+        self.threads = max(1, num_cores() // per_node) if device == "cpu" else 1
+        self.host = LOOPBACK if placement.num_nodes == 1 else None
+        """Where the ranks of a group meet; None: at the address of a node, which others can reach."""
+        self.watches: list[Watch] = []
+        """Progress of each group, for the display."""
+        self.is_broken = False
+        """Whether a call has failed: ranks may then hang in a collective, and whoever asks them to leave waits too."""
+        self.session = RaySession(settings.address, num_cpus=placement.num_processes)
+        self.services = self.session.services
+        try:
+            self._reserved = self._reserve()
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self) -> Reservation:
+        """Reserve one placement group; with several nodes, each bundle on the node that its place says."""
+        per_device = self.placement.groups_per_device
+        bundle: dict[str, float] = {"CPU": per_device}
+        if self.device == "cuda":
+            bundle["GPU"] = 1
+        timeout_s = min(self.timeout_s, RESERVE_S)
+        nodes = None
+        if self.placement.num_nodes > 1:
+            per_node = {name: count * self.placement.devices_per_node for name, count in bundle.items()}
+            chosen = choose_nodes(self.placement.num_nodes, per_node, timeout_s)
+            nodes = [chosen[place.node] for place in self.placement.devices]
+        reserved = reserve([bundle] * len(self.placement.devices), nodes, timeout_s)
+        if reserved is None:
+            raise ClusterError(
+                f"{len(self.placement.devices)} ranks of {bundle} are not free on this cluster, which has "
+                f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
+            )
+        return Reservation(reserved, int(10_000 / per_device) / 10_000 if self.device == "cuda" else 0.0)
+
+    def options(self, place: Place) -> dict[str, Any]:
+        """Return Ray's options of an actor at this place."""
+        return self._reserved.options(self.placement.devices.index(place))
+
+    def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> "RayGroup":
+        return RayGroup(self, name, worker, arguments, places)
+
+    def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
+        try:
+            return gather(calls, self.timeout_s, self.services, self.watches)
+        except BaseException:
+            self.is_broken = True
+            raise
+
+    def close(self) -> None:
+        self.session.close()
+
+
+class RayGroup(Group):
+    """`worker` on every rank of a group, in one torch.distributed world."""
+
+    cluster: RayCluster
+
+    def __init__(
+        self, cluster: RayCluster, name: str, worker: type, arguments: Mapping[str, Any], places: Places
+    ) -> None:
+        """Starts the processes, rank r at `places[r]` of the cluster's placement; `ready` says when they stand."""
+        super().__init__(cluster, name, len(places))
+        self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
+        self._address = self.actors[0].serve.remote()
+        self._watch = Watch(name, self._store)
+        cluster.watches.append(self._watch)
+        shared = ray.put(dict(arguments))
+        self.ready = RayCall(
+            name, "start", "", [actor.create.remote(self._address, worker, shared) for actor in self.actors]
+        )
+
+    def _actor(self, rank: int, place: Place) -> Any:
+        cluster = self.cluster
+        remote = ray.remote(max_restarts=0, **cluster.options(place))(RankActor)
+        return remote.remote(rank, self.size, cluster.device, cluster.threads, cluster.timeout_s, cluster.host)
+
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> RayCall:
+        per_rank = [()] * self.size if arguments is None else arguments
+        calls = zip(self.actors, per_rank, strict=True)
+        return RayCall(self.name, method, about, [actor.call.remote(method, own) for actor, own in calls])
+
+    def address(self) -> tuple[str, int]:
+        """Return the store's host and port; it is served by rank 0 as long as that lives."""
+        host, port = ray.get(self._address)
+        return host, port
+
+    def _store(self) -> Store | None:
+        """Connect to that store; None while there is none."""
+        is_there, _ = ray.wait([self._address], timeout=0)
+        return connect_store(*self.address(), ANSWER_S) if is_there else None
+
+    def whereabouts(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Return Ray's id of the node of each rank, and the names of its GPUs."""
+        found: list[tuple[str, tuple[str, ...]]] = ray.get([actor.whereabouts.remote() for actor in self.actors])
+        return found
+
+    def close(self) -> None:
+        """End the processes; let them release what they hold first, unless some may be waiting for each other."""
+        self._watch.close()
+        if not self.cluster.services.are_alive:
+            return  # Workers end with Ray, and calls would wait for it.
+        try:
+            if not self.cluster.is_broken:
+                left = [actor.leave.remote() for actor in self.actors]
+                ray.wait(left, num_returns=len(left), timeout=LEAVE_S)
+        finally:
+            for actor in self.actors:
+                ray.kill(actor)

@@ -1,0 +1,146 @@
+"""A Ray session: one that is started on this machine and ended with the run, or a running cluster that is joined."""
+
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import AuthenticationError, RayError
+
+from nemo_opd.cluster.ray.privacy import LOOPBACK, forget, private_start, require_token
+from nemo_opd.cluster.ray.services import Services, end, in_a_session_of_their_own, of_sessions
+from nemo_opd.cluster.ray.session_folder import SessionFolder
+from nemo_opd.errors import ClusterError
+
+OBJECT_STORE_BYTES = 200 * 2**20
+"""Of a local cluster: ids, masks and handles of a few batches."""
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+SYSTEM = {
+    # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
+    "prestart_worker_first_driver": False,
+    # Ray lowers the priority of workers in favour of its own processes, and so of whatever else runs on the machine.
+    "worker_niceness": 0,
+    # No record of each call, which a dashboard would show: there is none, and Ray's store would grow for a whole run.
+    "task_events_report_interval_ms": 0,
+}
+STARTS = 2
+"""Tries to start a local cluster: Ray itself waits for half a minute, which is too short on a very busy machine."""
+
+
+def probe(address: str) -> None:
+    """Raise OSError at once where nothing listens at `host:port`, and where a cluster does but does not accept this
+    process's token, AuthenticationError: Ray itself would try for long. RayError for what is no Ray cluster.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=10).close()
+        if "://" not in address:
+            require_token(address)
+
+
+@contextmanager
+def own_signal_handlers() -> Iterator[None]:
+    """Put back on leaving what Ray replaces: its handler of SIGTERM would end the process at once.
+
+    Raises KeyboardInterrupt for a signal that has come meanwhile.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as end:  # what Ray's handler raises
+        raise KeyboardInterrupt from end
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class RaySession:
+    """This process's connection to Ray, and Ray's own processes where it has started them."""
+
+    def __init__(self, address: str | None, *, num_cpus: int) -> None:
+        """address: of a running cluster; None: one is started here for `num_cpus` workers.
+
+        Raises ClusterError where Ray does not start, or does not answer.
+        """
+        self.services = Services()
+        self._is_connected = False
+        self._folder: SessionFolder | None = None
+        self._sessions: set[int] = set()
+        """Session ids of Ray's processes, by which those are found that a killed one has just started."""
+        try:
+            if address:
+                self._join(address)
+            else:
+                self._start(num_cpus)
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self, address: str) -> None:
+        try:
+            probe(address)
+            self._is_connected = True
+            with own_signal_handlers():
+                ray.init(address=address, **QUIET)
+        except AuthenticationError as error:
+            raise ClusterError(
+                f"cluster.address={address}: the cluster asks for a token that this process does not have; set "
+                "RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to the file with the token that the cluster was started "
+                "with"
+            ) from error
+        except (OSError, RuntimeError, ValueError, RayError) as error:
+            raise ClusterError(
+                f"cluster.address={address}: no Ray cluster answers there ({error}); start one with "
+                "`ray start --head`, or leave the key out to run on this machine"
+            ) from error
+        self.services = Services.elsewhere()
+
+    def _start(self, num_cpus: int) -> None:
+        for start in range(1, STARTS + 1):
+            try:
+                self._start_once(num_cpus)
+                return
+            except ClusterError:
+                raise
+            except Exception as error:  # Ray raises nothing more special
+                self.close()
+                if start == STARTS:
+                    raise ClusterError(
+                        f"Ray did not start on this machine in {STARTS} tries ({error}); end what keeps its processors "
+                        "or memory busy, start Ray with `ray start --head` and give cluster.address, or write "
+                        "cluster.launcher=local"
+                    ) from error
+
+    def _start_once(self, num_cpus: int) -> None:
+        self._folder = SessionFolder()
+        self._is_connected = True
+        with own_signal_handlers(), private_start(), in_a_session_of_their_own():
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                object_store_memory=OBJECT_STORE_BYTES,
+                include_dashboard=False,
+                _node_ip_address=LOOPBACK,
+                _temp_dir=str(self._folder.for_ray),
+                _system_config=SYSTEM,
+                **QUIET,
+            )
+        started = self._folder.processes()
+        self._sessions |= {process.pid for process in started}
+        self.services = Services.among(started)
+
+    def close(self) -> None:
+        """Disconnect, with which actors and placement groups end, and end a cluster that was started here."""
+        started = self._folder.processes() if self._folder else []
+        self._sessions |= {process.pid for process in started}
+        try:
+            if self._is_connected:
+                ray.shutdown()
+                forget()
+        finally:
+            end(started)
+            end(of_sessions(self._sessions))
+            if self._folder:
+                self._folder.close()

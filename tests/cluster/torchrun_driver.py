@@ -1,0 +1,65 @@
+"""A driver that torchrun starts: what each rank does in the cases of test_local."""
+
+import signal
+import sys
+from pathlib import Path
+
+from nemo_opd.cluster.local import LocalCluster
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.training.cli import fail
+from nemo_opd.training.launch import driving
+from tests.cluster.toy import Toy
+
+TWO = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=0)
+SETTINGS = Cluster(launcher="local", cpu_ranks=2, timeout_s=60)
+
+
+def call(method: str, arguments: list[tuple[object, ...]]) -> list[object]:
+    with (
+        LocalCluster(SETTINGS, device="cpu", placement=TWO) as cluster,
+        cluster.group("toys", Toy, {}, TWO.student) as group,
+    ):
+        return group.call(method, arguments)
+
+
+def until_interrupted(folder: Path) -> None:
+    seen = []
+    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    with (
+        LocalCluster(SETTINGS, device="cpu", placement=TWO) as cluster,
+        cluster.group("toys", Toy, {}, TWO.student) as group,
+    ):
+        while not seen:
+            group.call("sum_of_ranks", [(10,), (20,)])
+            (folder / "ready").touch()
+    print("ended after a whole call")
+
+
+def run(case: str, folder: Path) -> None:
+    if case == "sums":
+        for _ in range(2):
+            with driving(SETTINGS) as is_driver:
+                if is_driver:
+                    print(call("sum_of_ranks", [(10,), (20,)]), flush=True)
+        with driving(SETTINGS):
+            pass
+        return
+    with driving(SETTINGS) as is_driver:
+        if is_driver:
+            match case:
+                case "other fails":
+                    call("fail_in_a_collective", [(1,)] * 2)
+                case "driver fails":
+                    call("fail_in_a_collective", [(0,)] * 2)
+                case "other dies":
+                    call("die_in_a_collective", [(1,)] * 2)
+                case _:
+                    until_interrupted(folder)
+
+
+if __name__ == "__main__":
+    try:
+        run(sys.argv[1], Path(sys.argv[2]))
+    except Exception as error:
+        fail(str(error), 1)
