@@ -8,6 +8,7 @@ disk or in /dev/shm, so none outlives the processes, however they end.
 from __future__ import annotations
 
 import uuid
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,14 @@ from torch import Tensor
 
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.parcel import Parcel
+
+_senders: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
+"""Those of this process, by identity."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnMemory:
+    """The token of a receiver in the sender's process, which reads the buffer itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +75,16 @@ class Handle:
 class Sender(ABC):
     """One buffer, reallocated only when a larger tensor is asked for."""
 
-    def __init__(self, receivers: Sequence[int] = (0,)) -> None:
-        """receivers: the numbers of those that map the buffer, each once for every allocation; maybe none."""
+    def __init__(self, receivers: Sequence[int] = (0,), own: int | None = None) -> None:
+        """receivers: the numbers of those that read the buffer; maybe none. own: the one among them that is in this
+        process. The others map it, each once for every allocation.
+        """
         self.identity = uuid.uuid4().hex
+        _senders[self.identity] = self
         self.allocation = 0
-        self.receivers = tuple(receivers)
+        self.receivers = tuple(number for number in receivers if number != own)
+        """Those in other processes."""
+        self._own = tuple((number, OwnMemory()) for number in receivers if number == own)
         self._buffer: Tensor | None = None
         self._tokens: tuple[object, ...] = ()
         self._shape: tuple[int, ...] = ()
@@ -104,7 +118,7 @@ class Sender(ABC):
         if self._buffer is None:
             raise HandoffError("handle() before tensor(): there is no buffer to hand over")
         self._flush()
-        tokens = tuple(zip(self.receivers, self._tokens, strict=True))
+        tokens = (*self._own, *zip(self.receivers, self._tokens, strict=True))
         return Handle(self.identity, self.allocation, self._shape, self._dtype, tokens)
 
     def close(self) -> None:
@@ -160,8 +174,11 @@ class Receiver(ABC):
         It can be computed with on this process' device, wherever the buffer is. Raises HandoffError when the sender is
         gone, the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
         """
-        if self._is_sent(handle):
+        token = handle.token(self.number)
+        if isinstance(token, Parcel):
             return self._arrived(handle)
+        if isinstance(token, OwnMemory):
+            return _senders[handle.sender].last
         allocation, buffer = self._mapped.get(handle.sender, (0, None))
         if buffer is None or allocation != handle.allocation:
             self._mapped.pop(handle.sender, None)
@@ -177,7 +194,7 @@ class Receiver(ABC):
         HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
-        if self._is_sent(handle) or self._is_near(handle):
+        if isinstance(handle.token(self.number), Parcel | OwnMemory) or self._is_near(handle):
             return mapped
         allocation, copy = self._copies.get(handle.sender, (0, None))
         if copy is None or allocation != handle.allocation:
@@ -186,9 +203,6 @@ class Receiver(ABC):
             self.copied_bytes += handle.num_bytes
             self._copies[handle.sender] = (handle.allocation, copy)
         return copy
-
-    def _is_sent(self, handle: Handle) -> bool:
-        return isinstance(handle.token(self.number), Parcel)
 
     def _arrived(self, handle: Handle) -> Tensor:
         if handle.sender not in self._rooms:

@@ -244,6 +244,7 @@ def teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
                 "readers": plan.deliveries[i].readers,
                 "num_slots": 1 + plan.lookahead,
                 "gives_back": not plan.placement.is_separate,
+                "shares_process": plan.config.cluster.launcher == "local",
             },
             plan.placement.teachers[i],
         )

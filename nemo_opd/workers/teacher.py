@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -66,12 +67,14 @@ class TeacherWorker:
         readers: Sequence[Readers] | None = None,
         num_slots: int = 1,
         gives_back: bool = False,
+        shares_process: bool = False,
     ) -> None:
         """`vocab_size` is the tokenizer's; what a wider head has beyond it is never handed over.
 
         handoff: what is. score: what `forward` says about each sequence besides. readers: by rank, who will map its
         buffers; by default the receiver of number 0. num_slots: batches whose output is kept at once. gives_back:
-        others take turns with it on the device. Raises ModelError for weights that cannot be loaded, or a head that
+        others take turns with it on the device. shares_process: the student's rank of the same number is in this
+        process. Raises ModelError for weights that cannot be loaded, or a head that
         cannot be handed over, and ClusterError where memory runs out, as `forward` does.
         """
         self.score = score
@@ -98,7 +101,7 @@ class TeacherWorker:
                 device="cpu" if self.offload else device,
                 trainable=False,
             )
-        sender, _ = TRANSPORTS[transport]
+        sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = Readers() if readers is None else readers[dist.get_rank()]
         self.logit_rows: Headless | WithHead
         """Ids [B, T] → logits [B, T, own columns], of the kind that `writer` takes."""

@@ -263,3 +263,16 @@ def test_a_buffer_on_another_device_is_read_from_there(hidden: bool, monkeypatch
             assert torch.equal((copied @ copied.t()).cpu(), (mapped @ mapped.t()).cpu())
     finally:
         remote.stop()
+
+
+def test_a_receiver_in_the_senders_process_reads_its_buffer(transport: str) -> None:
+    """Bug: a buffer that is exported to its own process: CUDA maps none of that, and the memory is never given back."""
+    device = "cuda" if transport == "cuda_ipc" else "cpu"
+    sender_type, receiver_type = TRANSPORTS[transport]
+    with sender_type((0, 1), own=1) as sender, receiver_type(1) as receiver:
+        for size in (4, 9):  # the second in another allocation
+            sender.tensor((size,), torch.float32).copy_(torch.arange(size, device=device))
+            seen = receiver.tensor(sender.handle())
+            assert seen.tolist() == list(range(size))
+            assert receiver.constant(sender.handle()).data_ptr() == seen.data_ptr() == sender.last.data_ptr()
+            assert sender.receivers == (0,)

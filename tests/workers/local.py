@@ -4,7 +4,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,7 +83,7 @@ def on_ranks_of(group: Group, function: Callable[..., Made], *arguments: Any) ->
 @contextmanager
 def opened(plan: Plan) -> Iterator[Models]:
     """The models of a run, in the processes of this world."""
-    plan = on_ranks(plan, Processes.started().size)
+    plan = in_these_processes(on_ranks(plan, Processes.started().size))
     with (
         patch.object(models_module, "StudentWorker", OpenedStudent),
         patch.object(models_module, "TeacherWorker", OpenedTeacher),
@@ -167,6 +167,11 @@ def train(job: Training) -> Trained:
 
 def plan_of(overrides: Sequence[str], config_name: str = DEMO) -> Plan:
     return preflight(compose(*overrides, config_name=config_name))
+
+
+def in_these_processes(plan: Plan) -> Plan:
+    cluster = plan.config.cluster.model_copy(update={"launcher": "local"})
+    return replace(plan, config=plan.config.model_copy(update={"cluster": cluster}))
 
 
 def on_ranks(plan: Plan, num_ranks: int) -> Plan:
