@@ -15,9 +15,9 @@ A suffix such as `logits_BSV` names a tensor's axes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,14 +62,60 @@ class Alignment:
         return len(self.bounds)
 
 
+PAD_ID = 0
+"""Any id that every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
+NO_CHUNK = -1
+FILL = "fill"
+"""In the metadata of a field of `Rows`: the value of its padding and of empty rows, where that is not 0."""
+
+
 @dataclass(frozen=True, slots=True)
-class TokenRows:
+class Rows:
+    """Tensors with a row for each sequence, as fields, in nested Rows or in tuples of these. A field may be None.
+
+    A new field needs no other edit: slices, copies and padding reach all fields.
+    """
+
+    def map(self, function: Callable[[Tensor, int], Tensor]) -> Self:
+        """Return a copy with `function(tensor, fill)` in the place of every tensor; fill: the value of its padding."""
+
+        def mapped(value: Any, fill: int) -> Any:
+            if value is None:
+                return None
+            if isinstance(value, Rows):
+                return value.map(function)
+            if isinstance(value, tuple):
+                return tuple(mapped(each, fill) for each in value)
+            return function(value, fill)
+
+        return replace(
+            self, **{each.name: mapped(getattr(self, each.name), each.metadata.get(FILL, 0)) for each in fields(self)}
+        )
+
+    def to(self, device: str) -> Self:
+        return self.map(lambda tensor, _: tensor.to(device))
+
+    def emptied(self, where: Tensor) -> Self:
+        """Return a copy with empty rows where bool [B] is true."""
+        return self.map(lambda tensor, fill: tensor.masked_fill(where.view(-1, *[1] * (tensor.dim() - 1)), fill))
+
+    def part(self, start: int, stop: int) -> Self:
+        """Return rows [start, stop), in their full width."""
+        return self.map(lambda tensor, _: tensor[start:stop])
+
+    def narrowed(self, width: int) -> Self:
+        """Return a copy with the first `width` positions of each tensor that has positions."""
+        return self.map(lambda tensor, _: tensor[:, :width] if tensor.dim() > 1 else tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRows(Rows):
     """Sequences of one tokenizer, right-padded.
 
     Models are causal, so positions before the padding never see it and no attention mask is needed.
     """
 
-    ids: Tensor
+    ids: Tensor = field(metadata={FILL: PAD_ID})
     """int64 [B, S]"""
     lengths: Tensor
     """int64 [B]: tokens before the padding."""
@@ -84,41 +130,27 @@ class TokenRows:
         return len(self.ids)
 
     def rows(self, start: int, stop: int) -> TokenRows:
-        """Sequences [start, stop), cut to the longest of them (one position at least)."""
-        lengths = self.lengths[start:stop]
-        width = max(1, int(lengths.max()) if len(lengths) else 1)
-        return TokenRows(
-            self.ids[start:stop, :width],
-            lengths,
-            self.loss_mask[start:stop, :width],
-            self.num_bytes[start:stop, :width],
-        )
-
-    def to(self, device: str) -> TokenRows:
-        return TokenRows(
-            self.ids.to(device), self.lengths.to(device), self.loss_mask.to(device), self.num_bytes.to(device)
-        )
+        """Return sequences [start, stop), cut to the longest of them (one position at least)."""
+        own = self.part(start, stop)
+        return own.narrowed(max(1, int(own.lengths.max()) if len(own) else 1))
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkRows:
+class ChunkRows(Rows):
     """The alignment of a batch; chunks that no loss may use are already −1."""
 
-    student: Tensor
+    student: Tensor = field(metadata={FILL: NO_CHUNK})
     """int32 [B, S]"""
-    teacher: Tensor
+    teacher: Tensor = field(metadata={FILL: NO_CHUNK})
     """int32 [B, T]"""
     histories: Tensor | None = None
     """int64 [B, 2]: chunks that a loss could use, and those of them behind contents that the sides read differently,
     compared or not. None in parts of a global batch.
     """
 
-    def to(self, device: str) -> ChunkRows:
-        return ChunkRows(self.student.to(device), self.teacher.to(device))
-
 
 @dataclass(frozen=True, slots=True)
-class TeacherRows:
+class TeacherRows(Rows):
     """A batch as one teacher sees it."""
 
     tokens: TokenRows
@@ -140,35 +172,29 @@ class TeacherRows:
         return self.weights * self.rollout_weights
 
     def student_side(self, student: TokenRows) -> TokenRows:
-        """The student's tokens that this teacher is compared on; its own where they share a tokenizer.
+        """Return the student's tokens that this teacher is compared on; its own where they share a tokenizer.
 
         Those may be fewer: a teacher that is not asked about a sequence has an empty row for it.
         """
         return self.tokens if self.chunks is None else student
 
-    def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
-        tokens = self.tokens.rows(start, stop)
-        weights = None if self.weights is None else self.weights[start:stop]
-        of_rollouts = None if self.rollout_weights is None else self.rollout_weights[start:stop]
-        if self.chunks is None:
-            return TeacherRows(tokens, None, weights, of_rollouts)
-        teacher_width = tokens.ids.shape[1]
-        chunks = ChunkRows(
-            self.chunks.student[start:stop, :student_width], self.chunks.teacher[start:stop, :teacher_width]
-        )
-        return TeacherRows(tokens, chunks, weights, of_rollouts)
+    def without(self, where: Tensor) -> TeacherRows:
+        """Return a copy with empty sequences where bool [B] is true; their weights stay."""
+        chunks = None if self.chunks is None else self.chunks.emptied(where)
+        return replace(self, tokens=self.tokens.emptied(where), chunks=chunks)
 
-    def to(self, device: str) -> TeacherRows:
-        return TeacherRows(
-            self.tokens.to(device),
-            None if self.chunks is None else self.chunks.to(device),
-            None if self.weights is None else self.weights.to(device),
-            None if self.rollout_weights is None else self.rollout_weights.to(device),
-        )
+    def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
+        """Return sequences [start, stop), each side cut to the longest of them; student_width: of its rows."""
+        own = self.part(start, stop)
+        tokens, chunks = self.tokens.rows(start, stop), own.chunks
+        if chunks is not None:
+            width = tokens.ids.shape[1]
+            chunks = ChunkRows(chunks.student[:, :student_width], chunks.teacher[:, :width])
+        return replace(own, tokens=tokens, chunks=chunks)
 
 
 @dataclass(frozen=True, slots=True)
-class SampledRows:
+class SampledRows(Rows):
     """What is known of sequences that the student sampled (METHODS §10)."""
 
     is_sampled: Tensor
@@ -179,31 +205,12 @@ class SampledRows:
     """float32 [B, S]: by the policy that sampled them, after temperature, top-k and top-p; 0 elsewhere."""
     advantages: Tensor
     """float32 [B]: of each sequence over the others of its prompt; 0 where it was not sampled."""
-    prompts: Tensor
+    prompts: Tensor = field(metadata={FILL: -1})
     """int64 [B]: which prompt it continues; rollouts of one prompt have the same number."""
-
-    def rows(self, start: int, stop: int, student_width: int) -> SampledRows:
-        part = slice(start, stop)
-        return SampledRows(
-            self.is_sampled[part],
-            self.logprobs[part, :student_width],
-            self.behaviour_logprobs[part, :student_width],
-            self.advantages[part],
-            self.prompts[part],
-        )
-
-    def to(self, device: str) -> SampledRows:
-        return SampledRows(
-            self.is_sampled.to(device),
-            self.logprobs.to(device),
-            self.behaviour_logprobs.to(device),
-            self.advantages.to(device),
-            self.prompts.to(device),
-        )
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(Rows):
     """The same texts as the student and every teacher see them. Row b is the same text on all sides."""
 
     student: TokenRows
@@ -227,15 +234,11 @@ class Batch:
         return len(self.student)
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Texts [start, stop), each side cut to its longest sequence among them."""
+        """Return texts [start, stop), each side cut to its longest sequence among them."""
         student = self.student.rows(start, stop)
         width = student.ids.shape[1]
-        sampled = None if self.sampled is None else self.sampled.rows(start, stop, width)
+        sampled = None if self.sampled is None else self.sampled.part(start, stop).narrowed(width)
         return Batch(student, tuple(teacher.rows(start, stop, width) for teacher in self.teachers), sampled)
-
-    def to(self, device: str) -> Batch:
-        sampled = None if self.sampled is None else self.sampled.to(device)
-        return Batch(self.student.to(device), tuple(teacher.to(device) for teacher in self.teachers), sampled)
 
 
 @dataclass(frozen=True, slots=True)
