@@ -25,13 +25,13 @@ from rich.progress import track
 from nemo_opd.config.data import Source
 from nemo_opd.data.documents import TEXT
 from nemo_opd.data.layout import TextLayout
+from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.jsonl import read
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.hf import HFEngine
-from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import TextRenderer
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,6 +15,7 @@ PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
     "errors types paths progress problems disk files",
     "config",
+    "users_code",
     "alignment",
     "projection",
     "distributed",

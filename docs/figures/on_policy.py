@@ -16,12 +16,12 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.config.environment import CalculatorEnvironment
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.record import Prompt, Rollout
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 INK, MUTED = "#1f2933", "#5b6472"

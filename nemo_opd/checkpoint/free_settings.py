@@ -17,7 +17,8 @@ from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.parallelism import Parallelism
-from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run_fields import Run
 from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher, TeacherBase
 from nemo_opd.config.train import Train
 

@@ -1,24 +1,20 @@
 """Settings that would be accepted and then ignored, because of others: each is refused, with a way out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
 from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher
-
-if TYPE_CHECKING:
-    from nemo_opd.config.run import RunConfig
 
 Ignored = Iterator[tuple[str, str]]
 """Key, and why it has no effect and what to do."""
 
 
-def check_effects(config: RunConfig) -> None:
+def check_effects(config: RunFields) -> None:
     """Raises ValueError for the first setting that was changed from its default and has no effect."""
     for of in (of_templates, of_data, of_steps, of_sampling, of_cluster, of_loss):
         for key, reason in of(config):
@@ -30,7 +26,7 @@ def check_effects(config: RunConfig) -> None:
             raise ValueError(f"{key}={shown} has no effect: {reason}")
 
 
-def value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
+def value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
     owner: Any = config
     *path, name = key.split(".")
     for part in path:
@@ -39,7 +35,7 @@ def value_and_default(config: RunConfig, key: str) -> tuple[Any, Any]:
     return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
 
 
-def of_templates(config: RunConfig) -> Ignored:
+def of_templates(config: RunFields) -> Ignored:
     is_chat = config.data.messages_key is not None
     asks_teachers = config.evaluation is not None and config.evaluation.teachers
     if not is_chat:
@@ -58,7 +54,7 @@ def of_templates(config: RunConfig) -> Ignored:
                 )
 
 
-def of_data(config: RunConfig) -> Ignored:
+def of_data(config: RunFields) -> Ignored:
     is_chat, is_on_policy = config.data.messages_key is not None, config.rollout is not None
     if is_chat:
         yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
@@ -69,7 +65,7 @@ def of_data(config: RunConfig) -> Ignored:
         yield "data.response_key", "the student learns from data.text_key whole; add rollout=hf, or leave it out"
 
 
-def of_steps(config: RunConfig) -> Ignored:
+def of_steps(config: RunFields) -> Ignored:
     if config.run.output_dir is None:
         yield "run.resume", "a run without run.output_dir has a new directory each time; name that of the first run"
     if config.loss.scaling == "fixed":
@@ -79,7 +75,7 @@ def of_steps(config: RunConfig) -> Ignored:
         yield "loss.scaling", "it balances KD with CE, and one of loss.kd_weight and loss.ce_weight is 0; raise it"
 
 
-def of_sampling(config: RunConfig) -> Ignored:
+def of_sampling(config: RunFields) -> Ignored:
     if config.rollout is None:
         for name in type(config.health).model_fields:
             yield f"health.{name}", "it watches what the student samples; add rollout=hf, or leave it out"
@@ -94,7 +90,7 @@ def of_sampling(config: RunConfig) -> Ignored:
         yield "evaluation.teacher_batch_size", "no teacher is asked; write evaluation.teachers=true, or leave it out"
 
 
-def of_cluster(config: RunConfig) -> Ignored:
+def of_cluster(config: RunFields) -> Ignored:
     cluster = config.cluster
     if cluster.placement == "colocated":
         yield "cluster.prefetch", "teachers take turns with the student; write cluster.placement=separate"
@@ -104,7 +100,7 @@ def of_cluster(config: RunConfig) -> Ignored:
         yield "cluster.cpu_ranks", "cluster.device=cuda; set cluster.gpus_per_node, or leave it out"
 
 
-def of_loss(config: RunConfig) -> Ignored:
+def of_loss(config: RunFields) -> Ignored:
     """Of terms that no teacher has."""
     followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
     is_chunked = isinstance(config.loss, ChunkTerm)

@@ -1,22 +1,16 @@
 """What settings of on-policy distillation demand of each other. Each check raises ValueError, with the way out."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
 from nemo_opd.config.reward import EnvironmentReward
 from nemo_opd.config.rollout import Rollouts, ServerRollout
-
-if TYPE_CHECKING:
-    from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run_fields import RunFields
 
 ONLY_ON_POLICY = ("reward", "environment", "evaluation")
 
 
-def check_off_policy(config: RunConfig) -> None:
+def check_off_policy(config: RunFields) -> None:
     """Of a run without rollouts."""
     for key in ONLY_ON_POLICY:
         if getattr(config, key) is not None:
@@ -31,7 +25,7 @@ def check_off_policy(config: RunConfig) -> None:
             )
 
 
-def check_on_policy(config: RunConfig) -> None:
+def check_on_policy(config: RunFields) -> None:
     rollout = config.rollout
     assert rollout is not None
     check_batch(config, rollout)
@@ -45,7 +39,7 @@ def check_on_policy(config: RunConfig) -> None:
     check_scaling(config, rollout)
 
 
-def check_batch(config: RunConfig, rollout: Rollouts) -> None:
+def check_batch(config: RunFields, rollout: Rollouts) -> None:
     size, n = config.train.global_batch_size, rollout.n
     if size % n:
         raise ValueError(
@@ -54,7 +48,7 @@ def check_batch(config: RunConfig, rollout: Rollouts) -> None:
         )
 
 
-def check_lengths(config: RunConfig, rollout: Rollouts) -> None:
+def check_lengths(config: RunFields, rollout: Rollouts) -> None:
     longest, new = config.train.max_length, rollout.max_new_tokens
     if new >= longest:
         raise ValueError(
@@ -68,7 +62,7 @@ def check_lengths(config: RunConfig, rollout: Rollouts) -> None:
         )
 
 
-def check_responses(config: RunConfig, rollout: Rollouts) -> None:
+def check_responses(config: RunFields, rollout: Rollouts) -> None:
     data = config.data
     if data.response_key is not None and data.messages_key is not None:
         raise ValueError(
@@ -82,12 +76,12 @@ def check_responses(config: RunConfig, rollout: Rollouts) -> None:
         )
 
 
-def check_environment(config: RunConfig) -> None:
+def check_environment(config: RunFields) -> None:
     if config.environment is not None and config.data.messages_key is None:
         raise ValueError("environment: turns need conversations; name their column as data.messages_key")
 
 
-def check_reward(config: RunConfig) -> None:
+def check_reward(config: RunFields) -> None:
     reward = config.reward
     if reward is not None and reward.type == "environment" and config.environment is None:
         raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
@@ -106,7 +100,7 @@ def check_reward(config: RunConfig) -> None:
         raise ValueError("evaluation: answers are scored by the reward; set reward, such as reward=numeric")
 
 
-def check_rollout_weights(config: RunConfig) -> None:
+def check_rollout_weights(config: RunFields) -> None:
     """A rollout's weight has one origin, and what the teachers say about a text is asked once."""
     for i, alpha in enumerate(confidence_alphas(config)):
         if alpha is None:
@@ -126,7 +120,7 @@ def check_rollout_weights(config: RunConfig) -> None:
             )
 
 
-def check_group(config: RunConfig, rollout: Rollouts) -> None:
+def check_group(config: RunFields, rollout: Rollouts) -> None:
     if isinstance(config.loss, GRPOLoss) and config.logging.gradients_every is not None:
         raise ValueError(
             "logging.gradients_every compares KD with CE, and loss.type=grpo has a third gradient; write "
@@ -136,7 +130,7 @@ def check_group(config: RunConfig, rollout: Rollouts) -> None:
         raise ValueError("rollout.n=1: loss.type=grpo compares the rollouts of a prompt; write rollout.n=4 or more")
 
 
-def check_behaviour(config: RunConfig, rollout: Rollouts) -> None:
+def check_behaviour(config: RunFields, rollout: Rollouts) -> None:
     """Ratios need the probability with which a token was sampled."""
     has_cuts = rollout.top_p < 1 or rollout.top_k is not None
     if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
@@ -151,7 +145,7 @@ def check_behaviour(config: RunConfig, rollout: Rollouts) -> None:
         )
 
 
-def check_scaling(config: RunConfig, rollout: Rollouts) -> None:
+def check_scaling(config: RunFields, rollout: Rollouts) -> None:
     if config.loss.scaling == "dynamic" and rollout.on_policy_share == 1:
         raise ValueError(
             "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
@@ -159,19 +153,19 @@ def check_scaling(config: RunConfig, rollout: Rollouts) -> None:
         )
 
 
-def confidence_alphas(config: RunConfig) -> list[float | None]:
+def confidence_alphas(config: RunFields) -> list[float | None]:
     """By active teacher: how sharply its own confidence weighs the rollouts of a prompt; None where it does not."""
     terms = map(config.term, range(len(config.active_teachers)))
     is_on_policy = config.rollout is not None
     return [term.power_alpha if is_on_policy and isinstance(term, TCADTerm) else None for term in terms]
 
 
-def longest_prompt(config: RunConfig) -> int:
+def longest_prompt(config: RunFields) -> int:
     """Tokens of a prompt that is not dropped."""
     rollout = config.rollout
     assert rollout is not None
     return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
 
 
-def term_key(config: RunConfig, teacher: int) -> str:
+def term_key(config: RunFields, teacher: int) -> str:
     return f"teachers.{teacher}.loss" if config.teachers[teacher].loss else "loss"

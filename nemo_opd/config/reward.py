@@ -50,7 +50,7 @@ class EnvironmentReward(RewardBase):
 
 
 class FunctionReward(RewardBase):
-    """Your own: `package.module:function`, called with a Rollout (nemo_opd.rollout.record), returns a number."""
+    """Your own: `package.module:function`, called with a Rollout (nemo_opd.data.record), returns a number."""
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")

@@ -1,83 +1,19 @@
-"""The settings of a whole run."""
+"""The settings of a whole run, checked against each other."""
 
-from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from nemo_opd.config.aggregation import Aggregation, AveragedLogits, Routed, SelectTeacher, WeightedSum
-from nemo_opd.config.base import Settings
-from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.data import Data
+from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, WeightedSum
 from nemo_opd.config.effects import check_effects
-from nemo_opd.config.environment import Environment
-from nemo_opd.config.evaluation import Evaluation
-from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
-from nemo_opd.config.health import Health
-from nemo_opd.config.logging import Logging
-from nemo_opd.config.loss import (
-    DivergenceTerm,
-    GRPOLoss,
-    Loss,
-    LossTerm,
-    PKLLoss,
-    SameVocabTerm,
-    SampledKLTerm,
-    TCADTerm,
-)
-from nemo_opd.config.model import Student
+from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
-from nemo_opd.config.reward import Reward
-from nemo_opd.config.rollout import Rollouts
+from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.config.train import Train
-
-ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
-SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm)
 
 
-class Run(Settings):
-    name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
-    """Name of the run in the report and in wandb, and of its folder in `outputs`."""
-    output_dir: Path | None = None
-    """Used as it is; `outputs/<name>/<time>` when not given."""
-    seed: int = Field(0, ge=0)
-    """Seed of the order of the data, of sampling and of new adapters."""
-    resume: Literal["auto", "never"] = "never"
-    """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
-    dry_run: bool = False
-    """Stop after the checks and print what would run."""
-
-    @field_validator("output_dir", mode="before")
-    @classmethod
-    def output_dir_is_not_empty(cls, value: object) -> object:
-        if value == "":  # an unset shell variable, which would put the run into the current directory
-            raise ValueError("it is empty; name a directory, or leave the key out for outputs/<name>/<time>")
-        return value
-
-
-class RunConfig(Settings):
+class RunConfig(RunFields):
     """Everything a run depends on. The resolved config.yaml of a run is one of these."""
-
-    run: Run = Field(default_factory=Run)
-    train: Train
-    student: Student
-    teachers: tuple[Teacher, ...]
-    loss: Loss = Field(default_factory=PKLLoss)
-    aggregation: Aggregation = Field(default_factory=WeightedSum)
-    handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
-    data: Data
-    rollout: Rollouts | None = None
-    """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
-    reward: Reward | None = None
-    """On-policy: what a rollout is worth."""
-    environment: Environment | None = None
-    """On-policy: who answers between the student's turns; None: it has one turn."""
-    evaluation: Evaluation | None = None
-    """On-policy: questions that the student is asked now and then, and its teachers once if it says so."""
-    health: Health = Field(default_factory=Health)
-    cluster: Cluster = Field(default_factory=Cluster)
-    logging: Logging = Field(default_factory=Logging)
 
     @field_validator("teachers")
     @classmethod
@@ -231,29 +167,3 @@ class RunConfig(Settings):
     def settings_have_an_effect(self) -> Self:
         check_effects(self)
         return self
-
-    @property
-    def active_teachers(self) -> tuple[Teacher, ...]:
-        """The teachers that are loaded: none where distillation has no weight."""
-        return self.teachers if self.loss.kd_weight > 0 else ()
-
-    @property
-    def active_names(self) -> tuple[str, ...]:
-        return tuple(teacher.name for teacher in self.active_teachers)
-
-    @property
-    def routing(self) -> Routed | None:
-        """How the data name a teacher, where they do and it matters."""
-        return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
-
-    def term(self, teacher: int) -> LossTerm:
-        """The distillation term of one teacher: its own, else the run's, as its tokenizer allows."""
-        entry = self.teachers[teacher]
-        if entry.loss is not None:
-            return entry.loss
-        if entry.type == "same_tokenizer":
-            kind = next((kind for kind in SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
-            common = kind if isinstance(self.loss, kind) else DivergenceTerm
-            return kind(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
-        assert not isinstance(self.loss, GRPOLoss)
-        return self.loss

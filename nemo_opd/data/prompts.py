@@ -6,8 +6,8 @@ from typing import Any
 from nemo_opd.alignment.chat_messages import plain_messages
 from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS, Columns, parsed
 from nemo_opd.data.prompt_layout import ANSWER, RESPONSE
+from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.rollout.record import Message, Prompt
 
 
 def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:

@@ -12,12 +12,11 @@ from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
 from nemo_opd.alignment.chat_messages import plain_messages, said_by
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
+from nemo_opd.data.continuation import TextContinuation, text_of
 from nemo_opd.data.documents import Conversation
+from nemo_opd.data.record import Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
 from nemo_opd.errors import AlignmentError
-from nemo_opd.rollout.prompts import Renderer
-from nemo_opd.rollout.record import Prompt, Rollout
-from nemo_opd.rollout.text import TextContinuation, text_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -137,29 +136,3 @@ def own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:
         mask[chat.spans[rollout.turn_messages[-1], 1] :] = False
     length = int(np.flatnonzero(mask).max(initial=-1)) + 1
     return replace(chat, assistant_mask=mask).cut(length)
-
-
-def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
-    """The prompt with the dataset's own continuation, cut to `max_length`, as if it had been sampled by version −1.
-
-    Raises DataError where the row has none, or a template or the model refuses it.
-    """
-    continued = renderer.continued(prompt)
-    ids = continued.ids[:max_length]
-    stop = len(ids)
-    is_ended = continued.is_ended and stop == len(continued.ids)
-    response = renderer.text(ids[continued.start : stop - is_ended])
-    said = {"role": "assistant", "content": response}
-    return Rollout(
-        prompt=prompt,
-        sample=0,
-        ids=ids,
-        loss_mask=np.arange(stop) >= continued.start,
-        logprobs=np.zeros(stop, np.float32),
-        behaviour_logprobs=np.zeros(stop, np.float32),
-        turns=np.array([[min(continued.start, stop), stop]], np.int32),
-        responses=(response,),
-        messages=() if isinstance(prompt.content, str) else (*prompt.content, said),
-        finish_reason="stop" if is_ended else "length",
-        version=-1,
-    )

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.data.prompts import read_prompts
+from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.evaluation.columns import layout_of
 from nemo_opd.rewards import check_answers
 from nemo_opd.rollout.prompts import Kept, Renderer, drop_long
-from nemo_opd.rollout.record import Prompt
 
 
 def read_questions(config: EvaluationConfig) -> list[Prompt]:

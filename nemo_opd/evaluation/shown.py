@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator, Sequence
 
+from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.evaluation.tasks import Answer, Answered, EvaluationResult
 from nemo_opd.logging.samples import ShownAnswer
-from nemo_opd.rollout.record import Message, Prompt, Rollout
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:

@@ -6,12 +6,12 @@ from statistics import fmean
 from typing import Protocol
 
 from nemo_opd.config.evaluation import Questions
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.intervals import Estimate, mean_with_interval
 from nemo_opd.evaluation.pass_at_k import maj_at_k, pass_at_k
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.record import Prompt, Rollout
 
 PREFIX = "eval/"
 

@@ -7,9 +7,9 @@ from typing import ClassVar, Self
 
 import numpy as np
 
+from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.record import Rollout
-from nemo_opd.rollout.users_code import LARGEST_REWARD, is_reward, shown
+from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 
 
 class RewardFunction(ABC):

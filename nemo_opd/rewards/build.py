@@ -11,6 +11,7 @@ from nemo_opd.config.reward import (
     NumericReward,
     Reward,
 )
+from nemo_opd.data.record import Prompt
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction
 from nemo_opd.rewards.environment import Paid
@@ -18,7 +19,6 @@ from nemo_opd.rewards.exact import Exact
 from nemo_opd.rewards.function import UserFunction
 from nemo_opd.rewards.math import Math, formula_of_answer
 from nemo_opd.rewards.numeric import Numeric, number_of_answer
-from nemo_opd.rollout.record import Prompt
 
 
 def build_reward(settings: Reward) -> RewardFunction:

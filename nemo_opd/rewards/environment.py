@@ -1,8 +1,8 @@
 """The environment's own reward."""
 
+from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rewards.base import RewardFunction
-from nemo_opd.rollout.record import Rollout
 
 
 class Paid(RewardFunction):

@@ -1,8 +1,8 @@
 """Reward 1 for the very words of the answer."""
 
 from nemo_opd.config.reward import ExactReward
+from nemo_opd.data.record import Rollout
 from nemo_opd.rewards.base import RewardFunction, answer_of, last_turn
-from nemo_opd.rollout.record import Rollout
 
 
 class Exact(RewardFunction):

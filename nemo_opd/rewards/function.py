@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from nemo_opd.config.reward import FunctionReward
+from nemo_opd.data.record import Rollout
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.base import RewardFunction
-from nemo_opd.rollout.imported import imported
-from nemo_opd.rollout.record import Rollout
-from nemo_opd.rollout.users_code import UsersCodeError, called
+from nemo_opd.users_code import UsersCodeError, called, imported
 
 
 class UserFunction(RewardFunction):

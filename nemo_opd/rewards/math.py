@@ -1,11 +1,11 @@
 """Reward 1 for a boxed formula that is equal to the answer."""
 
 from nemo_opd.config.reward import MathReward
+from nemo_opd.data.record import Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction, answer_of, last_turn
 from nemo_opd.rewards.boxed import last_boxed
 from nemo_opd.rewards.equivalence import Equivalence
-from nemo_opd.rollout.record import Rollout
 
 
 class Math(RewardFunction):

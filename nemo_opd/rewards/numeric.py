@@ -1,10 +1,10 @@
 """Reward 1 for the right number."""
 
 from nemo_opd.config.reward import NumericReward
+from nemo_opd.data.record import Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction, answer_of, last_turn
 from nemo_opd.rewards.spoken_numbers import Spoken, last_number
-from nemo_opd.rollout.record import Rollout
 
 
 class Numeric(RewardFunction):

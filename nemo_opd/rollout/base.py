@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-FinishReason = Literal["stop", "length"]
-"""stop: the model ended its turn, with a token that is among the sampled ones; length: it was cut."""
+from nemo_opd.data.record import FinishReason
 
 
 @dataclass(frozen=True, slots=True)

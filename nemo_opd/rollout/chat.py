@@ -11,10 +11,11 @@ import numpy as np
 from nemo_opd.alignment import ChatRenderer, pieces_of, roles_of
 from nemo_opd.alignment.chat_spans import common_prefix
 from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
+from nemo_opd.data.continuation import Continued, Ids
+from nemo_opd.data.record import Message, Prompt
 from nemo_opd.data.samples import require_ids
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
-from nemo_opd.rollout.prompts import Continued, Ids, Tools
-from nemo_opd.rollout.record import Message, Prompt
+from nemo_opd.rollout.prompts import Tools
 from nemo_opd.rollout.text import num_tokens, response_of, shortened, spelled
 from nemo_opd.rollout.tool_calls import ToolCallParser, valid_calls
 

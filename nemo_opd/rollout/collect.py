@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+from nemo_opd.data.record import EnvironmentStep, Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.environment import Environment, Played
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.prompts import Renderer
-from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt, Rollout
 from nemo_opd.rollout.seeds import turn_seed
 
 _log = logging.getLogger(__name__)

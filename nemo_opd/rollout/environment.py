@@ -9,11 +9,10 @@ from typing import Any, NoReturn, Protocol, TypeVar
 
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.environment import Environment as Settings
+from nemo_opd.data.record import EnvironmentStep, Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.imported import imported
-from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
-from nemo_opd.rollout.users_code import LARGEST_REWARD, UsersCodeError, called, is_reward, shown
+from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, imported, is_reward, shown
 
 T = TypeVar("T")
 

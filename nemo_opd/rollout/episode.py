@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from nemo_opd.data.continuation import Ids
+from nemo_opd.data.record import EnvironmentStep, Message, Prompt, Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.environment import Played
-from nemo_opd.rollout.prompts import Ids, Renderer
-from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt, Rollout
+from nemo_opd.rollout.prompts import Renderer
 
 CUT_MARK = " [cut: the response was too long]"
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nemo_opd.rollout.record import Rollout
+from nemo_opd.data.record import Rollout
 from nemo_opd.types import Max, Mean, Metric, Sum
 
 NGRAM = 4

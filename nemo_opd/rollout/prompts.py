@@ -5,26 +5,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nemo_opd.data.continuation import Continued, Ids
+from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.record import Message, Prompt
 
-Ids = NDArray[np.int32]
 Tools = Sequence[dict[str, Any]] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Continued:
-    """A prompt with the continuation that the dataset has."""
-
-    ids: Ids
-    """[S]"""
-    start: int
-    """Where the continuation starts."""
-    is_ended: bool
-    """The last token ends the turn."""
 
 
 class Renderer(Protocol):
@@ -92,3 +79,29 @@ def drop_long(prompts: Sequence[Prompt], renderer: Renderer, max_tokens: int | N
         shortest = f"; the shortest has {min(lengths)}" if lengths else ""
         raise DataError(f"{key}: none of {len(prompts)} prompts has {max_tokens} tokens or less{shortest}; {way_out}")
     return Kept(kept, len(prompts) - len(kept))
+
+
+def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Rollout:
+    """The prompt with the dataset's own continuation, cut to `max_length`, as if it had been sampled by version −1.
+
+    Raises DataError where the row has none, or a template or the model refuses it.
+    """
+    continued = renderer.continued(prompt)
+    ids = continued.ids[:max_length]
+    stop = len(ids)
+    is_ended = continued.is_ended and stop == len(continued.ids)
+    response = renderer.text(ids[continued.start : stop - is_ended])
+    said = {"role": "assistant", "content": response}
+    return Rollout(
+        prompt=prompt,
+        sample=0,
+        ids=ids,
+        loss_mask=np.arange(stop) >= continued.start,
+        logprobs=np.zeros(stop, np.float32),
+        behaviour_logprobs=np.zeros(stop, np.float32),
+        turns=np.array([[min(continued.start, stop), stop]], np.int32),
+        responses=(response,),
+        messages=() if isinstance(prompt.content, str) else (*prompt.content, said),
+        finish_reason="stop" if is_ended else "length",
+        version=-1,
+    )

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from nemo_opd.alignment import Pieces, pieces_of
 from nemo_opd.alignment.chat_tokens import locate_tokens
+from nemo_opd.data.continuation import Continued, Ids, TextContinuation, text_of
+from nemo_opd.data.record import Message, Prompt
 from nemo_opd.data.samples import require_ids
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.rollout.prompts import Continued, Ids, Tools
-from nemo_opd.rollout.record import Message, Prompt
+from nemo_opd.rollout.prompts import Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,38 +67,6 @@ class TextRenderer:
 
     def shortened(self, text: str, max_tokens: int) -> str:
         return shortened(self._tokenizer, text, max_tokens)
-
-
-class TextContinuation:
-    """A prompt and what follows it as one text, in any tokenizer. Can be pickled for other processes."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._lead = special_tokens_in_front(tokenizer)
-
-    def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
-        """The whole's tokens, with the tokenizer's end-of-sequence token, where it has one, if `is_ended`.
-
-        The continuation starts with the first token without characters of the prompt.
-        """
-        tokens = locate_tokens(self._tokenizer, prompt + response)
-        start = int(np.searchsorted(tokens.starts, len(prompt), "left"))
-        eos = self._tokenizer.eos_token_id if is_ended else None
-        end = np.array([] if eos is None else [eos], np.int32)
-        return Continued(np.concatenate([self._lead, tokens.ids, end]), len(self._lead) + start, eos is not None)
-
-
-def special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """What the tokenizer puts before a text by default."""
-    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
-    whole = tokenizer("a")["input_ids"]
-    count = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)
-    return np.array(whole[:count], np.int32)
-
-
-def text_of(prompt: Prompt) -> str:
-    assert isinstance(prompt.content, str), "a text renderer is for prompts that are texts"
-    return prompt.content
 
 
 def response_of(prompt: Prompt) -> str:

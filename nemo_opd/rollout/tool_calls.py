@@ -11,8 +11,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from nemo_opd.rollout.prompts import Ids, Tools
-from nemo_opd.rollout.record import Message
+from nemo_opd.data.continuation import Ids
+from nemo_opd.data.record import Message
+from nemo_opd.rollout.prompts import Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,15 +15,15 @@ from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import TEACHER
 from nemo_opd.data.prompts import read_prompts
-from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker, dataset_rollout
+from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.progress import working
 from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.prompts import Renderer, drop_long
-from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.rollout.prompts import Renderer, dataset_rollout, drop_long
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
 from nemo_opd.training.same_tokenizer import same_tokenizer_reader

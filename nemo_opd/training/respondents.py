@@ -8,12 +8,12 @@ from transformers import GenerationConfig
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.data.record import Prompt
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.prompts import Renderer
-from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import TextRenderer
 from nemo_opd.training.side import Side
 

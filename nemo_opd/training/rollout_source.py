@@ -14,10 +14,10 @@ from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.order import BatchOrder
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample
 from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.rollout.seeds import chosen_share
 from nemo_opd.training.engines import StudentEngine
 from nemo_opd.types import Batch, SampledRows

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Found
-from nemo_opd.config.run import Run, RunConfig
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.run_fields import Run
 from nemo_opd.disk import existing
 from nemo_opd.errors import ConfigError
 

@@ -13,11 +13,11 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import read_documents
+from nemo_opd.data.record import Prompt
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import num_tokens
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.prompts import Prompts

@@ -14,8 +14,8 @@ from torch import Tensor
 from nemo_opd.config import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.loader import SampleSource
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import OPDError
-from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.objective import objective_values
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight

@@ -11,9 +11,9 @@ import pytest
 from nemo_opd.config.data import Data, Source
 from nemo_opd.data.prompt_layout import prompt_layout
 from nemo_opd.data.prompts import read_prompts
+from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
-from nemo_opd.rollout.record import Prompt
 
 USER = {"role": "user", "content": "6 * 7?"}
 ANSWER = {"role": "assistant", "content": "42"}

@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
-from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker, dataset_rollout
+from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.rollout.prompts import dataset_rollout
 from nemo_opd.rollout.text import TextRenderer
 from tests.alignment.chat_fixture import with_template
 from tests.rollout.scripted import Scripted, asking, encoded, speaking

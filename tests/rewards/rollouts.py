@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nemo_opd.rollout.record import Prompt, Rollout
+from nemo_opd.data.record import Prompt, Rollout
 
 
 def rollout(

@@ -15,9 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_opd.config.base import YEAR_S
 from nemo_opd.config.reward import Reward
+from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answer, check_answers
-from nemo_opd.rollout.record import Prompt
 from tests.rewards.rollouts import rollout
 
 mine = types.ModuleType("rewards_of_a_test")

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nemo_opd.rollout.base import Completion, FinishReason, Request, Sampling
-from nemo_opd.rollout.record import Prompt
+from nemo_opd.data.record import FinishReason, Prompt
+from nemo_opd.rollout.base import Completion, Request, Sampling
 
 
 class Scripted:

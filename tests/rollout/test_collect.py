@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.calculator import Calculator
@@ -14,7 +15,6 @@ from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import EnvironmentStep
 from nemo_opd.rollout.metrics import repetition, rollout_metrics
-from nemo_opd.rollout.record import Message, Prompt, Rollout
 from nemo_opd.rollout.seeds import turn_seed
 from nemo_opd.rollout.text import TextRenderer
 from tests.rollout.scripted import Scripted, asking, encoded, speaking

@@ -11,10 +11,10 @@ import pytest
 from pydantic import ValidationError
 
 from nemo_opd.config.environment import CalculatorEnvironment, FunctionEnvironment
+from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.environment import EnvironmentStep, Played, build_environment
-from nemo_opd.rollout.record import Message, Prompt
 
 PROMPT = Prompt(11, [{"role": "user", "content": "?"}])
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from tokenizers import processors
 
+from nemo_opd.data.record import Prompt
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.prompts import drop_long
-from nemo_opd.rollout.record import Prompt
 from nemo_opd.rollout.text import TextRenderer
 from tests.rollout.scripted import encoded
 from tests.tokenizers_fixture import byte_level, llama_class, rebuilt, sentencepiece

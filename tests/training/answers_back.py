@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from nemo_opd.rollout.record import EnvironmentStep, Message, Prompt
+from nemo_opd.data.record import EnvironmentStep, Message, Prompt
 
 
 class AnswersBack:

@@ -10,9 +10,9 @@ import torch
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
-from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.rollout_source import Parts, RolloutSource
 from tests.config.settings import on_policy
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from nemo_opd.data.collate import collate
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.hf import HFEngine
-from nemo_opd.rollout.record import Prompt, Rollout
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts

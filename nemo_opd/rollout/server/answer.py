@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.rollout.base import Completion, FinishReason, Request
-from nemo_opd.rollout.users_code import is_finite, shown
+from nemo_opd.data.record import FinishReason
+from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.users_code import is_finite, shown
 
 ROUNDING = 1e-3
 """By which a log-probability may be above 0: servers compute them in 32 bits."""

@@ -9,7 +9,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer, UnusableError
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
-from nemo_opd.rollout.users_code import shown
+from nemo_opd.users_code import shown
 
 NAME = "student"
 

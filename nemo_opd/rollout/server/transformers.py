@@ -10,7 +10,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.server.answer import Answer
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms
-from nemo_opd.rollout.users_code import shown
+from nemo_opd.users_code import shown
 
 APP = "nemo_opd.rollout.server.transformers_app"
 

@@ -4,17 +4,21 @@ Beyond that is code that looks at no signal, in C, that ends the process (`os._e
 as math-verify by default: its time is compared when it returns.
 """
 
+import importlib
 import math
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
 from typing import Any, TypeVar
 
 from nemo_opd.config.secrets import without_secrets
+from nemo_opd.errors import ConfigError
 
 T = TypeVar("T")
 LARGEST_REWARD = 1e15
@@ -50,6 +54,25 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
         raise UsersCodeError(f"did not return in {timeout_s:g} s ({key})") from None
     except BaseException as error:
         raise UsersCodeError(f"raised {described(error)}") from error
+
+
+def imported(reference: str, *, key: str, form: str) -> Any:
+    """What `package.module:name` names; the working folder is looked in too.
+
+    key: of the setting; form: how it is written, for messages. Raises ConfigError where it cannot be imported.
+    """
+    module, _, name = reference.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module), name)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # what a module raises when imported shares no base class, and it may call sys.exit
+        raise ConfigError(
+            f"{key}={reference}: cannot be imported ({described(error)}); give `{form}`, with the package "
+            "installed or in the working folder"
+        ) from error
 
 
 def shown(value: object) -> str:

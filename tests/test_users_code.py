@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from nemo_opd.rollout import users_code
-from nemo_opd.rollout.users_code import UsersCodeError, called, shown
+from nemo_opd import users_code
+from nemo_opd.users_code import UsersCodeError, called, shown
 
 
 def test_code_that_takes_the_alarm_away_is_late_when_it_returns() -> None:
