@@ -1,9 +1,9 @@
-"""What every reward does: score a rollout, and stand for the number it gives."""
+"""The base of all rewards."""
 
 import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -13,15 +13,22 @@ from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 
 
 class RewardFunction(ABC):
-    """Called with a rollout, gives its reward. Leaving the `with`, or `close`, frees what it holds."""
+    """Function Rollout → float. Leaving the `with`, or `close`, frees what it holds."""
 
-    name: str
-    """How errors call it: the value of `reward.type`, or the user's function."""
     votes: ClassVar[bool] = False
-    """Whether it reads an answer out of a rollout, so that answers of several rollouts can be counted."""
+    """Whether it reads an answer from a rollout, so that equal answers of several rollouts can be counted."""
+
+    def __init__(self, settings: Any) -> None:
+        """Take the settings whose `type` names this reward."""
+        self.name: str = settings.type
+        """Name in errors: the value of `reward.type`, or the user's function."""
+
+    @classmethod  # noqa: B027  most need no check
+    def check_answer(cls, answer: str) -> None:
+        """Raise DataError for an answer of a dataset that it cannot compare with."""
 
     def __call__(self, rollout: Rollout) -> float:
-        """Raises RolloutError, with the prompt and the sample, for what is no number or too large for one."""
+        """Return the reward. Raises RolloutError, with the prompt and the sample, unless it is a finite number."""
         value = self.score(rollout)
         if not isinstance(value, numbers.Real | np.bool_):
             raise RolloutError(
@@ -35,22 +42,22 @@ class RewardFunction(ABC):
 
     @abstractmethod
     def score(self, rollout: Rollout) -> float:
-        """As computed, before it is checked."""
+        """Compute the reward, which `__call__` checks."""
 
     def of_batch(self, rollouts: Iterable[Rollout]) -> list[float]:
-        """Score the rollouts of one batch."""
+        """Return the rewards of one batch of rollouts."""
         self.begin()
         return [self(rollout) for rollout in rollouts]
 
     def begin(self) -> None:  # noqa: B027  most need not know
-        """To be called before the rollouts of a batch, or of an evaluation."""
+        """Prepare for the rollouts of a batch or of an evaluation."""
 
     def vote(self, rollout: Rollout) -> str | None:
-        """The answer that the rollout gives, equal for answers that mean the same; None where it gives none."""
+        """Return the rollout's answer, equal for answers that mean the same; None where it has none."""
         return None
 
     def close(self) -> None:  # noqa: B027  most have nothing to close
-        """Ends processes it started."""
+        """End the processes it started."""
 
     def __enter__(self) -> Self:
         return self
@@ -59,19 +66,18 @@ class RewardFunction(ABC):
         self.close()
 
     def at(self, rollout: Rollout) -> str:
-        """The start of a message about one rollout."""
+        """Return the start of a message about one rollout."""
         return f"reward {self.name}, prompt {rollout.prompt.index}, sample {rollout.sample}"
 
-
-def answer_of(rollout: Rollout, reward: RewardFunction) -> str:
-    """What the reward compares with. Raises RolloutError where the prompt has none."""
-    if rollout.prompt.answer is None:
-        raise RolloutError(
-            f"{reward.at(rollout)}: the prompt has no answer; set reward.answer_key to the column that holds it"
-        )
-    return rollout.prompt.answer
+    def answer(self, rollout: Rollout) -> str:
+        """Return the answer to compare with. Raises RolloutError where the prompt has none."""
+        if rollout.prompt.answer is None:
+            raise RolloutError(
+                f"{self.at(rollout)}: the prompt has no answer; set reward.answer_key to the column that holds it"
+            )
+        return rollout.prompt.answer
 
 
 def last_turn(rollout: Rollout) -> str:
-    """Empty where the student has said nothing."""
+    """Return the text of the student's last turn; empty where it had none."""
     return rollout.responses[-1] if rollout.responses else ""

@@ -1,12 +1,12 @@
-"""The environment's own reward."""
+"""The reward that the environment paid."""
 
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rewards.base import RewardFunction
 
 
-class Paid(RewardFunction):
-    name = "environment"
+class EnvironmentPay(RewardFunction):
+    """Sum of what the environment paid in all turns."""
 
     def score(self, rollout: Rollout) -> float:
         if rollout.env_reward is None:

@@ -1,4 +1,4 @@
-"""Whether two formulas mean the same, asked of a process that can be ended."""
+"""Mathematical equality of formulas, decided in a process that can be ended."""
 
 import contextlib
 import json
@@ -14,25 +14,25 @@ from typing import Any
 
 from nemo_opd.errors import RolloutError
 
-# By its file, for importing the package takes time; -P, lest its neighbours hide the standard library's modules.
-COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
-INTEGER = re.compile(r"[+-]?\d{1,1000}")
-WORD = re.compile(r"[^\W\d_]{3,}")
-TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
-GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+# By its file, since importing the package takes time; -P: modules in its folder have names of the standard library's.
+_COMMAND = (sys.executable, "-P", str(Path(__file__).with_name("equivalence_process.py")))
+_INTEGER = re.compile(r"[+-]?\d{1,1000}")
+_WORD = re.compile(r"[^\W\d_]{3,}")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+_GROUPS = re.compile(r"(?<=\d)(?:\\[,; !]|~|\{,\}|[ \u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 SLOW_S = 60.0
-"""The longest wait for an answer is this and twenty times its limit of processor time; a busy machine needs it."""
+"""Longest wait for an answer, added to twenty times its limit of processor time: a busy machine needs both."""
 MANY = 16
-"""Comparisons that run out of time, of one batch of rollouts, before the others get less of it each."""
+"""Comparisons of one batch of rollouts that run out of time before the limit of the others is lowered."""
 LEAST_S = 1.0
-"""Processor time that is left to each then, of which honest comparisons take a small part; a twentieth of the limit
-where that is more.
+"""Lowered limit of processor time, of which ordinary comparisons take a small part; a twentieth of the limit where
+that is more.
 """
-POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
+_POWER_OF_TEN = re.compile(r"(?<=\d)[eE]([+-]?\d+)")
 
 
 class Equivalence:
-    """Compares formulas by math-verify and SymPy, in a process of its own that starts when first needed."""
+    """Comparison of formulas by math-verify and SymPy, in a process that starts when first needed."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -44,30 +44,28 @@ class Equivalence:
         self._ask_once = lru_cache(maxsize=1 << 16)(self._ask)
 
     def begin(self) -> None:
-        """Start to count comparisons that run out of time anew; to be called before each batch of rollouts."""
+        """Reset the count of comparisons that ran out of time; to be called before each batch of rollouts."""
         self._num_overdue = 0
 
     def equal(self, wanted: str, given: str) -> bool:
-        """Whether both LaTeX formulas are equal; False where the comparison takes more processor time than
-        `timeout_s`.
-        """
-        wanted, given = tidy(wanted), tidy(given)
-        words = [bare_text(wanted), bare_text(given)]
-        if words[0] == words[1]:
-            return bool(words[0])
-        if WORD.fullmatch(words[0]):
+        """Return whether LaTeX formulas are equal; False where that takes more than `timeout_s` of processor time."""
+        wanted, given = _tidy(wanted), _tidy(given)
+        word = _bare_text(wanted)
+        if word == _bare_text(given):
+            return bool(word)
+        if _WORD.fullmatch(word):
             return False  # algebra takes a word for a product of letters
-        if INTEGER.fullmatch(wanted) and INTEGER.fullmatch(given):
+        if _INTEGER.fullmatch(wanted) and _INTEGER.fullmatch(given):
             return int(wanted) == int(given)
         return bool(given) and self._answer("equal", wanted, given) is True
 
     def canonical(self, formula: str) -> str | None:
-        """One text for formulas that simplify to the same; None where the formula is empty."""
-        formula = tidy(formula)
-        word = bare_text(formula)
-        if WORD.fullmatch(word):
+        """Return one text for all formulas that simplify to the same; None where the formula is empty."""
+        formula = _tidy(formula)
+        word = _bare_text(formula)
+        if _WORD.fullmatch(word):
             return word
-        if INTEGER.fullmatch(formula):
+        if _INTEGER.fullmatch(formula):
             return str(int(formula))
         found = self._answer("canonical", formula)
         return found if isinstance(found, str) else word or None
@@ -77,7 +75,7 @@ class Equivalence:
             self._end()
 
     def _answer(self, task: str, *formulas: str) -> Any:
-        """None where time ran out, also where that was known already: what a run is told does not depend on it."""
+        """Return the answer; None where time ran out, also where that is cached: rewards must not depend on it."""
         limit_s = self.timeout_s
         if self._num_overdue >= MANY:
             limit_s = min(limit_s, max(LEAST_S, limit_s / 20))
@@ -87,9 +85,9 @@ class Equivalence:
         return reply.get("answer")
 
     def _ask(self, task: str, limit_s: float, *formulas: str) -> dict[str, Any]:
-        """What the process replies: `answer`, or `ended` where time ran out, or algebra broke down.
+        """Return the process's reply: `answer`, or `ended` where time ran out, or algebra broke down.
 
-        Raises RolloutError where the process was killed at it twice, has ended, or says nothing.
+        Raises RolloutError where the process was killed twice, has ended, or does not reply.
         """
         for _ in range(2):
             reply = self._replied(task, limit_s, *formulas)
@@ -114,9 +112,9 @@ class Equivalence:
             try:
                 process.stdin.write(question + "\n")
                 process.stdin.flush()
-                # Before it there may be what was said of a question that nobody waits for any more.
+                # Earlier lines may answer a question that was abandoned.
                 for line in process.stdout:
-                    with contextlib.suppress(ValueError):  # of a child that was killed as it wrote
+                    with contextlib.suppress(ValueError):  # from a child that was killed as it wrote
                         reply: dict[str, Any] = json.loads(line)
                         if reply["number"] == number:
                             return reply
@@ -133,13 +131,13 @@ class Equivalence:
                 "or whether the machine's memory is full"
             )
         raise RolloutError(
-            f"the process that compares formulas ended with status {status}; run `{' '.join(COMMAND)}` to see why"
+            f"the process that compares formulas ended with status {status}; run `{' '.join(_COMMAND)}` to see why"
         )
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None:
             self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
+                _COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8"
             )
             self._finalizer = weakref.finalize(self, _end, self._process)
         return self._process
@@ -159,12 +157,12 @@ def _end(process: subprocess.Popen[str]) -> None:
                 pipe.close()
 
 
-def tidy(formula: str) -> str:
-    """Without dollar signs around it, and with numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3."""
+def _tidy(formula: str) -> str:
+    """Strip dollar signs, and write numbers as algebra reads them: 1000 for 1 000, 2·10^3 for 2e3."""
     formula = formula.strip().strip("$").strip().replace("\\%", "%").replace("\\varnothing", "\\emptyset")
-    return POWER_OF_TEN.sub(r"\\times 10^{\1}", GROUPS.sub("", formula)).rstrip(".").strip()
+    return _POWER_OF_TEN.sub(r"\\times 10^{\1}", _GROUPS.sub("", formula)).rstrip(".").strip()
 
 
-def bare_text(formula: str) -> str:
-    """Lower case, without spaces and the commands that set text."""
-    return "".join(TEXT.sub(r"\1", formula).replace("\\ ", "").replace("\\,", "").split()).casefold()
+def _bare_text(formula: str) -> str:
+    """Return the formula in lower case, without spaces and the commands that set text."""
+    return "".join(_TEXT.sub(r"\1", formula).replace("\\ ", "").replace("\\,", "").split()).casefold()

@@ -1,13 +1,12 @@
 """A process that reads pairs of formulas and answers whether they are equal: JSON lines in, JSON lines out.
 
-It is one because symbolic algebra can run for ever, in C code too, where neither a thread nor a signal handler ends it.
-An interval timer with the signal's default action does: the kernel ends the child that computes, and its parent, which
-has the libraries loaded and in use, answers `{"number": N, "ended": SIGNAL}` for it and forks the next in a moment.
-The timer counts processor time, so that a busy machine changes no answer.
+Symbolic algebra may never end, in C code too, where neither a thread nor a signal handler ends it. An interval timer
+with the signal's default action does: the kernel ends the child that computes, and its parent, which has the libraries
+loaded and in use, answers `{"number": N, "ended": SIGNAL}` for it and forks the next child at once. The timer counts
+processor time, so that a busy machine changes no answer.
 
-Each question has a number, and its answer too: `{"number": N, "answer": …}`. A child that is ended just after its
-answer leaves two lines with one number, of which the reader skips the second; one that is ended between questions
-leaves none.
+Each question and its answer have a number: `{"number": N, "answer": …}`. A child that is ended just after its answer
+leaves two lines with one number, of which the reader skips the second; one that is ended between questions leaves none.
 """
 
 import ctypes
@@ -26,22 +25,22 @@ from math_verify import parse, verify
 
 NUMBER = struct.Struct("q")
 MAX_MEMORY = 4 << 30
-"""Bytes of address space; a formula that wants more raises MemoryError instead of taking the machine down."""
+"""Bytes of address space; a formula that needs more raises MemoryError instead of exhausting the machine."""
 
 PR_SET_PDEATHSIG = 1
 NONE = 0
-"""In the place of a number: no question is open."""
+"""Number that stands for no open question."""
 
 
 def main() -> None:
     logging.disable(logging.WARNING)  # math-verify warns about timeouts it does not have to keep
-    # Who asks ends this, by the end of input. What a terminal or scheduler sends to all processes is for the driver,
-    # which needs answers until its step is done; and a child that it ended would look like one out of time.
+    # The end of input ends this process. Signals that a terminal or scheduler sends to all processes are meant for the
+    # driver, which needs answers until its step is done; and a child that they ended would look like one out of time.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY if limit < 0 else min(MAX_MEMORY, limit), limit))
-    # What the libraries make when they are first used takes a child longer than most comparisons.
+    # What the libraries initialise at their first use takes longer than most comparisons; children inherit it.
     for task, formulas in (("equal", [r"\frac{1}{2}", "0.5"]), ("canonical", [r"\sin(x)^2+\cos(x)^2"])):
         answered(task, formulas)
     parent, open_question = os.getpid(), mmap.mmap(-1, 8)
@@ -58,9 +57,9 @@ def main() -> None:
 
 
 def answer_all(parent: int, open_question: mmap.mmap) -> None:
-    """Answer until the input ends, or a comparison ends this process, which is not to outlive its parent.
+    """Answer questions until the input ends, or a comparison ends this process. It does not outlive its parent.
 
-    open_question: shared with the parent, holds the number of the question that is being answered.
+    open_question: number of the question that is being answered, in memory shared with the parent.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -88,7 +87,7 @@ def answered(task: str, formulas: list[str]) -> Any:
 
 
 def canonical(parsed: list[Any]) -> str | None:
-    """One text for formulas that simplify to the same; of x = 3 the 3."""
+    """Return one text for all formulas that simplify to the same; 3 for x = 3."""
     if not parsed:
         return None
     formula = parsed[0]

@@ -1,23 +1,31 @@
-"""Reward 1 for the very words of the answer."""
+"""Reward 1 where the last turn is the answer."""
 
 from nemo_opd.config.reward import ExactReward
 from nemo_opd.data.record import Rollout
-from nemo_opd.rewards.base import RewardFunction, answer_of, last_turn
+from nemo_opd.errors import DataError
+from nemo_opd.rewards.base import RewardFunction, last_turn
 
 
-class Exact(RewardFunction):
-    name = "exact"
+class ExactMatch(RewardFunction):
+    """1 where the texts are equal, surrounding white space aside, else 0."""
+
     votes = True
 
     def __init__(self, settings: ExactReward) -> None:
-        self.ignore_case = settings.ignore_case
+        super().__init__(settings)
+        self._ignore_case = settings.ignore_case
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        if not answer.strip():
+            raise DataError(f"the answer {answer!r} is empty, so reward.type=exact has nothing to compare with")
 
     def score(self, rollout: Rollout) -> float:
-        return float(self.vote(rollout) == self._canonical(answer_of(rollout, self)))
+        return float(self.vote(rollout) == self._canonical(self.answer(rollout)))
 
     def vote(self, rollout: Rollout) -> str | None:
         return self._canonical(last_turn(rollout)) or None
 
     def _canonical(self, text: str) -> str:
         text = text.strip()
-        return text.casefold() if self.ignore_case else text
+        return text.casefold() if self._ignore_case else text

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from nemo_opd.data.record import EnvironmentStep, Message, Prompt
-from nemo_opd.rewards.spoken_numbers import last_number
+from nemo_opd.rewards.written_numbers import last_number
 from nemo_opd.rollout.tool_calls import function_tool
 
 NAME = "calculator"

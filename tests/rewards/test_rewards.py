@@ -7,7 +7,7 @@ import sys
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from nemo_opd.config.reward import Reward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answer, check_answers
+from nemo_opd.rewards.build import REWARDS
 from tests.rewards.rollouts import rollout
 
 mine = types.ModuleType("rewards_of_a_test")
@@ -32,6 +33,11 @@ def users_module() -> Iterator[types.ModuleType]:
     sys.modules[mine.__name__] = mine
     yield mine
     del sys.modules[mine.__name__]
+
+
+def test_every_type_of_reward_can_be_built() -> None:
+    union, _ = get_args(Reward)
+    assert set(get_args(union)) == REWARDS.keys()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from nemo_opd.rewards.spoken_numbers import Spoken, last_number
+from nemo_opd.rewards.written_numbers import WrittenNumber, last_number
 
 CASES = {
     # signs
@@ -55,7 +55,7 @@ CASES = {
 
 @pytest.mark.parametrize(("text", "number"), CASES.items())
 def test_the_last_number_is_read_as_people_read_it(text: str, number: str) -> None:
-    assert last_number(text) == Spoken(Fraction(number))
+    assert last_number(text) == WrittenNumber(Fraction(number))
 
 
 @pytest.mark.parametrize("text", ["", "none", "x_1", "3/0", "9" * 500, "1e999999999", "\\frac{1}{0}"])
@@ -67,19 +67,19 @@ def test_what_is_no_number_is_none(text: str) -> None:
 def test_percent_is_half_and_fifty(text: str) -> None:
     given = last_number(text)
 
-    assert given == Spoken(Fraction(50), is_percent=True)
-    assert given.is_near(Spoken(Fraction(50)), 0)
-    assert given.is_near(Spoken(Fraction(1, 2)), 0)
-    assert Spoken(Fraction(1, 2)).is_near(given, 0)
-    assert not given.is_near(Spoken(Fraction(1, 2), is_percent=True), 1e-6)
+    assert given == WrittenNumber(Fraction(50), is_percent=True)
+    assert given.is_near(WrittenNumber(Fraction(50)), 0)
+    assert given.is_near(WrittenNumber(Fraction(1, 2)), 0)
+    assert WrittenNumber(Fraction(1, 2)).is_near(given, 0)
+    assert not given.is_near(WrittenNumber(Fraction(1, 2), is_percent=True), 1e-6)
 
 
 def test_the_tolerance_is_relative_to_the_answer_and_exact() -> None:
-    wanted = Spoken(Fraction(1000))
+    wanted = WrittenNumber(Fraction(1000))
 
-    assert Spoken(Fraction(1001)).is_near(wanted, 0.001)
-    assert not Spoken(Fraction("1001.001")).is_near(wanted, 0.001)
-    assert not Spoken(Fraction(2**60 + 1)).is_near(Spoken(Fraction(2**60)), 0)  # equal as float64
+    assert WrittenNumber(Fraction(1001)).is_near(wanted, 0.001)
+    assert not WrittenNumber(Fraction("1001.001")).is_near(wanted, 0.001)
+    assert not WrittenNumber(Fraction(2**60 + 1)).is_near(WrittenNumber(Fraction(2**60)), 0)  # equal as float64
 
 
 @pytest.mark.parametrize("part", ["9", "1,", "1,000", "1 ", r"\frac{1}", "1/", "$", "-"])

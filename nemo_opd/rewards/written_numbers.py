@@ -1,7 +1,7 @@
-"""Numbers as models write them: thousands separators, signs, fractions, percent, powers of ten, LaTeX.
+"""Numbers in texts: thousands separators, signs, fractions, percent, powers of ten, LaTeX.
 
 A comma or a LaTeX or Unicode thin space separates thousands where three digits follow each, and a point the decimals.
-Digits that belong to a name (`H2`) or stand as an index or exponent (`x_1`, `m^2`) are no numbers of their own.
+Digits that belong to a name (`H2`) or are an index or exponent (`x_1`, `m^2`) do not count as numbers.
 """
 
 import re
@@ -9,37 +9,42 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-SPACE = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f])"
-DIGITS = rf"(?:\d{{1,3}}(?:{SPACE}\d{{3}}(?!\d))++|\d++)"
-UNSIGNED = rf"(?:{DIGITS}(?:\.\d++)?|\.\d++)"
-SIGN = r"[-+\u2212]"
-TIMES_TEN = rf"(?:[eE](?P<e>{SIGN}?\d++)|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*\{{?\s*(?P<power>{SIGN}?\d++)\s*\}}?)"
+_GAP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f])"
+_DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d))++|\d++)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.\d++)?|\.\d++)"
+_SIGN = r"[-+\u2212]"
+_TIMES_TEN = (
+    rf"(?:[eE](?P<e>{_SIGN}?\d++)|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*\{{?\s*(?P<power>{_SIGN}?\d++)\s*\}}?)"
+)
 # Possessive throughout: a model that repeats a digit ten thousand times must not make the search quadratic.
-NUMBER = re.compile(
+_NUMBER = re.compile(
     # 3-5 and (a)-5 are differences, whose second number has no sign
-    rf"(?:(?<![\w)\]}}])(?P<sign>{SIGN}))?(?:\\?[$€£]\s*)?(?P<sign_after>(?<=[$€£]){SIGN})?(?<![A-Za-z_^\d])(?<![_^]\{{)"
+    rf"(?:(?<![\w)\]}}])(?P<sign>{_SIGN}))?(?:\\?[$€£]\s*)?(?P<sign_after>(?<=[$€£]){_SIGN})?(?<![A-Za-z_^\d])(?<![_^]\{{)"
     r"(?:(?:(?P<whole>\d++)(?:\s(?=\d+/\d)|\s?(?=\\[dt]?frac)))?"
     r"(?:\\[dt]?frac\s*(?:\{\s*(?P<top_sign>[-\u2212])?(?P<top>\d++)\s*\}|(?P<top_digit>\d))\s*(?:\{\s*(?P<bottom>\d++)\s*\}|(?P<bottom_digit>\d))"
     r"|(?<!/)(?P<left>\d++)\s?/\s?(?P<right>\d++)(?!/\d))"
-    rf"|(?P<plain>{UNSIGNED}){TIMES_TEN}?)"
+    rf"|(?P<plain>{_UNSIGNED}){_TIMES_TEN}?)"
     r"(?P<percent>\s?\\?%|\s?percent\b)?"
 )
-COMMAND = re.compile(r"(?<!\\)(\\[A-Za-z]+)(?<!frac)(?=\d)")
-SEPARATOR = re.compile(SPACE)
-MAX_DIGITS = 400
-"""Nobody means a longer number, and exact arithmetic with one takes for ever."""
+_COMMAND = re.compile(r"(?<!\\)(\\[A-Za-z]+)(?<!frac)(?=\d)")
+_SEPARATOR = re.compile(_GAP)
+_MAX_DIGITS = 400
+"""Longer numbers are not meant as such, and exact arithmetic with one does not end."""
 
 
 @dataclass(frozen=True, slots=True)
-class Spoken:
+class WrittenNumber:
     """A number in a text."""
 
     value: Fraction
-    """As written: 50 for 50 %."""
+    """Value before any percent sign: 50 for 50 %."""
     is_percent: bool = False
 
-    def is_near(self, other: "Spoken", tolerance: float) -> bool:
-        """Whether |self − other| ≤ tolerance · |other|. With a percent sign on one side only, 50 % is both 50 and ½."""
+    def is_near(self, other: "WrittenNumber", tolerance: float) -> bool:
+        """Return whether |self − other| ≤ tolerance · |other|.
+
+        With a percent sign on one side only, 50 % is both 50 and ½.
+        """
         if self.is_percent == other.is_percent:
             return _is_near(self.value, other.value, tolerance)
         scale = Fraction(1, 100) if self.is_percent else Fraction(100)
@@ -53,34 +58,34 @@ def _is_near(value: Fraction, wanted: Fraction, tolerance: float) -> bool:
     return abs(value - wanted) <= Fraction(tolerance) * abs(wanted)
 
 
-def last_number(text: str) -> Spoken | None:
-    """None where there is none, or the last divides by zero or has hundreds of digits."""
-    found = deque(NUMBER.finditer(COMMAND.sub(r"\1 ", text)), maxlen=1)
+def last_number(text: str) -> WrittenNumber | None:
+    """Return the last number of a text; None where there is none, or it divides by zero or has hundreds of digits."""
+    found = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
     return _read(found[0]) if found else None
 
 
-def _read(found: re.Match[str]) -> Spoken | None:
+def _read(found: re.Match[str]) -> WrittenNumber | None:
     parts = found.groupdict()
     fraction = _fraction_of(parts)
     if fraction is None:
         return None
     sign = parts["sign"] or parts["sign_after"] or "+"
     is_negative = (sign != "+") != (parts["top_sign"] is not None)
-    return Spoken(-fraction if is_negative else fraction, parts["percent"] is not None)
+    return WrittenNumber(-fraction if is_negative else fraction, parts["percent"] is not None)
 
 
 def _fraction_of(parts: dict[str, str | None]) -> Fraction | None:
     if (plain := parts["plain"]) is not None:
-        return _plain(SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
+        return _plain(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
     top = parts["top"] or parts["top_digit"] or parts["left"] or ""
     bottom = parts["bottom"] or parts["bottom_digit"] or parts["right"] or ""
     whole = parts["whole"] or "0"
-    if max(len(top), len(bottom), len(whole)) > MAX_DIGITS or not int(bottom):
+    if max(len(top), len(bottom), len(whole)) > _MAX_DIGITS or not int(bottom):
         return None
     return int(whole) + Fraction(int(top), int(bottom))
 
 
 def _plain(digits: str, exponent: str) -> Fraction | None:
-    if len(digits) > MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > MAX_DIGITS:
+    if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > _MAX_DIGITS:
         return None
     return Fraction(digits) * Fraction(10) ** int(exponent)
