@@ -28,10 +28,10 @@ from nemo_opd.data.layout import TextLayout
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.jsonl import read
-from nemo_opd.models.load import load_tokenizer
+from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.hf import HFEngine
+from nemo_opd.rollout.hf import HFEngine, end_ids
 from nemo_opd.rollout.text import TextRenderer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,9 +82,10 @@ def teachers_samples(folder: Path, number: int) -> Path:
     """The training prompts of the demo with a response of the teacher each, drawn at temperature 1."""
     documents = load_documents(Source(arrow_files=("demo:arithmetic_train",)), TextLayout("text"), key="data.train")
     prompts = [Prompt(i, text) for i, text in enumerate(documents[TEXT][:number])]
-    engine = HFEngine(TEACHER, dtype=torch.float32, device="cpu", batch_size=256)
-    renderer = TextRenderer(load_tokenizer(TEACHER, key="teacher"))
-    collector = Collector(engine, renderer, sampling=Sampling(), max_new_tokens=48, max_length=80)
+    model, tokenizer = load_model(TEACHER, torch.float32, key="teacher"), load_tokenizer(TEACHER, key="teacher")
+    ends = end_ids(tokenizer, model.generation_config)
+    engine = HFEngine(model, end_ids=ends, vocab_size=len(tokenizer), batch_size=256, device="cpu")
+    collector = Collector(engine, TextRenderer(tokenizer), sampling=Sampling(), max_new_tokens=48, max_length=80)
     file = folder / "teacher.jsonl"
     with file.open("w", encoding="utf-8") as lines:
         for rollout in collector.collect(prompts, 1, 0):

@@ -1,16 +1,16 @@
-"""Answers for people to read."""
+"""Answers as they are shown in samples.jsonl and in the report."""
 
 from collections.abc import Iterator, Sequence
 
-from nemo_opd.data.record import Message, Prompt, Rollout
+from nemo_opd.data.record import Message, Rollout
 from nemo_opd.evaluation.tasks import Answer, Answered, EvaluationResult
 from nemo_opd.logging.samples import ShownAnswer
 
 
 def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str | None = None) -> list[ShownAnswer]:
-    """The answer to each of the first `limit` questions: the likeliest where it was taken, else the first sampled.
+    """Return the answer to each of the first `limit` questions: the likeliest if it was taken, else the first sampled.
 
-    teacher: the name of the one that was asked; None: the student was.
+    teacher: name of the teacher that answered; None: the student did.
     """
     return [
         _shown(question, question.greedy or question.sampled[0], step, teacher, is_greedy=question.greedy is not None)
@@ -19,6 +19,7 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
 
 
 def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
+    """Yield all answers, question by question."""
     for question in result.questions:
         if question.greedy is not None:
             yield _shown(question, question.greedy, step, is_greedy=True)
@@ -29,15 +30,15 @@ def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
 def _shown(
     question: Answered, answer: Answer, step: int, teacher: str | None = None, *, is_greedy: bool
 ) -> ShownAnswer:
-    rollout = answer.rollout
+    rollout, content = answer.rollout, question.prompt.content
     return ShownAnswer(
         step=step,
         question=question.prompt.index,
         kind="greedy" if is_greedy else "sampled",
         sample=rollout.sample,
-        prompt=prompt_text(question.prompt),
+        prompt=content if isinstance(content, str) else _conversation(content),
         answer=question.prompt.answer,
-        response=response_text(rollout),
+        response=_response_text(rollout),
         reward=answer.reward,
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.num_sampled,
@@ -45,19 +46,15 @@ def _shown(
     )
 
 
-def prompt_text(prompt: Prompt) -> str:
-    return prompt.content if isinstance(prompt.content, str) else conversation(prompt.content)
-
-
-def response_text(rollout: Rollout) -> str:
-    """What the model said; where others answered it, the conversation after the prompt."""
+def _response_text(rollout: Rollout) -> str:
+    """Return the model's text; where an environment answered it, the conversation after the prompt."""
     if len(rollout.responses) == 1 or isinstance(rollout.prompt.content, str):
         return "\n".join(rollout.responses)
-    return conversation(rollout.messages[len(rollout.prompt.content) :])
+    return _conversation(rollout.messages[len(rollout.prompt.content) :])
 
 
-def conversation(messages: Sequence[Message]) -> str:
-    """`role: content`, a blank line between messages; of one message of the user the content alone."""
+def _conversation(messages: Sequence[Message]) -> str:
+    """Join messages as `role: content` with blank lines; a single message of the user is its content."""
     if len(messages) == 1 and messages[0]["role"] == "user":
         return str(messages[0]["content"])
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

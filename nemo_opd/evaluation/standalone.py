@@ -1,4 +1,4 @@
-"""Evaluation of a model that is already there."""
+"""Evaluation of a finished model."""
 
 import json
 import logging
@@ -10,72 +10,117 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from transformers import PreTrainedTokenizerFast
+from rich.table import Table
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import to_yaml
-from nemo_opd.evaluation.engines import open_engine, tokenizer_of
-from nemo_opd.evaluation.questions import fitting, read_questions
+from nemo_opd.data.prompts import read_prompts
+from nemo_opd.data.record import Prompt
+from nemo_opd.data.sources import load_documents
+from nemo_opd.evaluation.inputs import layout_of
 from nemo_opd.evaluation.shown import all_answers
-from nemo_opd.evaluation.table import estimates_table
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.busy import busy
+from nemo_opd.logging.formats import figure, share
 from nemo_opd.logging.samples import write_samples
-from nemo_opd.models.load import load_config
-from nemo_opd.rewards import build_reward
-from nemo_opd.rollout.base import Generator, Sampling
+from nemo_opd.models.folder import read_template
+from nemo_opd.models.load import load_config, load_tokenizer
+from nemo_opd.rewards import build_reward, check_answers
+from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
 from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.engines import open_for_model
 from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.hf import max_positions
+from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
-from nemo_opd.rollout.prompts import Kept, Renderer
+from nemo_opd.rollout.prompts import Kept, Renderer, drop_long
 from nemo_opd.rollout.text import TextRenderer
 
-NO_LIMIT = 1 << 30
-"""Tokens of a sequence of a model that names none."""
+_NO_LIMIT = 1 << 30
+"""Tokens of a sequence of a model whose configuration names no limit."""
 
 _log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluationConfig, console: Console | None = None) -> EvaluationResult:
-    """Asks, prints a table, and writes config.yaml, results.json and samples.jsonl into `output_dir`.
+    """Evaluate, print a table, and write config.yaml, results.json and samples.jsonl into `output_dir`.
 
     Raises what reading the model and the questions, the engine, the environment and the reward raise.
     """
     console = console or Console()
     require_installed(config.rollout)
-    output_dir = config.output_dir or default_output_dir()
+    output_dir = config.output_dir or _default_output_dir()
     with ExitStack() as stack:
         reward = stack.enter_context(build_reward(config.reward))
-        prompts = read_questions(config)
-        model, tokenizer = load_config(config.model, key="model"), tokenizer_of(config)
-        renderer = renderer_of(config, tokenizer)
-        questions = fitting(prompts, renderer, config, max_positions(model))
+        prompts = _read_questions(config)
+        model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
+        renderer, positions = _renderer_of(config, tokenizer), max_positions(model)
+        questions = _fitting(prompts, renderer, config, positions)
         if questions.num_dropped:
             _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
+        ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
+        spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions)
         with busy(f"loading {config.model}"):
-            engine = stack.enter_context(open_engine(config, model, tokenizer, output_dir))
-        max_length = max_positions(model) or NO_LIMIT
+            engine = stack.enter_context(open_for_model(config.rollout, spec, config.model, config.device))
         likeliest = Sampling(temperature=0, needs_raw=False)
-        greedy = collector(config, engine, renderer, likeliest, max_length) if config.greedy else None
+        greedy = _collector(config, engine, renderer, likeliest, positions) if config.greedy else None
         sampling = Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False)
-        sampled = collector(config, engine, renderer, sampling, max_length)
+        sampled = _collector(config, engine, renderer, sampling, positions)
         start = time.monotonic()
         with busy(f"asking {len(questions.prompts):,} questions"):
             result = evaluate_task(greedy, sampled, questions.prompts, reward, config)
         seconds = time.monotonic() - start
     write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
     write_samples(output_dir / "samples.jsonl", all_answers(result, step=0))
-    write_atomically(output_dir / "results.json", results_json(config, result, questions, seconds).encode())
-    console.print(estimates_table(result, config))
+    write_atomically(output_dir / "results.json", _results_json(config, result, questions, seconds).encode())
+    console.print(_estimates_table(result, config))
     console.print(f"wrote {output_dir}/results.json and samples.jsonl", soft_wrap=True)
     return result
 
 
-def collector(
-    config: EvaluationConfig, engine: Generator, renderer: Renderer, sampling: Sampling, max_length: int
+def _read_questions(config: EvaluationConfig) -> list[Prompt]:
+    """Raise DataError, with the row, for a question that cannot be read or does not fit the reward."""
+    documents = load_documents(config.data, layout_of(config), key="data")
+    prompts = read_prompts(documents, range(len(documents)))
+    check_answers(config.reward, prompts, source="data")
+    return prompts
+
+
+def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
+    """Load the tokenizer, with the chat template that the settings name. Raises ModelError."""
+    key, source = ("model", config.model) if config.tokenizer is None else ("tokenizer", config.tokenizer)
+    tokenizer = load_tokenizer(source, key=key)
+    if config.chat_template is not None:
+        tokenizer.chat_template = read_template(config.chat_template, key="chat_template")
+    return tokenizer
+
+
+def _renderer_of(config: EvaluationConfig, tokenizer: PreTrainedTokenizerFast) -> Renderer:
+    """Raise AlignmentError where questions are conversations and there is no chat template."""
+    if config.data.messages_key is None:
+        return TextRenderer(tokenizer)
+    return ConversationRenderer(tokenizer, config.chat_template_kwargs)
+
+
+def _fitting(prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None) -> Kept:
+    """Return the questions that leave room for an answer in the model's positions, None being any number.
+
+    Raises DataError where none is left.
+    """
+    limits = [config.max_prompt_length, None if positions is None else positions - config.max_new_tokens]
+    way_out = (
+        f"the model has {'any number of' if positions is None else positions} positions, "
+        f"max_new_tokens={config.max_new_tokens} of them are for the answer, and "
+        f"max_prompt_length={config.max_prompt_length}; change one of these"
+    )
+    limit = min((limit for limit in limits if limit is not None), default=None)
+    return drop_long(prompts, renderer, limit, key="data", way_out=way_out)
+
+
+def _collector(
+    config: EvaluationConfig, engine: Generator, renderer: Renderer, sampling: Sampling, positions: int | None
 ) -> Collector:
     limits: dict[str, Any] = {}
     if config.environment is not None:
@@ -89,21 +134,14 @@ def collector(
         renderer,
         sampling=sampling,
         max_new_tokens=config.max_new_tokens,
-        max_length=max_length,
+        max_length=positions or _NO_LIMIT,
         environment=None if config.environment is None else build_environment(config.environment),
         seed=config.seed,
         **limits,
     )
 
 
-def renderer_of(config: EvaluationConfig, tokenizer: PreTrainedTokenizerFast) -> Renderer:
-    """Raises AlignmentError where questions are conversations and there is no chat template."""
-    if config.data.messages_key is None:
-        return TextRenderer(tokenizer)
-    return ConversationRenderer(tokenizer, config.chat_template_kwargs)
-
-
-def results_json(config: EvaluationConfig, result: EvaluationResult, questions: Kept, seconds: float) -> str:
+def _results_json(config: EvaluationConfig, result: EvaluationResult, questions: Kept, seconds: float) -> str:
     results = {
         "model": config.model,
         "num_questions": len(questions.prompts),
@@ -118,5 +156,24 @@ def results_json(config: EvaluationConfig, result: EvaluationResult, questions: 
     return json.dumps(results, indent=2) + "\n"
 
 
-def default_output_dir() -> Path:
+def _default_output_dir() -> Path:
     return Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+
+
+def _estimates_table(result: EvaluationResult, config: EvaluationConfig) -> Table:
+    """Return a table with a row for each estimate and its interval, then the lengths of answers.
+
+    Shares are in per cent; a mean reward is a plain number where a reward is not between 0 and 1.
+    """
+    table = Table(title=f"{len(result.questions):,} questions, {config.n:,} sampled answers each")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column(f"{100 * config.confidence:.4g} % interval", justify="right")
+    are_shares = all(0 <= answer.reward <= 1 for question in result.questions for answer in question.sampled)
+    for name, estimate in result.estimates.items():
+        form = share if are_shares or not name.startswith("mean@") else figure
+        table.add_row(name, form(estimate.value), f"{form(estimate.low)} to {form(estimate.high)}")
+    table.add_section()
+    table.add_row("response length", f"{result.response_length:.1f}", "tokens")
+    table.add_row("truncated", share(result.truncation_rate), "of sampled answers")
+    return table

@@ -1,4 +1,4 @@
-"""Questions that can be checked: sampled answers, the likeliest one, and what they are worth."""
+"""Evaluation on questions: sampled answers, the likeliest one, and their rewards."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,8 +8,7 @@ from typing import Protocol
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.evaluation.intervals import Estimate, mean_with_interval
-from nemo_opd.evaluation.pass_at_k import maj_at_k, pass_at_k
+from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
 
@@ -18,18 +17,18 @@ PREFIX = "eval/"
 
 class Collects(Protocol):
     def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
-        """n rollouts of each prompt."""
+        """Return n rollouts of each prompt."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rollout and what it is worth."""
+    """A rollout and its reward."""
 
     rollout: Rollout
     reward: float
     vote: str | None
-    """Equal for answers that mean the same; None where it gives none."""
+    """Text that is equal for answers that mean the same; None where there is no answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,14 @@ class Answered:
 
     prompt: Prompt
     sampled: tuple[Answer, ...]
-    """n of them, by sample."""
+    """n answers, in the order of samples."""
     greedy: Answer | None
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluationResult:
+    """Estimates over questions, and all answers."""
+
     estimates: dict[str, Estimate]
     """pass@k, maj@k for k > 1 (of rewards that read an answer out of a text), mean@n and greedy, over questions."""
     response_length: float
@@ -54,7 +55,7 @@ class EvaluationResult:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """As they are logged: eval/pass@1, eval/pass@1_low, eval/pass@1_high, …"""
+        """Figures as they are logged: eval/pass@1, eval/pass@1_low, eval/pass@1_high, …"""
         figures: dict[str, float] = {}
         for name, estimate in self.estimates.items():
             figures[f"{PREFIX}{name}"] = estimate.value
@@ -75,7 +76,7 @@ def evaluate_task(
 ) -> EvaluationResult:
     """Ask each question n times, and once more for the likeliest answer where there is a `collector_greedy`.
 
-    `step` is handed to the collectors: with the same one, evaluations differ by the model alone. Raises DataError
+    `step` is passed to the collectors: with the same one, evaluations differ by the model alone. Raises DataError
     without prompts, and RolloutError where answers are missing or a reward is no number.
     """
     if not prompts:
@@ -87,7 +88,7 @@ def evaluate_task(
     )
     rollouts = [answer.rollout for question in questions for answer in question.sampled]
     return EvaluationResult(
-        estimates(questions, settings, has_votes=reward.votes),
+        _estimates(questions, settings, has_votes=reward.votes),
         response_length=fmean(rollout.num_sampled for rollout in rollouts),
         truncation_rate=fmean(rollout.finish_reason == "length" for rollout in rollouts),
         questions=questions,
@@ -97,7 +98,7 @@ def evaluate_task(
 def _answers(
     collector: Collects, prompts: Sequence[Prompt], n: int, step: int, reward: RewardFunction
 ) -> dict[int, tuple[Answer, ...]]:
-    """By the prompt's index."""
+    """Return the answers by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
     reward.begin()
     for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers", len(prompts) * n):
@@ -108,12 +109,12 @@ def _answers(
     return {index: tuple(sorted(own, key=lambda answer: answer.rollout.sample)) for index, own in answers.items()}
 
 
-def estimates(questions: Sequence[Answered], settings: Questions, *, has_votes: bool) -> dict[str, Estimate]:
-    """Means over questions by name, in the order in which they are shown."""
+def _estimates(questions: Sequence[Answered], settings: Questions, *, has_votes: bool) -> dict[str, Estimate]:
+    """Return means over questions by name, in the order in which they are shown."""
     values: dict[str, list[float]] = {}
     for k in settings.k:
         values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
-    for k in (k for k in settings.k if has_votes and k > 1):  # of one answer it is pass@1
+    for k in (k for k in settings.k if has_votes and k > 1):  # maj@1 is pass@1
         values[f"maj@{k}"] = [_majority(question, settings, k) for question in questions]
     values[f"mean@{settings.n}"] = [fmean(answer.reward for answer in question.sampled) for question in questions]
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]
@@ -133,5 +134,5 @@ def _pass(question: Answered, settings: Questions, k: int) -> float:
 def _majority(question: Answered, settings: Questions, k: int) -> float:
     votes = [answer.vote for answer in question.sampled]
     correct = [_is_correct(answer, settings) for answer in question.sampled]
-    # A seed of its own, lest the same subsets be drawn for every question and their errors add up.
+    # With one seed for all, the same subsets would be drawn for every question, and their errors would add up.
     return maj_at_k(votes, correct, k, seed=question.prompt.index)

@@ -8,7 +8,7 @@ from nemo_opd.types import Batch, Mean, Metric
 
 
 class Evaluated(Protocol):
-    """The student and its teachers, loaded somewhere."""
+    """The loaded student and its teachers."""
 
     def evaluate(self, batch: Batch) -> Mapping[str, Metric]: ...
 
@@ -16,12 +16,12 @@ class Evaluated(Protocol):
 
 
 def validate(models: Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
-    """The student's metrics over all batches, each reduced by its own rule."""
+    """Return the student's metrics over all batches, each reduced by its own rule."""
     return merge(models.evaluate(batch) for batch in batches)
 
 
 def validate_teachers(models: Evaluated, batches: Iterable[Batch]) -> list[float]:
-    """Bits per byte of every teacher, on its own tokens of the same texts."""
+    """Return the bits per byte of every teacher, on its own tokens of the same texts."""
     totals: list[Mean] = []
     for batch in batches:
         parts = models.teachers_bits_per_byte(batch)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from nemo_opd.data.record import EnvironmentStep, Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
@@ -12,9 +15,9 @@ from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.environment import Environment, Played
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.prompts import Renderer
-from nemo_opd.rollout.seeds import turn_seed
 
 _log = logging.getLogger(__name__)
+_WORD = 2**32
 
 
 class Collector:
@@ -149,3 +152,22 @@ def with_opening(prompt: Prompt, environment: Played) -> Prompt:
     others = [message for message in opening.messages if message["role"] != "system"]
     tools = [*(prompt.tools or ()), *opening.tools]
     return replace(prompt, content=[*system, *prompt.content, *others], tools=tools or None)
+
+
+def turn_seed(seed: int, step: int, prompt: int, sample: int, turn: int) -> int:
+    """Return 0 ≤ seed < 2^63 from the run's seed, the step, the prompt's row, the number of its rollout, and the turn.
+
+    Neither the batch nor the rank nor the order matters. All are at least 0, and below 2^32 except for the run's seed.
+    """
+    # A fixed number of words: SeedSequence takes [1] and [1, 0] for the same.
+    words = [seed % _WORD, seed // _WORD, step, prompt, sample, turn]
+    return int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0]) >> 1
+
+
+def chosen_share(prompts: Sequence[object], share: float, seed: int, step: int) -> list[bool]:
+    """Return which of a batch's prompts belong to a random share of them, exact on average over steps."""
+    random = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed % _WORD, seed // _WORD, step])))
+    number = math.floor(share * len(prompts) + random.random())
+    is_chosen = np.zeros(len(prompts), np.bool_)
+    is_chosen[random.permutation(len(prompts))[:number]] = True
+    return is_chosen.tolist()

@@ -1,4 +1,4 @@
-"""Sampling that depends on nothing but numbers drawn ahead: the inverse of the cumulative distribution."""
+"""Sampling by the inverse of the cumulative distribution, from numbers that are drawn ahead."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from nemo_opd.rollout.base import Sampling
 
 
 def uniforms(seeds: Sequence[int], steps: int) -> NDArray[np.float64]:
-    """[B, steps] in [0, 1): one a token of each sequence, by its seed alone. Fewer steps are the first of more."""
+    """Draw numbers [B, steps] in [0, 1), one for each token, by a sequence's seed alone; fewer steps are a prefix."""
     return np.stack([np.random.Generator(np.random.Philox(seed)).random(steps) for seed in seeds])
 
 
 def inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """[B, V], [B] in [0, 1) → [B] int64: the token in whose stretch of the cumulative distribution the number falls.
+    """Return the tokens in whose part of the cumulative distribution the numbers fall.
 
-    In the order of ids, so that what differs by rounding moves a stretch's ends and no more. A token of probability 0
-    is never taken, whatever rounds.
+    [B, V], [B] in [0, 1) → [B] int64. Tokens are in the order of ids, so that rounding only moves the borders between
+    them. A token of probability 0 is never taken, however sums are rounded.
     """
-    # In 32 bits a large vocabulary's sum would lose its rare tokens.
+    # A sum over a large vocabulary in 32 bits would lose rare tokens.
     cumulative = probabilities.double().cumsum(-1).masked_fill(probabilities == 0, 0)
     total = cumulative.amax(-1, keepdim=True)
     target = torch.minimum(uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
-    # The first that is larger: argmax takes the first of equals.
+    # argmax takes the first of equals.
     return (cumulative > target).int().argmax(-1)
 
 
-def warpers(sampling: Sampling) -> LogitsProcessorList:
-    """Temperature, then top-k, then top-p; nothing for what is switched off."""
+def _warpers_of(sampling: Sampling) -> LogitsProcessorList:
+    """Return temperature, top-k and top-p in this order, without those that are off."""
     chosen = LogitsProcessorList()
     if sampling.temperature not in (0, 1):
         chosen.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -52,47 +52,46 @@ def warpers(sampling: Sampling) -> LogitsProcessorList:
 
 
 class InverseCDF(LogitsProcessor):
-    """Chooses each step's tokens, so that the largest score of what it returns is that of the choice.
+    """Logits processor that chooses each step's tokens: the largest score that it returns is that of the choice.
 
-    Of what the model gave at a step it keeps the choice's log-probability alone: of the raw distribution, and of the
-    warped one that the choice was drawn from.
+    It keeps the choice's log-probability under the raw distribution, and under the warped one that it was drawn from.
     """
 
     def __init__(self, sampling: Sampling, uniform: Tensor, vocab_size: int) -> None:
-        """uniform: float64 [B, steps]. Columns of `vocab_size` and beyond are no tokens."""
-        self._warpers: Any = warpers(sampling)
+        """uniform: float64 [B, steps]. vocab_size: number of columns that are tokens."""
+        self._warpers: Any = _warpers_of(sampling)
         self._is_greedy = sampling.temperature == 0
         self._uniform, self._vocab_size = uniform, vocab_size
         self._logprobs: list[Tensor] = []
         self._behaviour_logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """[B, S], [B, V] fp32 → [B, V]."""
+        """Choose tokens: [B, S], [B, V] fp32 → [B, V]."""
         raw = scores[:, : self._vocab_size].float()
         warped = self._warped(input_ids, raw)
         tokens = inverse_cdf(warped.softmax(-1), self._uniform[:, len(self._logprobs)]).unsqueeze(-1)
-        self._logprobs.append(log_probability(raw, tokens))
-        self._behaviour_logprobs.append(log_probability(warped, tokens))
+        self._logprobs.append(_log_probability(raw, tokens))
+        self._behaviour_logprobs.append(_log_probability(warped, tokens))
         return torch.full_like(scores, -torch.inf).scatter_(-1, tokens, 0.0)
 
     @property
     def logprobs(self) -> Tensor:
-        """fp32 [B, steps so far]."""
+        """Log-probabilities under the raw distribution, fp32 [B, steps so far]."""
         return torch.stack(self._logprobs, -1)
 
     @property
     def behaviour_logprobs(self) -> Tensor:
-        """fp32 [B, steps so far]."""
+        """Log-probabilities under the warped distribution, fp32 [B, steps so far]."""
         return torch.stack(self._behaviour_logprobs, -1)
 
     def _warped(self, input_ids: Tensor, raw: Tensor) -> Tensor:
-        """The scores to draw from; `raw` itself where nothing is warped."""
+        """Return the scores to draw from; `raw` itself where nothing is warped."""
         if self._is_greedy:
             return torch.full_like(raw, -torch.inf).scatter_(-1, raw.argmax(-1, keepdim=True), 0.0)
         warped: Tensor = self._warpers(input_ids, raw)
         return warped
 
 
-def log_probability(scores: Tensor, tokens: Tensor) -> Tensor:
-    """Of tokens [B, 1] under the softmax of scores [B, V] → [B]."""
+def _log_probability(scores: Tensor, tokens: Tensor) -> Tensor:
+    """Return log-probabilities [B] of tokens [B, 1] under the softmax of scores [B, V]."""
     return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).squeeze(-1)

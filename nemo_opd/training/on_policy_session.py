@@ -16,7 +16,7 @@ from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environment import build_environment
 from nemo_opd.rollout.metrics import rollout_metrics
-from nemo_opd.training.engines import TeachersWorkers, open_engine
+from nemo_opd.training.engines import TeacherWorkers, open_engine
 from nemo_opd.training.health import HealthMonitor
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -117,7 +117,7 @@ class OnPolicySession(Session):
         for i, asked in enumerate(self.prompts.asked_teachers):
             teacher = self.config.active_names[i]
             self.loggers.phase(f"asking the teacher {teacher}")
-            engine = TeachersWorkers(self.models, i, asked.end_ids, settings.teacher_batch_size)
+            engine = TeacherWorkers(self.models, i, asked.end_ids, settings.teacher_batch_size)
             metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, asked, teacher).items()}
         return metrics
 

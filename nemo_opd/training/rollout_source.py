@@ -18,8 +18,8 @@ from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample
 from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.seeds import chosen_share
-from nemo_opd.training.engines import StudentEngine
+from nemo_opd.rollout.base import Engine
+from nemo_opd.rollout.collect import chosen_share
 from nemo_opd.types import Batch, SampledRows
 
 
@@ -73,7 +73,7 @@ class RolloutSource:
         self._ahead: Future[Collected] | None = None
         self._thread = ThreadPoolExecutor(1, "rollout")
 
-    def connect(self, parts: Parts, engine: StudentEngine) -> None:
+    def connect(self, parts: Parts, engine: Engine) -> None:
         """What it samples with; before the first batch."""
         self._parts, self._engine = parts, engine
 

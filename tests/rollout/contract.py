@@ -3,9 +3,9 @@
     @pytest.fixture(scope="module")
     def subject(tmp_path_factory) -> Iterator[Subject]: ...
 
-    class TestServerEngine(EngineContract): ...
+    class TestHFEngine(EngineContract): ...
 
-All tests of the class share one engine, since starting one may take long; the last of them closes it.
+`ServerContract` adds what servers do. All tests of a class share one engine, since starting one may take long.
 """
 
 import json
@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Engine, Request, Sampling
+from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
+from nemo_opd.rollout.server.engine import ServerEngine
 from tests.tiny import save_model, train_tokenizer
 
 MAX_POSITIONS = 128
@@ -41,7 +42,7 @@ class Folders:
 
 @dataclass(frozen=True)
 class Subject:
-    engine: Engine
+    engine: Generator
     """Loaded with `folders.first`, as version 0."""
     folders: Folders
     tolerance: float = 1e-4
@@ -115,6 +116,11 @@ def behaviour_of(logprobs: NDArray[np.float64], token: int, sampling: Sampling) 
 
 def same(left: list[Completion], right: list[Completion]) -> bool:
     return [each.ids.tolist() for each in left] == [each.ids.tolist() for each in right]
+
+
+def server_of(subject: Subject) -> ServerEngine:
+    assert isinstance(subject.engine, ServerEngine)
+    return subject.engine
 
 
 class EngineContract:
@@ -214,8 +220,12 @@ class EngineContract:
         with pytest.raises(RolloutError, match=str(MAX_POSITIONS)):
             subject.engine.generate([*requests(2), long], Sampling())
 
+
+class ServerContract(EngineContract):
+    """The last of its tests closes the engine."""
+
     def test_weights_are_those_of_the_version(self, subject: Subject) -> None:
-        engine, folders, asked = subject.engine, subject.folders, requests(4)
+        engine, folders, asked = server_of(subject), subject.folders, requests(4)
         assert engine.version == 0
 
         engine.update_weights(folders.second, 7)
@@ -228,7 +238,7 @@ class EngineContract:
         assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
 
     def test_a_broken_folder_is_refused_and_the_weights_stay(self, subject: Subject, tmp_path: Path) -> None:
-        engine, asked = subject.engine, requests(4)
+        engine, asked = server_of(subject), requests(4)
         broken = tmp_path / "broken"
         broken.mkdir()
         for file in subject.folders.second.iterdir():
@@ -244,8 +254,8 @@ class EngineContract:
 
     def test_zz_closed_it_samples_no_more(self, subject: Subject) -> None:
         """The last: the engine is of no use to other tests afterwards."""
-        subject.engine.close()
-        subject.engine.close()
+        server_of(subject).close()
+        server_of(subject).close()
 
         with pytest.raises(RolloutError, match="closed"):
             subject.engine.generate(requests(1), Sampling())

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
-from nemo_opd.errors import ModelError, RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.hf import HFEngine, Sampler, end_ids
+from nemo_opd.errors import ConfigError, ModelError, RolloutError
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.engines import open_for_model
+from nemo_opd.rollout.hf import Sampler, end_ids
 from tests.models.families import VOCABULARY, model_of
 from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
 from tests.tokenizers_fixture import byte_level
@@ -26,9 +28,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 
 @pytest.fixture(scope="module")
 def subject(folders: Folders) -> Iterator[Subject]:
-    engine = HFEngine(str(folders.first), dtype=torch.float32, device="cpu", batch_size=3)
-    yield Subject(engine, folders)
-    engine.close()
+    spec = EngineSpec(folders.vocab_size, folders.end_ids, "float32", folders.first)
+    with open_for_model(HFRollout(batch_size=3), spec, str(folders.first), "cpu") as engine:
+        yield Subject(engine, folders)
 
 
 class TestHFEngine(EngineContract):
@@ -155,32 +157,31 @@ def test_a_request_may_fill_the_models_positions() -> None:
     assert len(made[0].ids) == 4
 
 
-def test_the_demo_student_is_an_engine_by_its_name() -> None:
+@pytest.mark.parametrize(
+    ("model", "device", "error", "match"),
+    [
+        ("nowhere", "cpu", ModelError, "nowhere"),
+        ("demo:student", "cuda", ConfigError, "device=cuda: PyTorch sees no GPU"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    model: str, device: str, error: type[Exception], match: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = model if model.startswith("demo:") else str(tmp_path / model)
+    spec = EngineSpec(8, frozenset(), "auto", tmp_path)
+    with pytest.raises(error, match=match), open_for_model(HFRollout(), spec, source, device):
+        pass
+
+
+def test_the_demo_student_is_found_by_its_name(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
     prompt = np.array(tokenizer.encode("The answer"), np.int32)
-    engine = HFEngine("demo:student", dtype=torch.float32, device="cpu", batch_size=4, version=5)
+    spec = EngineSpec(len(tokenizer), frozenset(), "float32", tmp_path)
+    with open_for_model(HFRollout(), spec, "demo:student", "cpu") as engine:
+        made = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
 
-    made = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
-
-    assert engine.version == 5
-    assert [each.version for each in made] == [5, 5, 5]
-    engine.close()
-
-
-def test_weights_of_another_model_are_refused(folders: Folders) -> None:
-    engine = HFEngine(str(folders.first), dtype=torch.float32, device="cpu", batch_size=4)
-    made = engine.generate(requests(2), Sampling())
-
-    with pytest.raises(RolloutError, match=r"version 1 .* is another model than"):
-        engine.update_weights(model_path("student"), 1)
-
-    assert engine.version == 0
-    assert same(engine.generate(requests(2), Sampling()), made)
-
-
-def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="nowhere"):
-        HFEngine(str(tmp_path / "nowhere"), dtype=torch.float32, device="cpu", batch_size=4)
+    assert [(len(each.ids), each.version) for each in made] == [(8, 0)] * 3
 
 
 def test_ends_are_those_of_both_generation_configs_and_the_tokenizer(folders: Folders) -> None:

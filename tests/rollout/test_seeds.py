@@ -5,7 +5,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from nemo_opd.rollout.seeds import chosen_share, turn_seed
+from nemo_opd.rollout.collect import chosen_share, turn_seed
 
 
 def test_seeds_differ_in_every_part_and_fit() -> None:

@@ -1,12 +1,15 @@
-"""What servers are started with."""
+"""Options of servers that are started, and the tables of programs and engines."""
 
 from collections.abc import Callable
+from typing import get_args
 
 import pytest
 import torch
 
-from nemo_opd.config.rollout import ServerRollout
-from nemo_opd.rollout.server.engine import default_share
+from nemo_opd.config.rollout import Rollouts, ServerRollout
+from nemo_opd.rollout import installed
+from nemo_opd.rollout.engines import ENGINES
+from nemo_opd.rollout.server.engine import PROGRAMS, default_share
 from nemo_opd.rollout.server.program import Launch
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.vllm import VLLM
@@ -39,7 +42,7 @@ def test_memory_is_left_to_the_training(arguments: Callable[[Launch], list[str]]
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "environment", "beside_training", "share"),
+    ("has_gpu", "environment", "is_training", "share"),
     [
         (False, {}, True, 0.3),
         (False, {}, False, 0.3),
@@ -49,7 +52,15 @@ def test_memory_is_left_to_the_training(arguments: Callable[[Launch], list[str]]
     ],
 )
 def test_the_share_by_default(
-    has_gpu: bool, environment: dict[str, str], beside_training: bool, share: float, monkeypatch: pytest.MonkeyPatch
+    has_gpu: bool, environment: dict[str, str], is_training: bool, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert default_share(ServerRollout(environment=environment), beside_training) == share
+    assert default_share(ServerRollout(environment=environment), is_training) == share
+
+
+def test_every_type_of_engine_and_every_program_is_there() -> None:
+    union, _ = get_args(Rollouts)
+    programs = set(get_args(ServerRollout.model_fields["program"].annotation))
+
+    assert set(get_args(union)) == ENGINES.keys()
+    assert programs == PROGRAMS.keys() == installed.MODULES.keys() == installed.INSTALL.keys()

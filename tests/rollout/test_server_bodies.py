@@ -13,9 +13,9 @@ import pytest
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request
-from nemo_opd.rollout.server import body, http
-from nemo_opd.rollout.server.answer import Expected
+from nemo_opd.rollout.server import http
 from nemo_opd.rollout.server.client import Client
+from nemo_opd.rollout.server.completion import Expected
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import openai_models
 from nemo_opd.rollout.server.vllm import VLLM
@@ -103,7 +103,7 @@ def refusal(answer: Answers, timeout_s: float = LONG_S) -> str:
 
 @pytest.fixture
 def small_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(body, "MAX_BYTES", 1 << 20)
+    monkeypatch.setattr(http, "MAX_BYTES", 1 << 20)
 
 
 def test_what_is_as_expected() -> None:

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server import ServerEngine
-from nemo_opd.rollout.server.answer import UnusableError
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.engine import ServerEngine
+from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.rollout.server.program import Terms
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.weight_sync import HeldWeights
@@ -33,11 +33,8 @@ def asked(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
 def engine_of(url: str, folder: Path, model: str | Path = "student", **settings: Any) -> ServerEngine:
     return ServerEngine(
         ServerRollout(url=url, **({"retries": 2, "request_timeout_s": 20} | settings)),
-        model=model,
-        vocab_size=VOCAB,
-        end_ids=[END],
-        dtype="float32",
-        workdir=folder,
+        EngineSpec(VOCAB, frozenset({END}), "float32", folder),
+        model,
     )
 
 

@@ -15,8 +15,8 @@ import pytest
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
-from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.base import EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.process import cause
 from nemo_opd.training import cli
 from tests.rollout import fake_server
@@ -34,7 +34,7 @@ def started(how: str, folder: Path, timeout_s: float = 60) -> ServerEngine:
         environment={"FAKE": how, MARK: str(folder)},
         start_timeout_s=timeout_s,
     )
-    return ServerEngine(settings, model="student", vocab_size=64, end_ids=[0], dtype="float32", workdir=folder)
+    return ServerEngine(settings, EngineSpec(64, frozenset({0}), "float32", folder), "student")
 
 
 def left_of(folder: Path) -> list[int]:
@@ -122,7 +122,7 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
         ),
         (("torch.OutOfMemoryError: CUDA out of memory",), "torch.OutOfMemoryError: CUDA out of memory"),
         (("loading", "no such model", ""), "no such model"),
-        ((), "it said nothing"),
+        ((), "it logged nothing"),
     ],
 )
 def test_the_cause_is_what_came_first(log: tuple[str, ...], told: str) -> None:
@@ -148,7 +148,7 @@ def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
     settings = ServerRollout(command=("no-such-server",))
 
     with pytest.raises(RolloutError, match=r"(?s)died .*cannot start no-such-server"):
-        ServerEngine(settings, model="student", vocab_size=64, end_ids=[0], dtype="float32", workdir=tmp_path)
+        ServerEngine(settings, EngineSpec(64, frozenset({0}), "float32", tmp_path), "student")
 
 
 def test_it_ends_with_a_run_that_is_killed(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from nemo_opd.config.rollout import ServerRollout
-from nemo_opd.rollout.server import ServerEngine
-from tests.rollout.contract import EngineContract, Subject, save_folders
+from nemo_opd.rollout.base import EngineSpec
+from nemo_opd.rollout.server.engine import ServerEngine
+from tests.rollout.contract import ServerContract, Subject, save_folders
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 
@@ -23,14 +24,11 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
     folders = save_folders(folder, extra_rows=5)
     with ServerEngine(
         ServerRollout(program="transformers", environment={"OMP_NUM_THREADS": "1"}),
-        model=folders.first,
-        vocab_size=folders.vocab_size,
-        end_ids=folders.end_ids,
-        dtype="float32",
-        workdir=folder,
+        EngineSpec(folders.vocab_size, folders.end_ids, "float32", folder),
+        folders.first,
     ) as engine:
         yield Subject(engine, folders)
 
 
-class TestTransformers(EngineContract):
+class TestTransformers(ServerContract):
     pass

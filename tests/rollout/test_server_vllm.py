@@ -14,11 +14,19 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from nemo_opd.config.rollout import ServerRollout
-from nemo_opd.rollout.base import Request, Sampling
-from nemo_opd.rollout.server import ServerEngine
+from nemo_opd.rollout.base import EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.vllm import VLLM
 from nemo_opd.rollout.weight_sync import HeldWeights
-from tests.rollout.contract import MAX_POSITIONS, EngineContract, Subject, assert_logprobs, requests, save_folders
+from tests.rollout.contract import (
+    MAX_POSITIONS,
+    ServerContract,
+    Subject,
+    assert_logprobs,
+    requests,
+    save_folders,
+    server_of,
+)
 from tests.tiny import save_model
 
 VENV = os.environ.get("NEMO_OPD_VLLM")
@@ -41,12 +49,8 @@ def served(folder: Path, *, tied: bool) -> Iterator[Subject]:
     )
     with ServerEngine(
         settings,
-        model=folders.first,
-        vocab_size=folders.vocab_size,
-        end_ids=folders.end_ids,
-        dtype="float32",
-        workdir=folder,
-        max_length=MAX_POSITIONS,
+        EngineSpec(folders.vocab_size, folders.end_ids, "float32", folder, MAX_POSITIONS),
+        folders.first,
     ) as engine:
         yield Subject(engine, folders)
 
@@ -59,8 +63,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
 
 def assert_follows_memory(subject: Subject) -> None:
     """Also when it is gone: nothing of it is kept."""
-    engine, folders, asked = subject.engine, subject.folders, requests(4)
-    assert isinstance(engine, ServerEngine)
+    engine, folders, asked = server_of(subject), subject.folders, requests(4)
     assert engine.takes_memory
     for version, folder in ((3, folders.second), (0, folders.first)):
         weights = HeldWeights(load_file(folder / "model.safetensors"))
@@ -101,17 +104,16 @@ def test_weights_with_a_head_of_their_own_come_through_memory_and_folders(tmp_pa
     with served(tmp_path, tied=False) as subject:
         assert_follows_memory(subject)
         asked = requests(4)
-        subject.engine.update_weights(subject.folders.second, 5)
+        server_of(subject).update_weights(subject.folders.second, 5)
         assert_logprobs(subject, subject.folders.second, asked, subject.engine.generate(asked, Sampling()))
 
 
 def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Path) -> None:
     """As in a container, where the paths lead elsewhere."""
-    engine, folders, asked = subject.engine, subject.folders, requests(2)
-    assert isinstance(engine, ServerEngine)
+    engine, folders, asked = server_of(subject), subject.folders, requests(2)
     before = weight_version(engine.url)
 
-    assert not VLLM().load_files(engine._http(), [str(tmp_path / "none")], 9)
+    assert not VLLM().load_files(engine._http, [str(tmp_path / "none")], 9)
 
     assert weight_version(engine.url) == before
     assert_logprobs(subject, folders.first, asked, engine.generate(asked, Sampling()))
@@ -119,8 +121,7 @@ def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Pat
 
 def test_new_weights_see_no_cache_of_the_old(subject: Subject) -> None:
     """What vLLM keeps of a prompt is of the weights that read it."""
-    engine, folders = subject.engine, subject.folders
-    assert isinstance(engine, ServerEngine)
+    engine, folders = server_of(subject), subject.folders
     prompt = np.arange(120, 200, dtype=np.int32)
     asked = [Request(prompt, 8, seed) for seed in range(2)]
     engine.generate(asked, Sampling())
@@ -148,6 +149,6 @@ def test_at_the_highest_temperature_ids_are_tokens(subject: Subject) -> None:
     assert 0 <= sampled.min() <= sampled.max() < subject.folders.vocab_size
 
 
-class TestVLLM(EngineContract):
+class TestVLLM(ServerContract):
     # It takes no temperature above 2, which the contract asks for.
     test_ids_are_tokens = None  # type: ignore[assignment]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import CheckpointError
+from nemo_opd.rollout.server import server as servers
 from nemo_opd.training import engines
 from nemo_opd.training.models import export_whole
 from nemo_opd.training.prompts import Prompts
@@ -43,7 +44,10 @@ class FakeServer:
             self.version = version
         return self.sees_memory
 
-    def close(self) -> None:
+    def __enter__(self) -> "FakeServer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.is_closed = True
 
 
@@ -85,7 +89,7 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
     shared.mkdir()
     (shared / "precious").write_text("mine")
     server = FakeServer(3)
-    monkeypatch.setattr(engines, "ServerEngine", lambda *_, model, **__: server)
+    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
 
     with engines.open_engine(plan(tmp_path, weights_folder=shared), FakeModels(), 3) as engine:  # type: ignore[arg-type]
         engine.follow(3)
@@ -103,7 +107,7 @@ def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeyp
 def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches memory that is not given back, and the folder it started from kept on the disk."""
     server, models = FakeServer(3, takes_memory=True), FakeModels()
-    monkeypatch.setattr(engines, "ServerEngine", lambda *_, **__: server)
+    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
 
     with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
         assert [each.name for each in (tmp_path / "rollout_weights").iterdir()] == ["version_000003"]
@@ -119,7 +123,7 @@ def test_a_server_that_reads_memory_needs_no_folder(tmp_path: Path, monkeypatch:
 def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such as one in a container; it is not tried at every step."""
     server, models = FakeServer(3, takes_memory=True, sees_memory=False), FakeModels()
-    monkeypatch.setattr(engines, "ServerEngine", lambda *_, **__: server)
+    monkeypatch.setattr(servers, "ServerEngine", lambda *_: server)
 
     with engines.open_engine(plan(tmp_path, program="vllm"), models, 3) as engine:  # type: ignore[arg-type]
         engine.follow(4)
@@ -131,10 +135,10 @@ def test_a_server_that_cannot_see_memory_follows_by_folders(tmp_path: Path, monk
 
 
 def test_a_server_that_does_not_start_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
+    def refuse(*_: object) -> None:
         raise OSError("no server")
 
-    monkeypatch.setattr(engines, "ServerEngine", refuse)
+    monkeypatch.setattr(servers, "ServerEngine", refuse)
 
     opened = engines.open_engine(plan(tmp_path, program="vllm"), FakeModels(), 0)  # type: ignore[arg-type]
     with pytest.raises(OSError, match="no server"):

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.collate import collate
 from nemo_opd.data.record import Prompt, Rollout
-from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.hf import HFEngine
+from nemo_opd.rollout.engines import open_for_model
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
@@ -111,10 +112,11 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
     settings, data = plan.config.rollout, plan.data
     assert settings is not None
     assert isinstance(data, Prompts)
-    engine = HFEngine(plan.config.student.model, dtype=torch.float32, device="cpu", batch_size=8)
+    spec = EngineSpec(plan.student.vocab_size, data.end_ids, "float32", Path())
     sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-    collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)
-    return collector.collect(prompts, N, 0)
+    with open_for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
+        collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)
+        return collector.collect(prompts, N, 0)
 
 
 def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Generator, end: int) -> Rollout:

@@ -1,5 +1,1 @@
-"""Sampling by an OpenAI-compatible server, in its own process and world."""
-
-from nemo_opd.rollout.server.engine import ServerEngine
-
-__all__ = ["ServerEngine"]
+"""Engines that sample on a server, in its own process and environment."""

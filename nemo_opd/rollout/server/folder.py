@@ -1,4 +1,4 @@
-"""What a model's folder says without its weights being read."""
+"""Facts about a model's folder that need no reading of its weights."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,22 +11,24 @@ from safetensors import SafetensorError, safe_open
 from nemo_opd.errors import RolloutError
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""Of tensors, by their names."""
-INDEX = "model.safetensors.index.json"
+"""Shapes of tensors by name."""
+_INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
+    """A whole model in Hugging Face form."""
+
     path: Path
     shapes: Shapes
     head_size: int
-    """Rows of the head; 0 where the configuration does not say."""
+    """Rows of the head; 0 where the configuration does not give them."""
     max_positions: int | None
-    """Tokens a sequence can have; None where the configuration does not say."""
+    """Largest number of tokens of a sequence; None where the configuration does not give it."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Raises RolloutError where the folder has no whole model in Hugging Face form."""
+        """Read a folder. Raises RolloutError where it has no whole model in Hugging Face form."""
         try:
             config: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
             shapes = shapes_in(weight_files(path))
@@ -38,7 +40,7 @@ class ModelFolder:
         return cls(path, shapes, int(text.get("vocab_size") or 0), text.get("max_position_embeddings"))
 
     def check_same_model(self, shapes: Shapes, where: object) -> None:
-        """Raises RolloutError where a tensor is missing there or has another shape."""
+        """Raise RolloutError where a tensor is missing or has another shape."""
         for name, shape in self.shapes.items():
             if shapes.get(name) != shape:
                 which = f"{name} is {shapes[name]}, not {shape}" if name in shapes else f"it has no {name}"
@@ -46,15 +48,15 @@ class ModelFolder:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Those of the index where there is one, so that a missing one is noticed."""
-    if (path / INDEX).is_file():
-        index = json.loads((path / INDEX).read_text(encoding="utf-8"))
+    """Return the folder's weight files: those of the index where there is one, so that a missing one is noticed."""
+    if (path / _INDEX).is_file():
+        index = json.loads((path / _INDEX).read_text(encoding="utf-8"))
         return [path / name for name in sorted(set(index["weight_map"].values()))]
     return sorted(path.glob("*.safetensors"))
 
 
 def shapes_in(files: Iterable[Path]) -> Shapes:
-    """Raises OSError, and SafetensorError for a file that is not whole."""
+    """Read the shapes of all tensors. Raises OSError, and SafetensorError for a file that is not whole."""
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         with safe_open(file, framework="np") as tensors:

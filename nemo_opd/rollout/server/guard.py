@@ -1,10 +1,10 @@
-"""Stands between a run and a server, so that the server and all it started end with either: run as a script.
+"""Parent process of a server, which ends it and all its processes when the run ends: run as a script.
 
     python guard.py COMMAND …
 
-The server's temporary files, sockets among them, are in a folder of its own, which goes with it.
+The server's temporary files, sockets among them, are in a folder that is removed with it.
 
-Communicates through standard input, a pipe that nobody writes to: its end is the run's end, however the run ended.
+Standard input is a pipe that nobody writes to: it is closed when the run ends, however it ends.
 Exits with the server's code. Imports nothing of this package, so that it starts in a moment.
 """
 
@@ -20,23 +20,23 @@ import time
 
 import psutil
 
-PR_SET_CHILD_SUBREAPER = 36
-LOOK_S = 0.2
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.2
 GRACE_S = 5.0
-"""From being asked to end to being killed."""
+"""Time between the request to end and the kill."""
 
 
 def main(command: list[str]) -> int:
-    # Processes whose own parent died become children of this one, so that none gets lost.
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Processes whose parent died become children of this one, so that none is lost.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     run = os.getppid()
-    # Whoever ends this process ends the server: by closing the pipe, which comes with its end, or by a signal.
+    # A signal ends the server, as the closed pipe does.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="opd_server_", ignore_cleanup_errors=True) as folder:
         try:
             server = subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": folder})
-            while server.poll() is None and os.getppid() == run and not is_closed():
+            while server.poll() is None and os.getppid() == run and not _is_closed():
                 pass
             return server.poll() or 0
         except OSError as error:
@@ -45,39 +45,39 @@ def main(command: list[str]) -> int:
         finally:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 signal.signal(number, signal.SIG_IGN)
-            end_descendants()
+            _end_descendants()
 
 
-def is_closed() -> bool:
-    """Whether the run's end of the pipe is gone; waits a moment for it."""
-    readable, _, _ = select.select([0], [], [], LOOK_S)
+def _is_closed() -> bool:
+    """Return whether the run has closed the pipe; waits a moment for it."""
+    readable, _, _ = select.select([0], [], [], _POLL_S)
     return bool(readable) and not os.read(0, 1)
 
 
-def end_descendants() -> None:
-    """Ask all that is below this process to end, and kill what is still there after a while."""
+def _end_descendants() -> None:
+    """Ask all processes below this one to end, and kill those that are left after a while."""
     deadline = time.monotonic() + GRACE_S
-    for process in descendants():
-        signalled(process, signal.SIGTERM)
-    while left := descendants():
+    for process in _descendants():
+        _send(process, signal.SIGTERM)
+    while left := _descendants():
         if time.monotonic() > deadline:
             for process in left:
-                signalled(process, signal.SIGKILL)
-        psutil.wait_procs(left, timeout=LOOK_S)
+                _send(process, signal.SIGKILL)
+        psutil.wait_procs(left, timeout=_POLL_S)
 
 
-def descendants() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if is_there(each)]
+def _descendants() -> list[psutil.Process]:
+    return [each for each in psutil.Process().children(recursive=True) if _is_alive(each)]
 
 
-def is_there(process: psutil.Process) -> bool:
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def signalled(process: psutil.Process, number: int) -> None:
+def _send(process: psutil.Process, number: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         process.send_signal(number)
 

@@ -1,67 +1,117 @@
-"""Single calls to a server, for all but completions."""
+"""HTTP calls to a server: JSON in, JSON out, with limits of time and size."""
 
 import asyncio
+import json
+from dataclasses import dataclass
 from typing import Any
 
 import httpx2
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.server.answer import UnusableError
-from nemo_opd.rollout.server.body import Reply, asked
 
+MAX_BYTES = 1 << 27
+"""Unpacked size of an answer: several times that of 128k tokens with their log-probabilities and the prompt's."""
 HEALTH_S = 5.0
-"""For the answer whether a server is healthy."""
+"""Limit for the answer whether a server is healthy."""
+_SHOWN = 500
+"""Characters of a server's own message in errors."""
 
 
+class UnusableError(Exception):
+    """An answer that cannot be used; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole answer."""
+
+    status: int
+    content: bytes
+
+    @property
+    def is_success(self) -> bool:
+        return 200 <= self.status < 300
+
+    @property
+    def start(self) -> str:
+        """First characters in one line, for messages."""
+        return " ".join(self.content[: 4 * _SHOWN].decode(errors="replace").split())[:_SHOWN]
+
+    def json(self) -> Any:
+        """Parse the content. Raises ValueError for what is no JSON, also where its nesting is too deep."""
+        try:
+            return json.loads(self.content)
+        except RecursionError:
+            raise ValueError("its nesting is too deep") from None
+
+
+async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any) -> Reply:
+    """Send a request and read its answer.
+
+    Raises httpx2.HTTPError, and UnusableError for an answer of more than `MAX_BYTES`.
+    """
+    async with client.stream(method, url, json=body) as response:
+        content = bytearray()
+        async for part in response.aiter_bytes():
+            content += part
+            if len(content) > MAX_BYTES:
+                raise UnusableError(f"its answer is longer than {MAX_BYTES >> 20} MiB")
+        return Reply(response.status_code, bytes(content))
+
+
+@dataclass(frozen=True, slots=True)
 class Http:
-    """JSON in, JSON out; every failure is a RolloutError that names the address."""
+    """Single calls to one server; every failure is a RolloutError that names the address."""
 
-    def __init__(self, url: str, *, timeout_s: float, trust_env: bool, hint: str = "") -> None:
-        """timeout_s: of a whole call, however slowly it is answered. trust_env: use the environment's proxies. hint:
-        ends the message about a call that is not answered well.
-        """
-        self.url, self._hint = url.rstrip("/"), hint
-        self._timeout_s, self._trust_env = timeout_s, trust_env
+    url: str
+    """Address without a slash at the end."""
+    timeout_s: float
+    """Limit of a whole call, however slowly it is answered."""
+    trust_env: bool
+    """Whether the environment's proxies are used."""
+    hint: str = ""
+    """End of the message about a call that is answered with an error."""
 
     def get(self, path: str) -> Any:
-        """What the body says. Raises RolloutError."""
-        return self._called("GET", path, None)
+        """Return the content of the answer. Raises RolloutError."""
+        return self._call("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """What the body says; None where it is empty, its text where it is no JSON. Raises RolloutError."""
-        return self._called("POST", path, body)
+        """Return the content of the answer: None where it is empty, its text where it is no JSON.
 
-    def is_healthy(self, path: str = "/health") -> bool:
+        Raises RolloutError.
+        """
+        return self._call("POST", path, body)
+
+    def is_healthy(self) -> bool:
         try:
-            return asyncio.run(self._asked("GET", path, None, HEALTH_S)).is_success
+            return asyncio.run(self._fetch("GET", "/health", None, HEALTH_S)).is_success
         except (httpx2.HTTPError, UnusableError, TimeoutError):
             return False
 
-    def _called(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _call(self, method: str, path: str, body: dict[str, Any] | None) -> Any:
         try:
-            reply = asyncio.run(self._asked(method, path, body, self._timeout_s))
+            reply = asyncio.run(self._fetch(method, path, body, self.timeout_s))
         except TimeoutError as error:
-            raise RolloutError(f"{self.url}{path}: no whole answer in {self._timeout_s:g} s") from error
+            raise RolloutError(f"{self.url}{path}: no whole answer in {self.timeout_s:g} s") from error
         except (httpx2.HTTPError, UnusableError) as error:
             raise RolloutError(f"{self.url}{path}: {described(error)}") from error
         if not reply.is_success:
-            hint = f"; {self._hint}" if self._hint else ""
+            hint = f"; {self.hint}" if self.hint else ""
             raise RolloutError(f"{self.url}{path} answered {reply.status}: {reply.start}{hint}")
-        return content_of(reply)
+        try:
+            return reply.json() if reply.content else None
+        except ValueError:
+            return reply.content.decode(errors="replace")
 
-    async def _asked(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Reply:
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Reply:
         # A client's own limits are for each part of an answer, of which there may be any number.
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=None, trust_env=self._trust_env) as client:
-            return await asked(client, method, self.url + path, body)
-
-
-def content_of(reply: Reply) -> Any:
-    try:
-        return reply.json() if reply.content else None
-    except ValueError:
-        return reply.content.decode(errors="replace")
+        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=None, trust_env=self.trust_env) as client:
+            return await fetch(client, method, self.url + path, body)
 
 
 def described(error: BaseException) -> str:
-    """Timeouts and closed connections often come with no words of their own."""
+    """Return an error's type and message; timeouts and closed connections often have no message."""
+    if isinstance(error, UnusableError):
+        return str(error)
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,4 +1,4 @@
-"""A server's process, in a world of its own."""
+"""The process of a server."""
 
 import os
 import re
@@ -12,54 +12,55 @@ from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.server import guard
 
-WORLD = {"RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"} | {
+_LAUNCHER_VARIABLES = {
+    *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
     *("LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"),
 }
-"""What a launcher of processes says about us and not about the server.
+"""Variables by which launchers describe this process.
 
-torchrun sets one OpenMP thread a process, which is no advice for a server that is alone.
+torchrun sets one OpenMP thread for each process, which does not suit a server.
 """
-WORLDS = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
+_LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
 """Prefixes of more of them."""
-CLOSE_S = guard.GRACE_S + 10.0
-"""Time for all of a server's processes to be gone."""
-TAIL_LINES = 20
-CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
-WARNING = re.compile(r"\bWARN(ING)?\b")
-CAUSE_LENGTH = 400
-"""Characters of it that are told."""
+_CLOSE_S = guard.GRACE_S + 10.0
+"""Time for all of a server's processes to end."""
+_TAIL_LINES = 20
+_CAUSE = re.compile(r"(?:^|\s)([\w.]+(?:Error|Exception): .+)")
+_WARNING = re.compile(r"\bWARN(ING)?\b")
+_CAUSE_LENGTH = 400
+"""Characters of the cause in errors."""
 
 
-def clean_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without what torchrun, Ray or a job scheduler set for it, and with `own` on top."""
-    kept = {name: value for name, value in os.environ.items() if name not in WORLD and not name.startswith(WORLDS)}
-    return kept | dict(own)
+def _clean_environment(own: Mapping[str, str]) -> dict[str, str]:
+    """Return this process's environment, without what launchers set in it, and with `own` on top."""
+    kept = {name for name in os.environ.keys() - _LAUNCHER_VARIABLES if not name.startswith(_LAUNCHER_PREFIXES)}
+    return {name: os.environ[name] for name in kept} | dict(own)
 
 
 def cause(log: Sequence[str]) -> str:
-    """Return the first error that a log tells, such as `ValueError: …`, or its last line where it tells none."""
-    errors = (CAUSE.search(line) for line in log if not WARNING.search(line))
+    """Return the first error in a log, such as `ValueError: …`, or its last line where there is none."""
+    errors = (_CAUSE.search(line) for line in log if not _WARNING.search(line))
     first = next((match.group(1) for match in errors if match is not None), None)
-    last = next((line.strip() for line in reversed(log) if line.strip()), "it said nothing")
-    return without_secrets(first or last)[:CAUSE_LENGTH]
+    last = next((line.strip() for line in reversed(log) if line.strip()), "it logged nothing")
+    return without_secrets(first or last)[:_CAUSE_LENGTH]
 
 
 class ServerProcess:
     """A command in its own session, logging into a file; it ends with this process, however this one ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """Raises RolloutError where the log cannot be written."""
+        """Start the command. Raises RolloutError where the log cannot be written."""
         self.command, self.log = tuple(command), log
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("wb") as stream:
                 self._guard = subprocess.Popen(
-                    # -P: the guard's folder has modules with names that others have too.
+                    # -P: modules in the guard's folder have names of other modules.
                     [sys.executable, "-P", guard.__file__, *self.command],
                     stdin=subprocess.PIPE,
                     stdout=stream,
                     stderr=subprocess.STDOUT,
-                    env=clean_environment(environment),
+                    env=_clean_environment(environment),
                     start_new_session=True,
                 )
         except OSError as error:
@@ -70,28 +71,28 @@ class ServerProcess:
         return self._guard.poll() is None
 
     def check(self) -> None:
-        """Raises RolloutError where the server has died."""
+        """Raise RolloutError if the server has died."""
         if not self.is_alive:
             raise self.error(
                 f"the rollout server died (exit code {self._guard.returncode}; started with {' '.join(self.command)})"
             )
 
     def error(self, message: str) -> RolloutError:
-        """With the cause as the log tells it, and as a note the log's last lines.
+        """Return an error with its cause from the log, and the log's last lines as a note.
 
-        A server of several processes ends with what followed from the error, at length.
+        The log of several processes ends with consequences of the error, so its first error counts as the cause.
         """
         lines = self.log.read_text(errors="replace").splitlines()
         error = RolloutError(f"{message}: {cause(lines)}; its log is {self.log}")
-        error.add_note("\n".join(lines[-TAIL_LINES:]))
+        error.add_note("\n".join(lines[-_TAIL_LINES:]))
         return error
 
     def close(self) -> None:
-        """All of its processes are gone afterwards, in bounded time. Closing twice is closing once."""
+        """End all of its processes, in bounded time; may be called twice."""
         stdin = self._guard.stdin
         if stdin is not None and not stdin.closed:
             stdin.close()
-        deadline = time.monotonic() + CLOSE_S
+        deadline = time.monotonic() + _CLOSE_S
         try:
             self._guard.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

@@ -1,26 +1,29 @@
-"""What the programs that serve a model have in common, seen from here."""
+"""The interface of programs that serve a model, with what they have in common."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.server.completion import Answer
 from nemo_opd.rollout.server.http import Http
 
 Json = dict[str, Any]
 HOST = "127.0.0.1"
-SEED_BITS = 31
-"""Some programs' generators leave out what is above, and would draw the same for seeds that differ there."""
+NAME = "student"
+"""Name under which a server serves the model."""
+_SEED_BITS = 31
+"""Some programs' generators drop higher bits, and would draw the same for seeds that differ only there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What is to be served, and where."""
+    """Settings of a server that is started."""
 
     model: str
     """A folder or a hub name."""
@@ -29,86 +32,94 @@ class Launch:
     """Tokens of prompt and response together; by default the model's own limit."""
     port: int
     fp32_logits: bool
-    """The head's output is not rounded to `dtype`."""
+    """Whether the head's output is not rounded to `dtype`."""
     memory_share: float
-    """Of each GPU's memory, or of the machine's on CPUs, for weights, cache and all else."""
+    """Share of each GPU's memory, or of the machine's on CPUs, for everything the server holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What is the same in all requests."""
+    """Parts that all requests share."""
 
     model: str
-    """The name the server gives it."""
+    """Name that the server gives the model."""
     end_ids: Sequence[int]
     vocab_size: int
-    """Rows of the head that are tokens; those behind them must not be sampled."""
+    """Rows of the head that are tokens; later ones must not be sampled."""
     head_size: int
     """Rows of the head; `vocab_size` where it is not known."""
 
     @property
     def bias(self) -> Json:
-        """In the form of OpenAI's `logit_bias`, what keeps those out that are no tokens; nothing where all are."""
+        """OpenAI's `logit_bias` against rows that are no tokens; empty where all are tokens."""
         no_tokens = range(self.vocab_size, self.head_size)
         return {"logit_bias": {str(each): -100.0 for each in no_tokens}} if no_tokens else {}
 
 
-class Program(Protocol):
-    """One of the programs: its command line, its requests, its answers, and how it takes new weights."""
+class Program(ABC):
+    """A serving program: its command line, its requests and answers, and how it loads new weights."""
 
-    command: tuple[str, ...]
-    """Starts it where the user names no other."""
-    environment: Mapping[str, str]
-    path: str
-    """Of the requests for a completion."""
-    max_concurrency: int | None
-    sees_cuts: bool
+    command: ClassVar[tuple[str, ...]]
+    """Command that starts it where the user names no other."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    path: ClassVar[str] = "/v1/completions"
+    """Path of requests for completions."""
+    max_concurrency: ClassVar[int | None] = None
+    sees_cuts: ClassVar[bool] = True
     """Whether its log-probabilities are those after top-k and top-p, and not only after the temperature."""
-    loads_files: bool = False
-    """Whether it has a `load_files` of its own."""
-    hint: str
-    """How it must have been started, for errors about one that was not started by us."""
+    loads_files: ClassVar[bool] = False
+    """Whether it implements `load_files`."""
+    hint: ClassVar[str]
+    """Options that a server which the user started needs, for errors."""
 
     def name(self, model: str) -> str:
-        """What it calls the model when started by us."""
-        ...
+        """Return the name it gives the model when started here."""
+        return NAME
 
+    @abstractmethod
     def arguments(self, launch: Launch) -> list[str]:
-        """Follow the command."""
-        ...
+        """Return the arguments that follow the command."""
 
+    @abstractmethod
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
-        """Of a request for a completion."""
-        ...
+        """Return the body of a request for a completion."""
 
     def answer(self, reply: Json) -> Answer:
-        """Of the reply to it. Raises KeyError, TypeError or IndexError where the reply is of another form."""
-        ...
+        """Read the reply to `body`. Raises KeyError, TypeError or IndexError where it has another form."""
+        choice = reply["choices"][0]
+        logprobs = choice.get("logprobs") or {}
+        return Answer(
+            ids=choice.get("token_ids"),
+            logprobs=logprobs.get("token_logprobs"),
+            finish_reason=choice.get("finish_reason"),
+            model=reply.get("model"),
+            raw_logprobs=logprobs.get("raw_logprobs"),
+        )
 
     def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
-        """Of a second request, for the raw log-probabilities of what was sampled; None where the first answer has them.
+        """Return the body of a request for raw log-probabilities; None where the first answer has them.
 
-        The model reads the sequence once, without sampling it again.
+        The model reads the sampled sequence once, and does not sample it again.
         """
-        ...
+        return None
 
     def raw_logprobs(self, reply: Json, completion: Completion) -> object:
-        """Of the tokens, in the reply to it. Raises KeyError, TypeError or IndexError where it is of another form."""
-        ...
+        """Read the reply to `raw_body`. Raises KeyError, TypeError or IndexError where it has another form."""
+        raise NotImplementedError
 
     def served(self, http: Http) -> dict[str, str] | None:
-        """Name → what was loaded, of the models it serves; None where it loads whatever a request names."""
-        ...
+        """Return name → model source of what it serves; None where it loads whatever a request names."""
+        return openai_models(http)
 
+    @abstractmethod
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
-        """Have it sample with the weights in a folder from now on, and with nothing cached of the old ones.
+        """Load the weights in a folder, and drop all caches of the old ones.
 
         Returns the model's name from now on. Raises RolloutError.
         """
-        ...
 
     def load_files(self, http: Http, files: Sequence[str], version: int) -> bool:
-        """The same with weights in safetensors files alone, which may be in a process's memory (/proc/PID/fd/NUMBER).
+        """Load weights from safetensors files, which may be in a process's memory (/proc/PID/fd/NUMBER).
 
         Returns False, with the weights as before, where the server cannot read them. Raises RolloutError.
         """
@@ -116,7 +127,7 @@ class Program(Protocol):
 
 
 def openai_models(http: Http) -> dict[str, str]:
-    """What `/v1/models` lists."""
+    """Return what `/v1/models` lists."""
     try:
         listed = http.get("/v1/models").get("data", [])
         return {str(each["id"]): str(each.get("root") or each["id"]) for each in listed}
@@ -127,5 +138,5 @@ def openai_models(http: Http) -> dict[str, str]:
 
 
 def short_seed(seed: int) -> int:
-    """Of `SEED_BITS`, by all of the seed's bits."""
-    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - SEED_BITS)
+    """Hash all bits of a seed to 31."""
+    return int(np.random.SeedSequence(seed).generate_state(1)[0]) >> (32 - _SEED_BITS)

@@ -1,39 +1,33 @@
 """SGLang's server."""
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server.answer import Answer, UnusableError
-from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms, openai_models, short_seed
+from nemo_opd.rollout.server.completion import Answer
+from nemo_opd.rollout.server.http import Http, UnusableError
+from nemo_opd.rollout.server.program import HOST, NAME, Json, Launch, Program, Terms, short_seed
 from nemo_opd.users_code import shown
-
-NAME = "student"
 
 
 class SGLang(Program):
-    """SGLang by its native `/generate`, which takes and gives token ids; weights from a folder.
+    """SGLang by its native `/generate`, which takes and returns token ids; weights from a folder.
 
-    Log-probabilities are those after the temperature, unless the environment says otherwise, and before top-k and top-p
-    in any case. Those of a prompt are raw, so the others are asked for with the sampled tokens as a prompt. Seeds count
-    only with deterministic inference, which is switched on at its start.
+    Its log-probabilities are those after the temperature, unless the environment says otherwise, and before top-k and
+    top-p in any case. Those of a prompt are raw, so raw ones are requested with the sampled tokens as a prompt. Seeds
+    count only with deterministic inference, which is switched on at its start.
     """
 
-    command: tuple[str, ...] = (sys.executable, "-m", "sglang.launch_server")
-    environment: Mapping[str, str] = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
+    command = (sys.executable, "-m", "sglang.launch_server")
+    environment: ClassVar = {"SGLANG_RETURN_ORIGINAL_LOGPROB": "0"}
     path = "/generate"
-    max_concurrency = None
     sees_cuts = False
     hint = (
         "an SGLang server must run with --enable-deterministic-inference, and without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
         "in its environment"
     )
-
-    def name(self, model: str) -> str:
-        return NAME
 
     def arguments(self, launch: Launch) -> list[str]:
         model = ["--model-path", launch.model, "--served-model-name", NAME, "--dtype", launch.dtype]
@@ -64,19 +58,18 @@ class SGLang(Program):
         }
 
     def answer(self, reply: Json) -> Answer:
-        about = reply["meta_info"]
+        info = reply["meta_info"]
         # A list of (log-probability, id, text or None).
-        sampled = about.get("output_token_logprobs")
-        finish = about.get("finish_reason") or {}
+        sampled = info.get("output_token_logprobs")
         return Answer(
             ids=None if sampled is None else [each[1] for each in sampled],
             logprobs=None if sampled is None else [each[0] for each in sampled],
-            finish_reason=finish.get("type"),
+            finish_reason=(info.get("finish_reason") or {}).get("type"),
             model=None,
         )
 
-    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
-        # The last token as one to be sampled: a prompt of the model's full length would be refused.
+    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json:
+        # The last token is sampled and not in the prompt: a prompt of the model's full length would be refused.
         *before, last = completion.ids.tolist()
         return {
             "input_ids": [*request.prompt_ids.tolist(), *before],
@@ -87,22 +80,19 @@ class SGLang(Program):
         }
 
     def raw_logprobs(self, reply: Json, completion: Completion) -> object:
-        about = reply["meta_info"]
+        info = reply["meta_info"]
         *before, last = completion.ids.tolist()
         # Lists of (log-probability, id, text or None).
-        known = about["input_token_logprobs"]
-        found = [*known[len(known) - len(before) :], *about["output_token_ids_logprobs"][0]]
+        known = info["input_token_logprobs"]
+        found = [*known[len(known) - len(before) :], *info["output_token_ids_logprobs"][0]]
         if [each[1] for each in found] != [*before, last]:
             raise UnusableError("it has log-probabilities of other tokens than were asked about")
         return [each[0] for each in found]
 
-    def served(self, http: Http) -> dict[str, str] | None:
-        return openai_models(http)
-
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         body = {"model_path": str(folder), "flush_cache": True, "weight_version": str(version)}
-        said = http.post("/update_weights_from_disk", body) or {}
-        if not isinstance(said, dict) or not said.get("success"):
-            reason = said.get("message") if isinstance(said, dict) else shown(said)
+        reply = http.post("/update_weights_from_disk", body) or {}
+        if not isinstance(reply, dict) or not reply.get("success"):
+            reason = reply.get("message") if isinstance(reply, dict) else shown(reply)
             raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
         return name

@@ -2,33 +2,28 @@
 
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server.answer import Answer
+from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms
 from nemo_opd.users_code import shown
 
-APP = "nemo_opd.rollout.server.transformers_app"
+_APP = "nemo_opd.rollout.server.transformers_app"
 
 
 class Transformers(Program):
-    """`transformers serve` with the completions of `transformers_app`: its own take text and give text only.
+    """`transformers serve` with the completions of `transformers_app`: its own take and return only text.
 
-    It samples one sequence after the other, so it is for small models and tests. A model's name is its folder, which
-    is how an answer says what made it.
+    It samples one sequence after the other, so it is for small models and tests. A model's name is its folder, by which
+    an answer reports its model.
     """
 
-    command: tuple[str, ...] = (sys.executable, "-m", APP)
-    environment: Mapping[str, str] = {}
-    path = "/v1/completions"
-    # They wait for each other in there, and the time of a request counts from its start.
+    command = (sys.executable, "-m", _APP)
+    # Requests wait for each other in the server, and the time of one counts from its start.
     max_concurrency = 4
-    sees_cuts = True
-    hint = f"`transformers serve` by itself gives neither token ids nor log-probabilities; start it as python -m {APP}"
+    hint = f"`transformers serve` by itself gives neither token ids nor log-probabilities; start it as python -m {_APP}"
 
     def name(self, model: str) -> str:
         return model
@@ -49,41 +44,24 @@ class Transformers(Program):
             "vocab_size": terms.vocab_size,
         }
 
-    def answer(self, reply: Json) -> Answer:
-        choice = reply["choices"][0]
-        logprobs = choice.get("logprobs") or {}
-        return Answer(
-            ids=choice.get("token_ids"),
-            logprobs=logprobs.get("token_logprobs"),
-            finish_reason=choice.get("finish_reason"),
-            model=reply.get("model"),
-            raw_logprobs=logprobs.get("raw_logprobs"),
-        )
-
-    def raw_body(self, request: Request, completion: Completion, terms: Terms) -> Json | None:
-        return None
-
-    def raw_logprobs(self, reply: Json, completion: Completion) -> object:
-        return self.answer(reply).raw_logprobs
-
-    def served(self, http: Http) -> dict[str, str] | None:
+    def served(self, http: Http) -> None:
         return None
 
     def load(self, http: Http, name: str, folder: Path, version: int) -> str:
         http.post("/reset")
-        # A stream of events, the last of which says how it went.
-        said = last_event(str(http.post("/load_model", {"model": str(folder)})))
-        if said.get("status") != "ready":
-            reason = said.get("message") or shown(said)
+        # A stream of events, the last of which reports the outcome.
+        outcome = _last_event(str(http.post("/load_model", {"model": str(folder)})))
+        if outcome.get("status") != "ready":
+            reason = outcome.get("message") or shown(outcome)
             raise RolloutError(f"{http.url} did not take the weights in {folder}: {reason}")
         return str(folder)
 
 
-def last_event(stream: str) -> Json:
-    """Of a stream of events, each an object; empty where it is none."""
+def _last_event(stream: str) -> Json:
+    """Return the last object of a stream of events; empty where there is none."""
     _, *events = stream.split("data: ")
     try:
-        said = json.loads(events[-1]) if events else {}
+        event = json.loads(events[-1]) if events else {}
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return event if isinstance(event, dict) else {}

@@ -1,9 +1,9 @@
-"""`transformers serve`, whose completions also take and give token ids: run as a module, with its options.
+"""`transformers serve`, whose completions also take and return token ids: run as a module, with its options.
 
-A request whose prompt is a list of token ids is answered in the form vLLM has: `token_ids`, and in `logprobs` the
+A request whose prompt is a list of token ids is answered in vLLM's form: `token_ids`, and in `logprobs` the
 log-probability of each after temperature, top-k and top-p, and as `raw_logprobs` at temperature 1 before them. Besides
-OpenAI's keys it takes `top_k`,
-`stop_token_ids` and `vocab_size`, the rows of the head that are tokens. A prompt that is a text goes its usual way.
+OpenAI's keys it takes `top_k`, `stop_token_ids` and `vocab_size`, the rows of the head that are tokens. A prompt that
+is a text is answered as usual.
 """
 
 from typing import Any
@@ -22,23 +22,23 @@ from nemo_opd.rollout.hf import Sampler
 
 
 class TokenCompletions(completion.CompletionHandler):
-    """Samples what the request's own seed says, one sequence at a time in the model's thread."""
+    """Completions by token ids, one sequence at a time in the model's thread, seeded by request."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        """Raises HTTPException with status 400 for a request that does not fit the model."""
+        """Answer a request. Raises HTTPException with status 400 for one that does not fit the model."""
         if isinstance(body.get("prompt"), str):
             return await super().handle_request(body, request_id)
         model_id, model, _ = self._resolve_model(body)
         manager: Any = self.generation_state.get_manager(model_id)
         try:
-            sampled = await manager.async_submit(sample, model, body)
+            sampled = await manager.async_submit(_sample, model, body)
         except (RolloutError, KeyError, TypeError, ValueError) as error:
             raise HTTPException(400, detail=f"{type(error).__name__}: {error}") from error
-        return JSONResponse(reply(request_id, model_id.split("@")[0], sampled))
+        return JSONResponse(_reply(request_id, model_id.split("@")[0], sampled))
 
 
-def sample(model: Any, body: dict[str, Any]) -> Completion:
-    """Raises RolloutError as `Sampler.generate` does, KeyError for a request with a key missing."""
+def _sample(model: Any, body: dict[str, Any]) -> Completion:
+    """Sample a completion. Raises RolloutError as `Sampler.generate` does, KeyError for a missing key."""
     sampler = Sampler(
         model,
         end_ids=body["stop_token_ids"],
@@ -52,7 +52,7 @@ def sample(model: Any, body: dict[str, Any]) -> Completion:
         return sampler.generate([request], sampling, version=0)[0]
 
 
-def reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
+def _reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
     choice = {
         "index": 0,
         "text": "",
@@ -67,7 +67,7 @@ def reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
 
 
 def main() -> None:
-    # `Serve` looks the handler up when it is made.
+    # `Serve` looks up the handler when it is instantiated.
     completion.CompletionHandler = TokenCompletions  # type: ignore[misc]
     app = typer.Typer()
     app.command()(Serve)

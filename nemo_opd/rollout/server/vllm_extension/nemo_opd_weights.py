@@ -1,4 +1,4 @@
-"""Runs inside vLLM's workers, in vLLM's own environment: found by PYTHONPATH, it imports nothing of this package.
+"""Code of vLLM's workers, in vLLM's own environment: found by PYTHONPATH, it imports nothing of this package.
 
 vLLM imports it for `--worker-extension-cls`, before it makes the engine that `--weight-transfer-config` names.
 """
@@ -21,13 +21,13 @@ from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not
 
 
 class Extension:
-    """Adds nothing to the workers; vLLM wants a class of the module that it imports."""
+    """Empty class, which vLLM requires of the module that it imports."""
 
 
 @dataclass
 class Files(WeightTransferInitInfo, WeightTransferUpdateInfo):
     files: list[str]
-    """Safetensors, on a disk or in a process's memory (/proc/PID/fd/NUMBER); together they are a whole checkpoint."""
+    """Paths of safetensors files, on a disk or in a process's memory (/proc/PID/fd/NUMBER), of a whole checkpoint."""
 
 
 class FilesEngine(WeightTransferEngine):
@@ -37,7 +37,7 @@ class FilesEngine(WeightTransferEngine):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Files) -> None:
-        """Raises where a file cannot be read from here; the weights stay as they are."""
+        """Open all files. Raises where one cannot be read here; the weights stay as they are."""
         for file in init_info.files:
             with safe_open(file, framework="pt"):
                 pass
@@ -46,27 +46,28 @@ class FilesEngine(WeightTransferEngine):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: Files) -> None:
-        self.model.load_weights(tensors_in(update_info.files))
+        self.model.load_weights(_tensors_in(update_info.files))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
-        pack_tied_heads(self.model)
+        _pack_tied_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
-def tensors_in(files: list[str]) -> Iterator[tuple[str, Any]]:
+def _tensors_in(files: list[str]) -> Iterator[tuple[str, Any]]:
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it has no __iter__
                 yield name, tensors.get_tensor(name)
 
 
-def pack_tied_heads(model: Any) -> None:
-    """On CPUs vLLM keeps the head in a packed form, which it renews from the head's own tensor alone.
+def _pack_tied_heads(model: Any) -> None:
+    """Pack heads that are tied to the embeddings anew.
 
-    A head that is tied to the embeddings has none, and would go on with the old weights.
+    On CPUs vLLM keeps the head in a packed form, which it renews only when it loads the head's own tensor. A tied head
+    has none, and would keep the old weights.
     """
     modules = list(model.modules())
     embeddings = {id(each.weight) for each in modules if type(each).__name__ == "VocabParallelEmbedding"}

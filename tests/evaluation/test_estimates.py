@@ -6,9 +6,8 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from nemo_opd.evaluation import pass_at_k as module
-from nemo_opd.evaluation.intervals import Estimate, bootstrap, mean_with_interval, wilson
-from nemo_opd.evaluation.pass_at_k import maj_at_k, pass_at_k, subsets
+from nemo_opd.evaluation import estimates as module
+from nemo_opd.evaluation.estimates import Estimate, bootstrap, maj_at_k, mean_with_interval, pass_at_k, subsets, wilson
 
 
 @pytest.mark.parametrize(("num_correct", "n", "k"), [(0, 5, 2), (1, 5, 1), (2, 5, 2), (3, 6, 4), (5, 5, 3), (4, 6, 3)])

@@ -1,4 +1,4 @@
-"""What a server said to a request, and whether it can be used."""
+"""Answers of a server, checked and made completions."""
 
 from dataclasses import dataclass
 
@@ -7,40 +7,39 @@ from numpy.typing import NDArray
 
 from nemo_opd.data.record import FinishReason
 from nemo_opd.rollout.base import Completion, Request
+from nemo_opd.rollout.server.http import UnusableError
 from nemo_opd.users_code import is_finite, shown
 
 ROUNDING = 1e-3
-"""By which a log-probability may be above 0: servers compute them in 32 bits."""
-
-
-class UnusableError(Exception):
-    """An answer that is none; the message says why."""
+"""Largest log-probability that is taken for 0: servers compute in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """As the server gave it, with nothing checked."""
+    """A server's answer, unchecked."""
 
     ids: object
     logprobs: object
-    """By the policy that sampled, after the temperature and, where the program `sees_cuts`, top-k and top-p."""
+    """Log-probabilities by the policy that sampled, after the temperature and, where the program `sees_cuts`, top-k and
+    top-p.
+    """
     finish_reason: str | None
     model: str | None
-    """That made it; None where the program does not say."""
+    """Name of the model; None where the program does not report it."""
     raw_logprobs: object = None
-    """By the model, at temperature 1; None where the program has to be asked for them."""
+    """Log-probabilities by the model, at temperature 1; None where they take another request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the answers must fit."""
+    """Model, vocabulary and ends that answers must fit."""
 
     model: str
     vocab_size: int
     end_ids: frozenset[int]
 
     def completion(self, request: Request, answer: Answer, version: int) -> Completion:
-        """The answer as a completion by weights of `version`. Raises UnusableError."""
+        """Return the answer as a completion by weights of `version`. Raises UnusableError."""
         if answer.model not in (None, self.model):
             raise UnusableError(f"it is by the model {answer.model!r} and not by {self.model!r}")
         ids = self._checked_ids(answer.ids, request.max_new_tokens)
@@ -64,19 +63,19 @@ class Expected:
             raise UnusableError("it goes on after a token that ends the turn")
         return ids
 
-    def _finish_reason(self, ids: list[int], said: str | None) -> FinishReason:
+    def _finish_reason(self, ids: list[int], reason: str | None) -> FinishReason:
         if ids[-1] in self.end_ids:
             return "stop"
-        if said != "length":
+        if reason != "length":
             raise UnusableError(
-                f"it ended ({said}) with token {ids[-1]}, which is none that ends a turn (those are "
-                f"{sorted(self.end_ids)}); the server has stop tokens of its own"
+                f"it ended ({reason}) with token {ids[-1]}, which does not end a turn (these do: "
+                f"{sorted(self.end_ids)}); the server has other stop tokens"
             )
         return "length"
 
 
 def checked_logprobs(logprobs: object, count: int) -> NDArray[np.float32]:
-    """As an array [count]. Raises UnusableError where they are not `count` finite log-probabilities."""
+    """Return log-probabilities as an array [count]. Raises UnusableError where they are not `count` finite ones."""
     if not isinstance(logprobs, list) or not all(isinstance(each, int | float) for each in logprobs):
         raise UnusableError("it has no log-probabilities of its tokens")
     if len(logprobs) != count:

@@ -1,0 +1,109 @@
+"""Estimates over questions: pass@k and maj@k of one question, and means over questions with intervals.
+
+The questions are the sample: which were asked is as random as the answers, and answers to one question are not
+independent. So the unit of an interval is the question, with one value each.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+_NUM_RESAMPLES = 2_000
+_SEED = 0
+"""Seed of the bootstrap, so that equal values have equal intervals."""
+MAX_SUBSETS = 2_000
+"""Largest number of subsets of k answers that maj@k is computed over; beyond it they are drawn at random.
+
+The standard error is then at most 0.5 / √2000 = 0.011 for one question, and that over √Q for Q questions.
+"""
+
+
+def pass_at_k(num_correct: int, num_samples: int, k: int) -> float:
+    """Return the chance that one of k answers is right: 1 − C(n − c, k) / C(n, k), which is unbiased for n ≥ k.
+
+    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1.
+    """
+    assert 0 <= num_correct <= num_samples
+    assert 1 <= k <= num_samples
+    return 1 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+
+
+def maj_at_k(votes: Sequence[str | None], correct: Sequence[bool], k: int, *, seed: int = 0) -> float:
+    """Return the chance that the majority of k answers is right.
+
+    Equal votes are the same answer, right if its first is; None abstains, and where all of k abstain the majority is
+    wrong. Between answers with equally many votes the first wins. Exact for C(n, k) ≤ MAX_SUBSETS, else a mean over
+    subsets drawn from `seed`.
+    """
+    assert len(votes) == len(correct)
+    answers = list(dict.fromkeys(vote for vote in votes if vote is not None))
+    if not answers:
+        return 0.0
+    gives = np.array([[vote == answer for answer in answers] for vote in votes])
+    is_right = np.array([correct[votes.index(answer)] for answer in answers])
+    chosen = gives[subsets(len(votes), k, seed)]
+    num_votes = chosen.sum(axis=1)
+    first = np.where(num_votes > 0, chosen.argmax(axis=1), k)
+    winner = (num_votes * (k + 1) - first).argmax(axis=1)
+    has_winner = num_votes.any(axis=1)
+    return float((is_right[winner] & has_winner).mean())
+
+
+def subsets(n: int, k: int, seed: int) -> NDArray[np.int64]:
+    """Return subsets [M, k] of n answers, each in increasing order; all of them where they are MAX_SUBSETS at most."""
+    if math.comb(n, k) <= MAX_SUBSETS:
+        return np.array(list(combinations(range(n), k)))
+    shuffled = np.random.default_rng(seed).random((MAX_SUBSETS, n)).argsort(axis=1)
+    return np.sort(shuffled[:, :k], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean and its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
+    """Return Wilson's score interval where every value is 0 or 1, else the percentile bootstrap over questions.
+
+    Wilson's covers as promised for few questions and near 0 and 1, and has a width where all are right, where
+    resampling gives none. Values between 0 and 1, such as pass@k of n > k answers, vary less than a coin of the same
+    mean, which the bootstrap takes into account and Wilson's does not. Equal values leave nothing to resample: within
+    [0, 1] Wilson's interval is returned, which is then too wide rather than too narrow; other values have no width.
+    """
+    is_equal = len(set(values)) == 1 and 0 <= values[0] <= 1
+    if set(values) <= {0.0, 1.0} or is_equal:
+        return wilson(sum(values), len(values), confidence)
+    return bootstrap(values, confidence)
+
+
+def wilson(num_right: float, num_questions: int, confidence: float) -> Estimate:
+    """Return Wilson's score interval.
+
+    Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+    """
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    share, weight = num_right / num_questions, z * z / num_questions
+    centre = (share + weight / 2) / (1 + weight)
+    half = (share * (1 - share) * weight + weight * weight / 4) ** 0.5 / (1 + weight)
+    return Estimate(share, min(share, max(0.0, centre - half)), max(share, min(1.0, centre + half)))
+
+
+def bootstrap(values: Sequence[float], confidence: float) -> Estimate:
+    """Return the interval between percentiles of resampled means.
+
+    Source: Efron 1979, "Bootstrap methods: another look at the jackknife".
+    """
+    known = np.array(values, np.float64)
+    random = np.random.default_rng(_SEED)
+    means = [known[random.integers(len(known), size=len(known))].mean() for _ in range(_NUM_RESAMPLES)]
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return Estimate(float(known.mean()), float(low), float(high))
