@@ -21,10 +21,11 @@ from demo import ROOT, commit, hardware
 from transformers import PreTrainedTokenizerBase
 
 from nemo_opd.alignment import TokenAligner
-from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.documents import Conversation, Document
+from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.samples import Sample
-from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from nemo_opd.errors import AlignmentError
 from nemo_opd.models.load import load_tokenizer
 

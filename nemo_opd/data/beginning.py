@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.seams import find_seam
-
-if TYPE_CHECKING:
-    from nemo_opd.data.text import Encoder, Encoding
 
 MARGIN = 1024
 """Characters behind a seam: what a pre-tokenizer may look at beyond a run of one kind, and a normaliser change."""

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nemo_opd.alignment import LocatedTokens, RenderedChat, locate_tokens
 from nemo_opd.data.beginning import CHARACTERS_A_TOKEN, EDGE, MARGIN, last_run
+from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.seams import find_seam
-
-if TYPE_CHECKING:
-    from nemo_opd.data.chat import ChatEncoder
 
 
 def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> LocatedTokens:

@@ -11,9 +11,10 @@ from nemo_opd.config.data import Source
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
-from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
+from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import TEACHER
+from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker

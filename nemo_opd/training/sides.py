@@ -10,9 +10,10 @@ from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.cache import CachedSampleMaker
-from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.samples import SameTokenizer, SampleMaker
-from nemo_opd.data.text import CrossTokenizer, Encoder, TextSampleMaker
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.same_tokenizer import require_common_text, require_same_tokenizer, same_tokenizer_reader

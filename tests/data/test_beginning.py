@@ -16,9 +16,10 @@ from transformers import PreTrainedTokenizerFast
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.data import text as text_module
 from nemo_opd.data.beginning import MARGIN, encode_beginning
+from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.seams import is_seam
-from nemo_opd.data.text import CrossTokenizer, Encoder, Encoding, TextSampleMaker
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from tests.tokenizers_fixture import REAL, byte_level, real_tokenizer, sentencepiece, unigram
 
 DIGITS_FROM_THE_END = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))| ?[^\s\p{L}\p{N}]+| ?\p{L}+|\s+"

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from nemo_opd.alignment import LocatedTokens, RenderedChat, TokenAligner, locate_tokens
 from nemo_opd.data import chat as chat_module
 from nemo_opd.data import chat_beginning
-from nemo_opd.data.chat import ChatEncoder, ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.documents import Conversation
+from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.samples import Sample
 from tests.alignment.chat_fixture import assistant, call, small_chat, tool, user
 from tests.data.test_beginning import WORDS, long_texts

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
-from nemo_opd.data.chat import ChatEncoder, CrossTokenizerChat
+from nemo_opd.data.chat import CrossTokenizerChat
+from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens

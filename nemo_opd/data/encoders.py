@@ -1,0 +1,151 @@
+"""Tokenizers as samples need them: of texts, and of conversations in a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment import (
+    ChatRenderer,
+    ChatTokens,
+    LocatedTokens,
+    Pieces,
+    RenderedChat,
+    fingerprint,
+    locate_tokens,
+    pieces_of,
+)
+from nemo_opd.data.documents import Conversation
+from nemo_opd.data.samples import Tokens, require_ids
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """The whole of a text, before anything is cut."""
+
+    ids: NDArray[np.int32]
+    ends: NDArray[np.int64]
+    """Bytes of text up to the end of each token."""
+
+    def cut(self, length: int) -> Encoding:
+        return Encoding(self.ids[:length], self.ends[:length])
+
+    def tokens(self) -> Tokens:
+        return Tokens(self.ids, np.arange(len(self.ids)) > 0, np.diff(self.ends, prepend=0).astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token behind."""
+
+    tokenizer: PreTrainedTokenizerBase
+    pieces: Pieces
+    lengths: NDArray[np.int32]
+    """[V]: bytes of text per id that the model can read, 0 for special tokens (METHODS §1)."""
+    max_length: int
+    append_eos: bool
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
+    ) -> Self:
+        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
+        pieces = pieces_of(tokenizer)
+        return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        eos = self.tokenizer.eos_token_id if self.append_eos else None
+        return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths)
+
+    def __call__(self, text: str) -> Encoding:
+        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none.
+
+        Raises DataError for a text with a token that the model cannot read.
+        """
+        return self._encoding(self._encoded(text), text)
+
+    def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
+        """The same, and [S]: the first character of each token, which do not decrease."""
+        encoded = self._encoded(text, return_offsets_mapping=True)
+        encoding = self._encoding(encoded, text)
+        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        appended = np.full(len(encoding.ids) - len(starts), len(text), np.int64)
+        return encoding, np.maximum.accumulate(np.concatenate((starts, appended)))
+
+    def _encoded(self, text: str, **options: bool) -> BatchEncoding:
+        # The call switches off what truncation and padding a tokenizer file asks for; verbose would warn of long texts.
+        return self.tokenizer(text, return_attention_mask=False, verbose=False, **options)
+
+    def _encoding(self, encoded: BatchEncoding, text: str) -> Encoding:
+        ids: list[int] = list(encoded["input_ids"])
+        eos = self.tokenizer.eos_token_id
+        if self.append_eos and eos is not None and (not ids or ids[-1] != eos):
+            ids.append(eos)
+        array = np.asarray(ids, dtype=np.int32)
+        require_ids(array, len(self.lengths), self.tokenizer, text)
+        return Encoding(array, np.cumsum(self.lengths[array], dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class ChatEncoder:
+    """A tokenizer's view of a conversation. The template writes all special tokens, end of sequence included."""
+
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ChatRenderer
+    pieces: Pieces
+    lengths: NDArray[np.int32]
+    """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
+    max_length: int
+    identity: tuple[object, ...]
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        template_kwargs: Mapping[str, Any],
+        vocab_size: int | None = None,
+    ) -> Self:
+        """`vocab_size`: ids the model can read, all by default.
+
+        Raises AlignmentError where tokens lack exact bytes or there is no chat template.
+        """
+        pieces = pieces_of(tokenizer)
+        lengths = pieces.lengths[:vocab_size]
+        settings = (tokenizer.chat_template, sorted(template_kwargs.items()), tokenizer.special_tokens_map)
+        identity = (fingerprint(tokenizer), settings, max_length, len(lengths))
+        renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
+        return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
+
+    def __call__(self, conversation: Conversation) -> ChatTokens:
+        """The conversation's tokens, uncut.
+
+        Raises AlignmentError where the template refuses it, DataError for a token that the model cannot read.
+        """
+        rendered = self.rendered(conversation)
+        return self.read(rendered, locate_tokens(self.tokenizer, rendered.text))
+
+    def rendered(self, conversation: Conversation) -> RenderedChat:
+        """Raises AlignmentError where the template refuses it."""
+        return self.renderer.render(conversation.messages, conversation.tools)
+
+    def read(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
+        """located: tokens of the rendered text, all or the first.
+
+        Raises DataError for one that the model cannot read.
+        """
+        require_ids(located.ids, len(self.lengths), self.tokenizer, rendered.text)
+        return self.renderer.tokens(rendered, located)
+
+    def tokens(self, chat: ChatTokens) -> Tokens:
+        mask = chat.assistant_mask.copy()
+        mask[:1] = False
+        return Tokens(chat.ids, mask, np.where(chat.is_content, self.lengths[chat.ids], np.int32(0)))
