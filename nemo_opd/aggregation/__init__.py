@@ -2,8 +2,9 @@
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
+from nemo_opd.aggregation.rules import share_out
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
-from nemo_opd.aggregation.share_out import coverage_metrics, share_metrics, share_out
+from nemo_opd.aggregation.shares import coverage_metrics, share_metrics
 
 __all__ = [
     "PART",

@@ -8,7 +8,7 @@ from operator import itemgetter
 from torch import Tensor
 
 from nemo_opd.aggregation.overlap import Overlap
-from nemo_opd.aggregation.weighted_sum import teacher_weights
+from nemo_opd.aggregation.rules import RULES
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logits.combined import AveragedLogits
 from nemo_opd.logits.planned import PlannedLoss
@@ -202,15 +202,13 @@ def build_parts(
     """The KD of a run with these active teachers; sizes are the tokenizers'."""
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
-    if teachers and aggregation.type == "averaged_logits":
+    rule = RULES[type(aggregation)]
+    if teachers and rule.speaks_as_one:
         size = min(student_vocab_size, *teacher_vocab_sizes)
         term = build(config.term(0), student_vocab_size=size, teacher_vocab_size=size)
         speaker, overlap = partial(AveragedLogits, weights=weights), Overlap(None, size, size)
         return Parts((Part(None, 1.0, term, 0, speaker, overlap),), count_together=False)
-    if aggregation.type == "weighted_sum":
-        factors = teacher_weights(aggregation, weights, teacher_vocab_sizes)
-    else:
-        factors = [1.0] * len(teachers)
+    factors = rule.factors(aggregation, weights, teacher_vocab_sizes)
     parts = []
     entries = zip(teachers, factors, projections, teacher_vocab_sizes, strict=True)
     for i, (teacher, factor, projection, size) in enumerate(entries):
@@ -226,4 +224,4 @@ def build_parts(
         )
         compared = Overlap(None, *sizes) if is_same else Overlap.across(projection, *sizes)
         parts.append(Part(teacher.name, factor, term, i, itemgetter(i), compared))
-    return Parts(tuple(parts), count_together=aggregation.type in ("select_teacher", "routed"))
+    return Parts(tuple(parts), count_together=rule.counts_together)

@@ -35,7 +35,7 @@ def _surprisal_of_the_likeliest(log_p: Tensor, targets: Tensor) -> Tensor:
     return -log_p.amax(1)
 
 
-_NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
+NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
     "bits_per_byte": _surprisal,
     "log_probability": _surprisal,
     "entropy": _entropy,
@@ -70,7 +70,7 @@ def sequence_scores(
     parts = unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
     for part in own_share(teacher, parts, slice(0, 0)):
         log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
-        nats[rows[part]] = _NATS[score](log_p, targets[part]).double()
+        nats[rows[part]] = NATS[score](log_p, targets[part]).double()
     nats = teacher.reduce(nats)
     counted_bytes = torch.zeros_like(nats, dtype=torch.int64)
     counted_bytes[rows] = tokens.num_bytes.flatten()[rows + 1].long()

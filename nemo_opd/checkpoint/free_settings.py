@@ -99,6 +99,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.HKLTerm: "type",
     loss.SharedPrefixTerm: "type",
     loss.BytePrefixTerm: "type",
+    loss.FunctionTerm: "type function arguments",
     loss.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
 }
 

@@ -1,6 +1,6 @@
 """Losses: what is compared with a teacher, and the objective it is part of."""
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -283,7 +283,17 @@ class ULDTerm(TemperatureTerm):
     """What that system computes, for parity."""
 
 
-SameTokenizerTerm = Annotated[SameVocabTerm | TCADTerm | SampledKLTerm, Field(discriminator="type")]
+class FunctionTerm(Settings):
+    """Your own formula, for a teacher with the student's tokenizer or another (docs/losses.md)."""
+
+    type: Literal["function"] = "function"
+    function: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:function`, called with rows of logits of the student and of the teacher: a loss for each row."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
+
+
+SameTokenizerTerm = Annotated[SameVocabTerm | TCADTerm | SampledKLTerm | FunctionTerm, Field(discriminator="type")]
 LossTerm = Annotated[
     SameVocabTerm
     | TCADTerm
@@ -295,7 +305,8 @@ LossTerm = Annotated[
     | BytePrefixTerm
     | SharedPrefixTerm
     | ALMTerm
-    | ULDTerm,
+    | ULDTerm
+    | FunctionTerm,
     Field(discriminator="type"),
 ]
 
@@ -361,6 +372,10 @@ class SampledKLLoss(Objective, SampledKLTerm):
     """sampled_kl for every teacher that names no loss of its own."""
 
 
+class FunctionLoss(Objective, FunctionTerm):
+    """Your own formula for every teacher that names no loss of its own."""
+
+
 class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     """Rewards compared within the rollouts of a prompt; teachers, where they have a weight, are a KL beside it."""
 
@@ -395,6 +410,7 @@ Loss = Annotated[
     | BytePrefixLoss
     | SharedPrefixLoss
     | ALMLoss
-    | ULDLoss,
+    | ULDLoss
+    | FunctionLoss,
     Field(discriminator="type"),
 ]

@@ -16,6 +16,7 @@ from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Logging
 from nemo_opd.config.loss import (
     DivergenceTerm,
+    FunctionTerm,
     GRPOLoss,
     Loss,
     LossTerm,
@@ -31,7 +32,7 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
 
 ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
-SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm)
+SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class Run(Settings):

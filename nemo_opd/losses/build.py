@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
-from nemo_opd.config.loss import LossTerm, Objective, StrictTerm, TCADTerm
+from nemo_opd.config.loss import FunctionTerm, LossTerm, Objective, StrictTerm, TCADTerm
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import alm
 from nemo_opd.losses.byte_prefix import byte_prefix
+from nemo_opd.losses.function import check_function, chunk_function, token_function
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.p_kl import p_kl
@@ -37,7 +38,7 @@ Unit = Literal["place", "sequence", "prompt"]
 """What a loss is a mean of: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
 tokens; or prompts, whose sequences have weights that add up to 1.
 """
-OF_THE_DRIVER = frozenset({"type", "power_alpha", *Objective.model_fields})
+NOT_ARGUMENTS = frozenset({"type", "power_alpha", *Objective.model_fields})
 """Settings of a term, or of an objective around it, that are no arguments of its loss."""
 
 
@@ -99,21 +100,23 @@ def build(
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
 ) -> TermLoss:
-    """The callable of a term, each setting of which is a keyword of its loss.
+    """Return the loss of a term, each setting of which is a keyword of its function.
 
     across_tokenizers: the teacher has its own, which matters to a term that takes either kind. Sizes: of the
     tokenizers, where the heads are wider; see the losses for their defaults. Raises ConfigError where a term has no
-    projection and needs one.
+    projection and needs one, or names a function that cannot be called.
     """
-    kind = (_KINDS_ACROSS if across_tokenizers else _KINDS)[term.type]
+    entry = (ACROSS_TOKENIZERS if across_tokenizers else LOSSES)[term.type]
+    if isinstance(term, FunctionTerm):
+        check_function(term.function, term.arguments)
     plan = partial(
-        kind.loss.plan,
-        **term.model_dump(exclude=set(OF_THE_DRIVER)),
+        entry.loss.plan,
+        **term.model_dump(exclude=set(NOT_ARGUMENTS)),
         student_vocab_size=student_vocab_size,
         teacher_vocab_size=teacher_vocab_size,
     )
-    count, covered = kind.count, kind.covered
-    if kind.needs_projection:
+    count, covered = entry.units.count, entry.units.covered
+    if entry.needs_projection:
         if projection is None:
             raise ConfigError(f"loss.type={term.type} needs the projection of the teacher's tokenizer; give the matrix")
         plan = partial(plan, projection=projection)
@@ -122,25 +125,18 @@ def build(
         has_continuation = term.continuation_weight > 0
         count = partial(count, has_continuation=has_continuation)
         covered = partial(covered, has_continuation=has_continuation)
-    unit: Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else kind.unit
-    return TermLoss(plan, partial(kind.batch_arguments, term.type), count, covered, unit)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    loss: Loss[...]
-    batch_arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], Arguments]
-    """The first argument is the term's type, for messages."""
-    count: Callable[..., Tensor]
-    """Units among the batch's arguments, int64 [B], given the projection where one is needed."""
-    covered: Callable[..., Tensor]
-    """The student's tokens in those units, likewise."""
-    needs_projection: bool = True
-    unit: Unit = "place"
+    unit: Unit = "prompt" if isinstance(term, TCADTerm) and term.power_alpha is not None else entry.units.kind
+    return TermLoss(plan, partial(entry.units.arguments, term.type), count, covered, unit)
 
 
 def _scored_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
     return {"mask": student.loss_mask}
+
+
+def _scored_tokens_with_ids(
+    type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None
+) -> Arguments:
+    return {"ids": student.ids, "mask": student.loss_mask}
 
 
 def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
@@ -218,26 +214,50 @@ def _count_strict_tokens(
     return tokens.index_add_(0, sequences, units.student_lengths.long())
 
 
-_KINDS = {
-    "same_vocab": _Kind(same_vocab, _scored_tokens, _count_scored_tokens, _count_scored_tokens, needs_projection=False),
-    "tcad": _Kind(
-        tcad, _scored_tokens, _count_scored_sequences, _count_scored_tokens, needs_projection=False, unit="sequence"
-    ),
-    "sampled_kl": _Kind(
-        sampled_kl, _sampled_tokens, _count_scored_tokens, _count_scored_tokens, needs_projection=False
-    ),
-    "p_kl": _Kind(p_kl, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
-    "gold": _Kind(gold, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
-    "h_kl": _Kind(h_kl, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
-    "strict": _Kind(strict, _aligned_chunks, _count_strict_units, _count_strict_tokens),
-    "byte_prefix": _Kind(byte_prefix, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
-    "shared_prefix": _Kind(shared_prefix, _aligned_chunks, _count_chunks, _count_tokens_in_chunks),
-    "alm": _Kind(alm, _aligned_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False),
-    "uld": _Kind(uld, _aligned_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False),
+@dataclass(frozen=True, slots=True)
+class _Units:
+    """What a loss is a sum over, as read from a batch."""
+
+    arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], Arguments]
+    """Keyword arguments of the loss; the first argument is the term's type, for messages."""
+    count: Callable[..., Tensor]
+    """Number of units among these, int64 [B]; given the projection where one is needed."""
+    covered: Callable[..., Tensor]
+    """The student's tokens in those units, int64 [B], likewise."""
+    kind: Unit = "place"
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    loss: Loss[...]
+    units: _Units
+    needs_projection: bool = False
+
+
+TOKENS = _Units(_scored_tokens, _count_scored_tokens, _count_scored_tokens)
+SAMPLED_TOKENS = _Units(_sampled_tokens, _count_scored_tokens, _count_scored_tokens)
+SEQUENCES = _Units(_scored_tokens, _count_scored_sequences, _count_scored_tokens, "sequence")
+CHUNKS = _Units(_aligned_chunks, _count_chunks, _count_tokens_in_chunks)
+SAMPLED_CHUNKS = _Units(_sampled_chunks, _count_chunks, _count_tokens_in_chunks)
+STRICT_CHUNKS = _Units(_aligned_chunks, _count_strict_units, _count_strict_tokens)
+
+LOSSES = {
+    "same_vocab": _Entry(same_vocab, TOKENS),
+    "tcad": _Entry(tcad, SEQUENCES),
+    "sampled_kl": _Entry(sampled_kl, SAMPLED_TOKENS),
+    "p_kl": _Entry(p_kl, CHUNKS, needs_projection=True),
+    "gold": _Entry(gold, CHUNKS, needs_projection=True),
+    "h_kl": _Entry(h_kl, CHUNKS, needs_projection=True),
+    "strict": _Entry(strict, STRICT_CHUNKS, needs_projection=True),
+    "byte_prefix": _Entry(byte_prefix, CHUNKS, needs_projection=True),
+    "shared_prefix": _Entry(shared_prefix, CHUNKS, needs_projection=True),
+    "alm": _Entry(alm, CHUNKS),
+    "uld": _Entry(uld, CHUNKS),
+    "function": _Entry(token_function, replace(TOKENS, arguments=_scored_tokens_with_ids)),
 }
-_KINDS_ACROSS = _KINDS | {
-    "sampled_kl": _Kind(
-        sampled_chunk_kl, _sampled_chunks, _count_chunks, _count_tokens_in_chunks, needs_projection=False
-    )
+"""By the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
+ACROSS_TOKENIZERS = LOSSES | {
+    "sampled_kl": _Entry(sampled_chunk_kl, SAMPLED_CHUNKS),
+    "function": _Entry(chunk_function, CHUNKS, needs_projection=True),
 }
 """The same for a teacher with another tokenizer."""

@@ -33,6 +33,7 @@ NEEDED = {
     "environment=calculator": [*CONVERSATIONS],
     "reward=environment": [*CONVERSATIONS, "environment=calculator", "reward.answer_key=answer"],
     "reward=function": ["reward.function=package.module:name"],
+    "loss=function": ["loss.function=package.module:name"],
 }
 """What an option needs beside it."""
 OF_A_RECIPE = {

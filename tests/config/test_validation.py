@@ -13,7 +13,7 @@ from nemo_opd.config.loss import PKLTerm, SameVocabTerm
 from nemo_opd.errors import OPDError
 from tests.config.settings import HF, SAME, VALID, changed, message_of
 
-TERMS = "'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld'"
+TERMS = "'p_kl', 'gold', 'h_kl', 'strict', 'byte_prefix', 'shared_prefix', 'alm', 'uld', 'function'"
 LOSSES = f"'same_vocab', 'tcad', 'sampled_kl', 'grpo', {TERMS}"
 
 

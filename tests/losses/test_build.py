@@ -1,4 +1,5 @@
 import inspect
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,6 +11,9 @@ from nemo_opd.config.loss import (
     BytePrefixTerm,
     GoldTerm,
     HKLTerm,
+    Loss,
+    LossTerm,
+    Objective,
     PKLLoss,
     PKLTerm,
     SameVocabLoss,
@@ -22,7 +26,7 @@ from nemo_opd.config.loss import (
 )
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
-from nemo_opd.losses.build import build
+from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
 from nemo_opd.types import ChunkRows, SampledRows, TeacherRows, TokenRows
 
 from . import oracle, oracle_prefix
@@ -41,6 +45,26 @@ def rows(positions: int) -> TokenRows:
 
 def logits(positions: int, width: int, seed: int) -> torch.Tensor:
     return torch.randn(2, positions, width, generator=torch.Generator().manual_seed(seed))
+
+
+def test_every_term_of_the_config_has_a_loss():
+    """Exhaustiveness, which would otherwise be a KeyError in a run."""
+    types = {kind.model_fields["type"].default for kind in get_args(get_args(LossTerm)[0])}
+    assert types == LOSSES.keys() == ACROSS_TOKENIZERS.keys()
+    objectives = get_args(get_args(Loss)[0])
+    assert {kind.model_fields["type"].default for kind in objectives} == types | {"grpo"}
+    assert all(issubclass(kind, Objective) for kind in objectives)
+
+
+def test_defaults_are_those_of_the_config():
+    """A default of a loss's function that differs from its setting's would make Python and YAML two losses."""
+    for kind in get_args(get_args(LossTerm)[0]):
+        for table in (LOSSES, ACROSS_TOKENIZERS):
+            parameters = inspect.signature(table[kind.model_fields["type"].default].loss.plan).parameters
+            for name, field in kind.model_fields.items():
+                if name in NOT_ARGUMENTS or field.is_required() or name == "arguments":
+                    continue
+                assert parameters[name].default == field.default, (kind, name)
 
 
 def test_same_vocab_term():

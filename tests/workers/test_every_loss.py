@@ -4,6 +4,7 @@ Tolerance as in test_invariance. The norm of the gradient tells of a wrong one a
 """
 
 import pytest
+from torch import Tensor
 
 from nemo_opd.training.plan import Plan
 from tests.tiny import Tiny
@@ -18,7 +19,14 @@ TERMS = {
     "alm": ["loss.temperature=2"],
     "uld": [],
     "p_kl": ["loss.merge=mean"],
+    "function": ["loss.function=tests.workers.test_every_loss:difference_of_the_largest"],
 }
+
+
+def difference_of_the_largest(student: Tensor, teacher: Tensor) -> Tensor:
+    return (student.log_softmax(1).amax(1) - teacher.log_softmax(1).amax(1)).square()
+
+
 GRIDS = ((1, 1), (1, 4), (2, 2))
 """Ranks, microbatch size."""
 STEPS = 2

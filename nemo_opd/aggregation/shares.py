@@ -1,35 +1,10 @@
-"""Which teacher has how much of a say in which sequence, settled once for a global batch."""
+"""Metrics of how much each teacher teaches."""
 
 from collections.abc import Sequence
-from typing import Literal
-
-import torch
 
 from nemo_opd.aggregation.parts import Parts
-from nemo_opd.aggregation.scores import bits_per_byte
-from nemo_opd.aggregation.select_teacher import select_teacher
-from nemo_opd.aggregation.weighted_sum import weighted
-from nemo_opd.aggregation.weights import sequence_weights
-from nemo_opd.config.aggregation import Aggregation
-from nemo_opd.data.collate import only_chosen
 from nemo_opd.losses.reduction import count_label_tokens
-from nemo_opd.types import Batch, Mean, Metric, SequenceScores
-
-
-def share_out(
-    aggregation: Aggregation, batch: Batch, scores: Sequence[SequenceScores], *, priors: Sequence[float]
-) -> Batch:
-    """The batch with the weights of its sequences, or with empty rows for teachers that were not selected.
-
-    scores: by teacher, of the rows of the batch; unused by aggregations that ask for none. priors: the teachers' own
-    weights.
-    """
-    if aggregation.type == "select_teacher":
-        return chosen(batch, scores, aggregation.per)
-    if aggregation.type == "weighted_sum" and aggregation.score is not None:
-        weights = sequence_weights(scores, score=aggregation.score, alpha=aggregation.alpha, priors=priors)
-        return weighted(batch, weights)
-    return batch
+from nemo_opd.types import Batch, Mean, Metric
 
 
 def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
@@ -49,20 +24,6 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
             named = names if part.name is None else [part.name]
             metrics |= {f"kd_coverage/{name}": Mean(int(covered.sum()), total) for name in named}
     return metrics
-
-
-def chosen(batch: Batch, scores: Sequence[SequenceScores], per: Literal["sequence", "batch"]) -> Batch:
-    """The batch of which each sequence is taught by one teacher.
-
-    A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
-    says who it was, and the step is not taken (METHODS §16).
-    """
-    choice = select_teacher(scores, per=per)
-    taught = only_chosen(batch, choice)
-    is_nan = bits_per_byte(scores).isnan()
-    if not is_nan.any():
-        return taught
-    return weighted(taught, torch.ones(is_nan.shape).masked_fill(is_nan, torch.nan))
 
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:

@@ -1,0 +1,88 @@
+"""How each aggregation settles what the teachers count for: one line a type (METHODS §6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_opd.aggregation.scores import bits_per_byte
+from nemo_opd.aggregation.select_teacher import select_teacher
+from nemo_opd.aggregation.weighted_sum import teacher_weights, weighted
+from nemo_opd.aggregation.weights import sequence_weights
+from nemo_opd.config.aggregation import (
+    AggregationBase,
+    AveragedLogits,
+    Routed,
+    SelectTeacher,
+    WeightedSum,
+)
+from nemo_opd.data.collate import only_chosen
+from nemo_opd.types import Batch, SequenceScores
+
+Scores = Sequence[SequenceScores]
+"""By teacher, of the rows of a batch."""
+
+
+def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
+    return [1.0] * len(weights)
+
+
+def _unchanged(settings: AggregationBase, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+    return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What an aggregation does, given its settings as the first argument."""
+
+    factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
+    """From the teachers' weights and vocabulary sizes to the factor of each teacher's loss."""
+    share_out: Callable[[Any, Batch, Scores, Sequence[float]], Batch] = _unchanged
+    """The global batch with the weights of its sequences, or with empty rows for teachers that were not selected, from
+    the scores that the settings ask for and the teachers' own weights.
+    """
+    counts_together: bool = False
+    """Each text is of one teacher, and units count the same, whichever teacher they are of."""
+    speaks_as_one: bool = False
+    """All teachers' logits are averaged, so there is one loss."""
+
+
+def _weighted_by_scores(settings: WeightedSum, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+    if settings.score is None:
+        return batch
+    return weighted(batch, sequence_weights(scores, score=settings.score, alpha=settings.alpha, priors=priors))
+
+
+def _chosen(settings: SelectTeacher, batch: Batch, scores: Scores, priors: Sequence[float]) -> Batch:
+    """Return the batch of which each sequence is taught by one teacher.
+
+    A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
+    names it, and the step is not taken (METHODS §16).
+    """
+    taught = only_chosen(batch, select_teacher(scores, per=settings.per))
+    is_nan = bits_per_byte(scores).isnan()
+    if not is_nan.any():
+        return taught
+    return weighted(taught, torch.ones(is_nan.shape).masked_fill(is_nan, torch.nan))
+
+
+RULES: dict[type[AggregationBase], Rule] = {
+    WeightedSum: Rule(factors=teacher_weights, share_out=_weighted_by_scores),
+    AveragedLogits: Rule(speaks_as_one=True),
+    SelectTeacher: Rule(share_out=_chosen, counts_together=True),
+    Routed: Rule(counts_together=True),
+}
+
+
+def share_out(
+    settings: AggregationBase, batch: Batch, scores: Sequence[SequenceScores], *, priors: Sequence[float]
+) -> Batch:
+    """Return the global batch with what each teacher counts for in each sequence.
+
+    scores: by teacher, of the rows of the batch; unused by aggregations that ask for none. priors: the teachers' own
+    weights.
+    """
+    return RULES[type(settings)].share_out(settings, batch, scores, priors)

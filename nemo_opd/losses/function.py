@@ -1,0 +1,167 @@
+"""A user's own loss: a formula over rows of logits."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.logits.planned import Loss, PlannedLoss
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
+from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.users_code import imported
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+FORM = "package.module:function"
+LIVE_COPIES = 8
+"""Tensors of the size of both sides' rows that a formula is taken to need at its peak."""
+ASKED = ("student_ids", "teacher_ids", "projection")
+"""Parameters by which a function gets more than the logits."""
+
+
+@Loss
+def token_function(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    function: str,
+    arguments: Mapping[str, Any] | None = None,
+    ids: Tensor,
+    mask: Tensor,
+    sequence_weights: Tensor | None = None,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """Σ function(student, teacher) over scored tokens / normalizer, for a teacher with the student's vocabulary.
+
+    function: `package.module:function`, called with logits [U, V] of both sides at U positions, and by name with what
+    it has parameters for: `student_ids` and `teacher_ids` [U], the tokens that come next, and `arguments`. It returns
+    [U], differentiable in the student's logits; how positions are cut into calls must not matter to it. ids, mask
+    [B, S]: token i is scored where the mask is true, by the logits at i−1. The others as in `same_vocab`. Raises
+    ConfigError for a function that cannot be imported or called so, or that returns something else.
+    """
+    formula = _Formula(function, arguments or {})
+    places = LabelPositions.of(
+        student_logits,
+        teacher_logits,
+        mask=mask,
+        sequence_weights=sequence_weights,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    ahead, next_ids = places.teacher_ahead(), ids.flatten()[places.rows + 1]
+
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        tokens = next_ids[part]
+        return formula(logits, ahead.of(part).to(logits.dtype), student_ids=tokens, teacher_ids=tokens)
+
+    cells = unit_cells(len(places), LIVE_COPIES * 2 * places.size)
+    weights, rows = places.weights, places.student_rows
+    term = Term(rows, loss_of, cells, places.size, weights=weights, chunk_size=chunk_size, ahead=ahead)
+    return PlannedLoss.of("kd", places.student, [term], len(places), normalizer)
+
+
+@Loss
+def chunk_function(
+    student_logits: Tensor | LogitRows,
+    teacher_logits: Tensor | LogitRows,
+    *,
+    function: str,
+    arguments: Mapping[str, Any] | None = None,
+    projection: ProjectionMatrix,
+    student_ids: Tensor,
+    teacher_ids: Tensor,
+    student_chunk_id: Tensor,
+    teacher_chunk_id: Tensor,
+    sequence_weights: Tensor | None = None,
+    normalizer: float | None = None,
+    student_vocab_size: int | None = None,
+    teacher_vocab_size: int | None = None,
+    chunk_size: int | None = None,
+) -> PlannedLoss:
+    """Σ function(student, teacher) over aligned chunks / normalizer, for a teacher with another vocabulary.
+
+    As `token_function`, at the first position of each chunk: logits [U, V] and [U, W], and the tokens that come next on
+    each side; a parameter `projection` gets the ProjectionMatrix. The others as in `p_kl`.
+    """
+    formula = _Formula(function, arguments or {})
+    inputs = ChunkInputs.of(
+        student_logits,
+        teacher_logits,
+        student_ids=student_ids,
+        teacher_ids=teacher_ids,
+        student_chunk_id=student_chunk_id,
+        teacher_chunk_id=teacher_chunk_id,
+        temperature=1.0,
+        sequence_weights=sequence_weights,
+        projection=projection,
+        student_vocab_size=student_vocab_size,
+        teacher_vocab_size=teacher_vocab_size,
+    )
+    units = inputs.units
+    student_next, teacher_next = (
+        ids.flatten()[rows + 1] for ids, rows in ((student_ids, units.student_rows), (teacher_ids, units.teacher_rows))
+    )
+
+    def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        asked = {"student_ids": student_next[part], "teacher_ids": teacher_next[part], "projection": projection}
+        return formula(student, teacher, **asked)
+
+    cells = LIVE_COPIES * (inputs.student_size + inputs.teacher_size)
+    term = first_position_term(inputs, unit_loss, cells_per_unit=cells, chunk_size=chunk_size)
+    return PlannedLoss.of("kd", inputs.student, [term], len(units), normalizer)
+
+
+class _Formula:
+    """A user's function with its arguments, called with what it asks for."""
+
+    def __init__(self, reference: str, arguments: Mapping[str, Any]) -> None:
+        self._reference, self._arguments = reference, arguments
+        self._function, self._asked = users_function(reference)
+        try:
+            asked = dict.fromkeys(self._asked)
+            inspect.signature(self._function).bind(None, None, **asked, **arguments)
+        except TypeError as error:
+            raise ConfigError(
+                f"loss.function={reference}: it is called with logits of student and teacher and loss.arguments="
+                f"{dict(arguments)}, but it takes {inspect.signature(self._function)} ({error}); correct either"
+            ) from None
+
+    def __call__(self, student: Tensor, teacher: Tensor, **available: Any) -> Tensor:
+        asked = {name: available.get(name) for name in self._asked}
+        losses = self._function(student, teacher, **asked, **self._arguments)
+        shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if shape != [len(student)]:
+            raise ConfigError(
+                f"loss.function={self._reference}: it returned {shape} for {len(student)} rows of logits; return a "
+                f"tensor with the loss of each, [{len(student)}]"
+            )
+        return losses
+
+
+@cache
+def users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+    """Return the function that `package.module:function` names, and what it asks for besides the logits.
+
+    Raises ConfigError where it cannot be imported, or is no function.
+    """
+    found = imported(reference, key="loss.function", form=FORM)
+    if not inspect.isroutine(found):
+        raise ConfigError(f"loss.function={reference}: it is a {type(found).__name__}; name a function")
+    names = inspect.signature(found).parameters
+    return found, tuple(name for name in ASKED if name in names)
+
+
+def check_function(reference: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a function that cannot be imported or called, before a run starts."""
+    _Formula(reference, arguments)

@@ -1,0 +1,13 @@
+from typing import get_args
+
+from nemo_opd.aggregation.rules import RULES
+from nemo_opd.aggregation.scores import NATS
+from nemo_opd.config.aggregation import Aggregation, Score
+
+
+def test_every_aggregation_and_score_of_the_config_is_there() -> None:
+    """Exhaustiveness, which would otherwise be a KeyError in a run."""
+    assert set(get_args(get_args(Aggregation)[0])) == RULES.keys()
+    assert (
+        {*get_args(Score), "log_probability"} == NATS.keys()
+    )
