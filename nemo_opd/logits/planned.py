@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from typing import Generic, ParamSpec
+from typing import Generic, ParamSpec, Required, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
@@ -69,6 +70,7 @@ class Loss(Generic[Parameters]):
     def __init__(self, plan: Callable[Parameters, PlannedLoss]) -> None:
         self.plan = plan
         update_wrapper(self, plan)
+        self.__signature__ = _signature(plan)
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> LossOutput:
         return self.plan(*args, **kwargs).compute()
@@ -76,3 +78,20 @@ class Loss(Generic[Parameters]):
     def __reduce__(self) -> str:
         """By its name, as functions are."""
         return self.plan.__qualname__
+
+
+def _signature(plan: Callable[..., object]) -> inspect.Signature:
+    """Return the signature of the loss, in which `**shared: Unpack[…]` is written out."""
+    parameters = []
+    for parameter in inspect.signature(plan).parameters.values():
+        if parameter.kind is not parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+            continue
+        annotation = parameter.annotation
+        unpacked = eval(annotation, plan.__globals__) if isinstance(annotation, str) else annotation
+        (shared,) = get_args(unpacked)
+        for name, hint in get_type_hints(shared, include_extras=True).items():
+            is_required = get_origin(hint) is Required
+            default, kind = (parameter.empty, get_args(hint)[0]) if is_required else (None, hint)
+            parameters.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=kind))
+    return inspect.Signature(parameters, return_annotation=LossOutput)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import FAINT
@@ -30,47 +30,21 @@ def alm(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     temperature: float = 1.0,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ · Σ −[a log b + (1 − a) log(1 − b)] over chunks / normalizer (METHODS §5), and the metric `kd` in nats.
 
     a = Q^{1/τ} and b = P^{1/τ}, where Q and P are the products of the probabilities, at temperature 1, that teacher and
-    student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a.
-    Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
-    chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of
-    weight 0 are left out. Vocabulary sizes default to those of the heads. normalizer: units of the global batch, by
-    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
-    for shapes or sizes that do not fit.
+    student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises
+    ConfigError for shapes or sizes that do not fit.
     """
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
-        teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
-    )
-    return PlannedLoss.of("kd", inputs.student, [likelihood_term(inputs, chunk_size)], len(inputs.units), normalizer)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
+    return inputs.planned([likelihood_term(inputs)])
 
 
-def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
-    """τ · Σ −[a log b + (1 − a) log(1 − b)] over the units.
-
-    chunk_size: units computed at a time, by default what fits a byte budget.
-    """
+def likelihood_term(inputs: ChunkInputs) -> Term:
+    """Return τ · Σ −[a log b + (1 − a) log(1 − b)] over the units."""
     units = inputs.units
     student = RealisedChunks.of(units.student_rows, units.student_lengths, inputs.student_ids)
     teacher = RealisedChunks.of(units.teacher_rows, units.teacher_lengths, inputs.teacher_ids)
@@ -85,7 +59,7 @@ def likelihood_term(inputs: ChunkInputs, chunk_size: int | None) -> Term:
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
     cells = unit_cells(len(units), 1, of_student, of_teacher)
     positions = student.positions
-    term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead, chunk_size=chunk_size)
+    term = inputs.term(positions.rows, loss_of, cells, positions.offsets, ahead=ahead)
     return term.times(inputs.temperature)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -79,20 +79,12 @@ def byte_prefix(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
     mixed_weight: float = 0.5,
     continuation_weight: float = 0.0,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ² · Σ divergence(u, p) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
 
@@ -101,26 +93,11 @@ def byte_prefix(
     q_1(y_1)···q_{n−1}(y_{n−1}) · Σ q_n over the tokens that begin with y_n. Cells are the student tokens that some
     teacher token reaches, x where it is none of them, and one for the rest where both sides have one; student and
     teacher are renormalised on them. continuation_weight: of the chunk's `alm` term, added where it has several tokens
-    on a side. Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or
-    non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in
-    the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the
-    global batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget.
+    on a side.
     Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without Φ and the
     teacher's byte order.
     """
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
     cells = _reached_cells(projection, inputs)
     chains = _Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
@@ -133,12 +110,9 @@ def byte_prefix(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
-        chunk_size=chunk_size,
         positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
     )
-    return chunk_loss(
-        inputs, term, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
-    )
+    return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 
 def _reached_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Required, TypedDict
 
 import torch
 from torch import Tensor
 
 from nemo_opd.logits.blockwise import compute_dtype
+from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.logits.term import ChunkLoss, Term, unit_cells
@@ -25,6 +26,30 @@ from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
+
+
+class ChunkArguments(TypedDict, total=False):
+    """Arguments that every loss of aligned chunks takes after its logits [B, S, ≥ V] and [B, T, ≥ W], unshifted."""
+
+    student_ids: Required[Tensor]
+    """[B, S]"""
+    teacher_ids: Required[Tensor]
+    """[B, T]"""
+    student_chunk_id: Required[Tensor]
+    """[B, S]: −1 for none, else non-decreasing. A chunk with token 0 of either side is no unit."""
+    teacher_chunk_id: Required[Tensor]
+    """[B, T]"""
+    sequence_weights: Tensor | None
+    """[B]: factor of each sequence's units in the sum; those of weight 0 are left out. By default 1."""
+    normalizer: float | None
+    """Units of the global batch, by which the sum is divided; by default those of this call."""
+    student_vocab_size: int | None
+    """Leading columns of the logits that are the vocabulary; by default the projection's, else all."""
+    teacher_vocab_size: int | None
+    """The same of the teacher."""
+    chunk_size: int | None
+    """Units computed at a time; by default as many as fit a byte budget."""
+
 
 Compare = Callable[[Tensor, Tensor, slice], Tensor]
 """(student logits/τ [u, V], teacher logits/τ [u, W], which units they are) → the loss of each unit, [u].
@@ -55,6 +80,8 @@ class ChunkInputs:
     temperature: float
     sequence_weights: Tensor | None
     """[B]; None: all 1."""
+    normalizer: float | None
+    chunk_size: int | None
 
     @classmethod
     def of(
@@ -67,12 +94,14 @@ class ChunkInputs:
         student_chunk_id: Tensor,
         teacher_chunk_id: Tensor,
         temperature: float,
-        sequence_weights: Tensor | None,
         projection: ProjectionMatrix | None = None,
+        sequence_weights: Tensor | None = None,
+        normalizer: float | None = None,
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
+        chunk_size: int | None = None,
     ) -> ChunkInputs:
-        """Chunk ids are −1 or non-decreasing. Sizes default to the projection's, else the narrower head (METHODS §5).
+        """Check a loss's arguments, of which most are `ChunkArguments`.
 
         Raises ConfigError for shapes or sizes that do not fit, or a temperature that is not above 0.
         """
@@ -87,9 +116,8 @@ class ChunkInputs:
         if sequence_weights is not None:
             units = units.where(sequence_weights[units.student_rows // student.shape[1]] != 0)
         student_columns, teacher_columns = student.shape[2], teacher.shape[2]
-        narrower = min(student_columns, teacher_columns)
-        student_default = narrower if projection is None else projection.student_vocab_size
-        teacher_default = narrower if projection is None else projection.teacher_vocab_size
+        student_default = student_columns if projection is None else projection.student_vocab_size
+        teacher_default = teacher_columns if projection is None else projection.teacher_vocab_size
         return cls(
             student,
             teacher,
@@ -100,6 +128,8 @@ class ChunkInputs:
             own_columns("teacher_vocab_size", teacher_vocab_size, teacher_default, teacher_columns),
             temperature,
             sequence_weights,
+            normalizer,
+            chunk_size,
         )
 
     @property
@@ -134,10 +164,15 @@ class ChunkInputs:
         begins: Sequence[int] | None = None,
         *,
         ahead: ReadAhead | None = None,
-        chunk_size: int | None,
     ) -> Term:
-        """A sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
-        return Term(rows, loss_of, cells, self.student_size, begins, self.weights, chunk_size=chunk_size, ahead=ahead)
+        """Return a sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
+        size, weights, at_a_time = self.student_size, self.weights, self.chunk_size
+        return Term(rows, loss_of, cells, size, begins, weights, chunk_size=at_a_time, ahead=ahead)
+
+    def planned(self, terms: Sequence[Term], num_units: int | None = None) -> PlannedLoss:
+        """Return Σ terms / normalizer with the metric `kd`, a mean over `num_units`, by default all units."""
+        number = len(self.units) if num_units is None else num_units
+        return PlannedLoss.of("kd", self.student, terms, number, self.normalizer)
 
 
 def first_position_term(
@@ -145,14 +180,12 @@ def first_position_term(
     compare: Compare,
     *,
     cells_per_unit: int,
-    chunk_size: int | None,
     positions: tuple[Sequence[int], int] | None = None,
 ) -> Term:
     """τ² · Σ compare over units (METHODS §5, §7).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
-    it takes besides, see `unit_cells`. chunk_size: units computed at a time, by default what fits a byte budget; raises
-    ConfigError below 1.
+    it takes besides, see `unit_cells`.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
@@ -162,5 +195,5 @@ def first_position_term(
         return compare(over(student, temperature), over(teacher, temperature), part)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
-    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, chunk_size=chunk_size)
+    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead)
     return term.times(temperature**2)

@@ -16,14 +16,12 @@ def chunk_loss(
     term: Term,
     *,
     continuation_weight: float,
-    normalizer: float | None,
-    chunk_size: int | None,
     single_units: int | None = None,
 ) -> PlannedLoss:
     """(term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and the metric `kd`.
 
     single_units: those of `term` where it is of no chunk of several tokens, which are then units only if they have a
-    weight; by default the term is of all chunks of `inputs`. normalizer: by default the number of units. Raises
+    weight; by default the term is of all chunks of `inputs`. Raises
     ConfigError for a negative weight.
     """
     if not continuation_weight >= 0:
@@ -33,6 +31,6 @@ def chunk_loss(
     terms, count = [term], len(inputs.units) if single_units is None else single_units
     if continuation_weight:
         longer = replace(inputs, units=inputs.units.where(inputs.units.have_several_tokens))
-        terms.append(likelihood_term(longer, chunk_size).times(continuation_weight))
+        terms.append(likelihood_term(longer).times(continuation_weight))
         count += 0 if single_units is None else len(longer.units)
-    return PlannedLoss.of("kd", inputs.student, terms, count, normalizer)
+    return inputs.planned(terms, count)

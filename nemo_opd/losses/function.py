@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from torch import Tensor
 
@@ -13,8 +13,8 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
-from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
+from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.users_code import imported
 
 if TYPE_CHECKING:
@@ -35,30 +35,17 @@ def token_function(
     function: str,
     arguments: Mapping[str, Any] | None = None,
     ids: Tensor,
-    mask: Tensor,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """Σ function(student, teacher) over scored tokens / normalizer, for a teacher with the student's vocabulary.
 
     function: `package.module:function`, called with logits [U, V] of both sides at U positions, and by name with what
     it has parameters for: `student_ids` and `teacher_ids` [U], the tokens that come next, and `arguments`. It returns
-    [U], differentiable in the student's logits; how positions are cut into calls must not matter to it. ids, mask
-    [B, S]: token i is scored where the mask is true, by the logits at i−1. The others as in `same_vocab`. Raises
-    ConfigError for a function that cannot be imported or called so, or that returns something else.
+    [U], differentiable in the student's logits; how positions are cut into calls must not matter to it. ids [B, S].
+    Raises ConfigError for a function that cannot be imported or called so, or that returns something else.
     """
     formula = _Formula(function, arguments or {})
-    places = LabelPositions.of(
-        student_logits,
-        teacher_logits,
-        mask=mask,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    places = LabelPositions.of(student_logits, teacher_logits, **shared)
     ahead, next_ids = places.teacher_ahead(), ids.flatten()[places.rows + 1]
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
@@ -67,8 +54,8 @@ def token_function(
 
     cells = unit_cells(len(places), LIVE_COPIES * 2 * places.size)
     weights, rows = places.weights, places.student_rows
-    term = Term(rows, loss_of, cells, places.size, weights=weights, chunk_size=chunk_size, ahead=ahead)
-    return PlannedLoss.of("kd", places.student, [term], len(places), normalizer)
+    term = Term(rows, loss_of, cells, places.size, weights=weights, chunk_size=places.chunk_size, ahead=ahead)
+    return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)
 
 
 @Loss
@@ -79,38 +66,19 @@ def chunk_function(
     function: str,
     arguments: Mapping[str, Any] | None = None,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """Σ function(student, teacher) over aligned chunks / normalizer, for a teacher with another vocabulary.
 
     As `token_function`, at the first position of each chunk: logits [U, V] and [U, W], and the tokens that come next on
-    each side; a parameter `projection` gets the ProjectionMatrix. The others as in `p_kl`.
+    each side; a parameter `projection` gets the ProjectionMatrix.
     """
     formula = _Formula(function, arguments or {})
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=1.0,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=1.0, projection=projection, **shared)
     units = inputs.units
     student_next, teacher_next = (
-        ids.flatten()[rows + 1] for ids, rows in ((student_ids, units.student_rows), (teacher_ids, units.teacher_rows))
+        ids.flatten()[rows + 1]
+        for ids, rows in ((inputs.student_ids, units.student_rows), (inputs.teacher_ids, units.teacher_rows))
     )
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -118,8 +86,8 @@ def chunk_function(
         return formula(student, teacher, **asked)
 
     cells = LIVE_COPIES * (inputs.student_size + inputs.teacher_size)
-    term = first_position_term(inputs, unit_loss, cells_per_unit=cells, chunk_size=chunk_size)
-    return PlannedLoss.of("kd", inputs.student, [term], len(units), normalizer)
+    term = first_position_term(inputs, unit_loss, cells_per_unit=cells)
+    return inputs.planned([term])
 
 
 class _Formula:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -31,10 +31,6 @@ def gold(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -45,11 +41,7 @@ def gold(
     uncommon_topk: int | None = None,
     continuation_weight: float = 0.0,
     compat: str | None = None,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ² · Σ [common_weight · divergence + uncommon_weight · tail] over chunks / normalizer (METHODS §5), and `kd`.
 
@@ -61,33 +53,15 @@ def gold(
     renormalisation. Weights are 1 by default. continuation_weight: of the chunk's `alm` term, added where it has
     several tokens on a side. compat="nemo_rl": merge mean, pairs compared as with observed, both tails cut to the
     shorter. compat="trl": merge observed, whole tails, weighted by default by the share of the teacher's vocabulary in
-    pairs and the share out of it, and nothing times τ². Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B,
-    S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit. sequence_weights [B]:
-    of each sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default to the projection's.
-    normalizer: units of the global batch, by default of this call. chunk_size: units computed at a time, by default
-    what fits a byte budget. Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for
-    a projection without exact pairs.
+    pairs and the share out of it, and nothing times τ². Raises ConfigError for shapes, sizes, weights or names that do
+    not fit, ProjectionError for a projection without exact pairs.
     """
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     return paired_loss(
         inputs,
         TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
         Divergence(divergence, beta, mixed_weight),
         PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
-        normalizer=normalizer,
-        chunk_size=chunk_size,
     )
 
 
@@ -140,9 +114,6 @@ def paired_loss(
     pairs: TokenPairs,
     divergence: Divergence,
     options: PairedOptions,
-    *,
-    normalizer: float | None,
-    chunk_size: int | None,
 ) -> PlannedLoss:
     """`gold` on the given pairs."""
     compare = options.comparison(divergence, pairs)
@@ -150,13 +121,10 @@ def paired_loss(
         inputs,
         lambda student, teacher, part: compare(student, teacher),
         cells_per_unit=_cells_per_unit(inputs, compare),
-        chunk_size=chunk_size,
     )
     if options.compat == "trl":  # It scales no term by τ².
         term = term.times(inputs.temperature**-2)
-    return chunk_loss(
-        inputs, term, continuation_weight=options.continuation_weight, normalizer=normalizer, chunk_size=chunk_size
-    )
+    return chunk_loss(inputs, term, continuation_weight=options.continuation_weight)
 
 
 def _first_given(*values: float | None) -> float:

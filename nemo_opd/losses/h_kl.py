@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.gold import PairedOptions, paired_loss
 from nemo_opd.losses.pairs import TokenPairs
@@ -23,10 +23,6 @@ def h_kl(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -37,11 +33,7 @@ def h_kl(
     uncommon_topk: int | None = None,
     continuation_weight: float = 0.0,
     compat: str | None = None,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (METHODS §5), and the metric `kd`.
 
@@ -49,24 +41,10 @@ def h_kl(
     Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without
     such pairs.
     """
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     return paired_loss(
         inputs,
         TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device),
         Divergence(divergence, beta, mixed_weight),
         PairedOptions(merge, common_weight, uncommon_weight, uncommon_topk, continuation_weight, compat),
-        normalizer=normalizer,
-        chunk_size=chunk_size,
     )

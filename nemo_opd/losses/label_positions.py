@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Required, TypedDict
 
 from torch import Tensor
 
@@ -10,6 +11,23 @@ from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
 from nemo_opd.losses.reduction import weighted_label_rows
+
+
+class TokenArguments(TypedDict, total=False):
+    """Arguments that every loss of scored tokens takes after its logits [B, ≥ S, ≥ V] and [B, S, ≥ V], unshifted."""
+
+    mask: Required[Tensor]
+    """[B, S]: token i is scored, by the logits at i−1, so token 0 never counts."""
+    sequence_weights: Tensor | None
+    """[B]: factor of each sequence's tokens in the sum; those of weight 0 are left out. By default 1."""
+    normalizer: float | None
+    """Scored tokens of the global batch, by which the sum is divided; by default those of this call."""
+    student_vocab_size: int | None
+    """Leading columns that are the vocabulary, cut before any softmax; by default those of the narrower head."""
+    teacher_vocab_size: int | None
+    """The same number."""
+    chunk_size: int | None
+    """Positions computed at a time; by default as many as fit a byte budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +48,8 @@ class LabelPositions:
     """int64 [U]: the sequence b of each."""
     weights: Tensor | None
     """[U]: those of the sequences; None: all 1."""
+    normalizer: float | None
+    chunk_size: int | None
 
     @staticmethod
     def of(
@@ -38,8 +58,10 @@ class LabelPositions:
         *,
         mask: Tensor,
         sequence_weights: Tensor | None = None,
+        normalizer: float | None = None,
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
+        chunk_size: int | None = None,
     ) -> LabelPositions:
         """Of the scored tokens in a mask [B, S]. Raises ConfigError for shapes or sizes that do not fit."""
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
@@ -51,7 +73,7 @@ class LabelPositions:
         rows, weights = weighted_label_rows(mask, sequence_weights)
         sequences = rows // mask.shape[1]
         student_rows = sequences * student.shape[1] + rows % mask.shape[1]
-        return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights)
+        return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights, normalizer, chunk_size)
 
     def __len__(self) -> int:
         return len(self.rows)

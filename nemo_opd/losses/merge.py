@@ -36,13 +36,13 @@ class Merge:
         if self.kind not in MERGES:
             raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(MERGES)}")
 
-    def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None) -> Term:
+    def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int) -> Term:
         """`first_position_term`, or the same of merged positions.
 
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
         term_of = first_position_term if self.kind == "first" else self._merged_term
-        return term_of(inputs, compare, cells_per_unit=cells_per_unit, chunk_size=chunk_size)
+        return term_of(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
         """Rows of [B·T] that are compared: int64 [R]."""
@@ -50,9 +50,7 @@ class Merge:
             return inputs.units.teacher_rows
         return ChunkPositions.of(inputs.units.teacher_rows, inputs.units.teacher_lengths).rows
 
-    def _merged_term(
-        self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int, chunk_size: int | None
-    ) -> Term:
+    def _merged_term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int) -> Term:
         units, temperature = inputs.units, inputs.temperature
         student = ChunkPositions.of(units.student_rows, units.student_lengths)
         teacher = ChunkPositions.of(units.teacher_rows, units.teacher_lengths)
@@ -70,7 +68,7 @@ class Merge:
         of_student = (student.offsets, LIVE_COPIES * inputs.student_size)
         of_teacher = (teacher.offsets, LIVE_COPIES * inputs.teacher_size)
         cells = unit_cells(len(units), cells_per_unit, of_student, of_teacher)
-        term = inputs.term(student.rows, loss_of, cells, student.offsets, ahead=ahead, chunk_size=chunk_size)
+        term = inputs.term(student.rows, loss_of, cells, student.offsets, ahead=ahead)
         return term.times(temperature**2)
 
     def _merged(

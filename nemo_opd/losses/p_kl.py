@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import unit_cells
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
@@ -33,10 +33,6 @@ def p_kl(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -46,11 +42,7 @@ def p_kl(
     vocab_topk: int | None = None,
     continuation_weight: float = 0.0,
     compat: str | None = None,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer (METHODS §5), and the metric `kd`.
 
@@ -60,11 +52,8 @@ def p_kl(
     parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
     coverage_coef: by default 1. continuation_weight: of the chunk's `alm` term, where it has several tokens on a side.
     compat="nemo_rl": merge "mean", no coverage term, and no cell but those of the vocab_topk columns, which are chosen
-    over all of the teacher's positions and normalised before the mean. Unshifted logits [B, S, V] and [B, T, W]; ids
-    and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a chunk with token 0 of either side is no unit.
-    sequence_weights [B]: of each sequence's units in the sum; those of weight 0 are left out. Vocabulary sizes default
-    to the projection's. normalizer: units of the global batch, by default of this call. chunk_size: units computed at a
-    time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not fit.
+    over all of the teacher's positions and normalised before the mean. Raises ConfigError for shapes, sizes or names
+    that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
     how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
@@ -73,19 +62,7 @@ def p_kl(
         raise ConfigError("merge=observed: p_kl compares distributions, which it is not; use first or mean")
     if vocab_topk is not None and vocab_topk < 1:
         raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
     sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
     cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
@@ -105,11 +82,8 @@ def p_kl(
         inputs,
         unit_loss if compat is None else kept_only,
         cells_per_unit=_cells_per_unit(sparse, inputs),
-        chunk_size=chunk_size,
     )
-    return chunk_loss(
-        inputs, term, continuation_weight=continuation_weight, normalizer=normalizer, chunk_size=chunk_size
-    )
+    return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,7 @@
 """A divergence per position, for teachers with the student's vocabulary (METHODS §4)."""
 
+from typing import Unpack
+
 from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
@@ -7,7 +9,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence
-from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.support import Support
 
 LIVE_COPIES = 12
@@ -21,7 +23,6 @@ def same_vocab(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    mask: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -29,31 +30,18 @@ def same_vocab(
     support: str = "full",
     top_k: int | None = None,
     normalization: str = "rest",
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """τ² · Σ divergence(q, p) over scored tokens / normalizer (METHODS §4), and the metric `kd` in nats per token.
 
     Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
-    counts; the student may have further positions. A head wider than the vocabulary (by default the narrower head)
-    is cut before any softmax. support, top_k, normalization: see `Support`. Without the rest cell a support other
-    than full is there for parity with other systems only, and the loss is not bounded by the full one. normalizer:
-    scored tokens of the global batch, by default of this call. sequence_weights [B]: of each sequence's tokens in
-    the sum; those of weight 0 are left out. chunk_size: positions computed at a time, by default what fits a byte
-    budget. Raises ConfigError for shapes, sizes or names that do not fit.
+    counts; the student may have further positions. A head wider than the vocabulary (by default the narrower head) is
+    cut before any softmax. support, top_k, normalization: see `Support`. Without the rest cell a support other than
+    full is there for parity with other systems only, and the loss is not bounded by the full one. Raises ConfigError
+    for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
-    places = LabelPositions.of(
-        student_logits,
-        teacher_logits,
-        mask=mask,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    places = LabelPositions.of(student_logits, teacher_logits, **shared)
     of = Divergence(divergence, beta, mixed_weight)
     columns, size = Support(support, top_k, normalization), places.size
 
@@ -72,7 +60,7 @@ def same_vocab(
         size,
         weights=places.weights,
         factor=temperature**2,
-        chunk_size=chunk_size,
+        chunk_size=places.chunk_size,
         ahead=ahead,
     )
-    return PlannedLoss.of("kd", places.student, [term], len(places), normalizer)
+    return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)

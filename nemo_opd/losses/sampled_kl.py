@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
@@ -11,7 +13,7 @@ from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.clipped_ratio import Clip
 from nemo_opd.losses.importance import Importance
 from nemo_opd.losses.kl_estimate import KLEstimate, SampledChunks
-from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.realised_chunks import RealisedChunks
 
 
@@ -21,7 +23,6 @@ def sampled_kl(
     teacher_logits: Tensor | LogitRows,
     *,
     ids: Tensor,
-    mask: Tensor,
     logprobs: Tensor | None = None,
     behaviour_logprobs: Tensor | None = None,
     estimator: str = "k1",
@@ -32,11 +33,7 @@ def sampled_kl(
     importance_level: str = "token",
     importance_cap: float | None = None,
     importance_veto: float | None = None,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """Σ over scored tokens, sampled from the student, of what lowers an estimate of KL(p ‖ q) / normalizer.
 
@@ -56,23 +53,15 @@ def sampled_kl(
     importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its own;
     importance_veto: a sequence with a token of a smaller weight is dropped, and stays in the normalizer.
 
-    Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1.
-    sequence_weights [B]: of each sequence's tokens in the sum; those of weight 0 are left out. normalizer: scored
-    tokens of the global batch, by default of this call. Metrics: `kd`, the mean of w · k3 in nats a token, which is 0
-    or more whatever the estimator; with update="policy_gradient" also `policy/clip_fraction` and `policy/ratio`; and
-    those of `Importance.metrics`. Raises ConfigError for shapes, sizes, names or bounds that do not fit. Across
-    tokenizers: `sampled_chunk_kl`.
+    Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1. Metrics:
+    `kd`, the mean of w · k3 in nats a token, which is 0 or more whatever the estimator; with update="policy_gradient"
+    also `policy/clip_fraction` and `policy/ratio`; and those of `Importance.metrics`. Raises ConfigError for shapes,
+    sizes, names or bounds that do not fit. Across tokenizers: `sampled_chunk_kl`.
     """
     importance = Importance(importance_level, importance_cap, importance_veto)
     estimate = KLEstimate(estimator, update, Clip(clip_low, clip_high, dual_clip), importance)
-    places = LabelPositions.of(
-        student_logits,
-        teacher_logits,
-        mask=mask,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    places = LabelPositions.of(student_logits, teacher_logits, **shared)
+    mask = shared["mask"]
     check_positions(mask.shape, ids=ids, **given(logprobs=logprobs, behaviour_logprobs=behaviour_logprobs))
     tokens = ChunkPositions.single(places.rows)
     targets = tokens.targets(ids)
@@ -95,4 +84,4 @@ def sampled_kl(
         ),
         places.weights,
     )
-    return estimate.plan(sampled, normalizer, chunk_size)
+    return estimate.plan(sampled, places.normalizer, places.chunk_size)

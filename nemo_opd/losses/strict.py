@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.chunk_loss import ChunkInputs, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.pairs import TokenPairs
@@ -29,10 +29,6 @@ def strict(
     teacher_logits: Tensor | LogitRows,
     *,
     projection: ProjectionMatrix,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -40,57 +36,35 @@ def strict(
     top_k: int | None = None,
     normalization: str = "support",
     continuation_weight: float = 0.0,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (METHODS §5), and the metric `kd` in nats per unit.
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
     left out where only one side has other tokens. continuation_weight: of the `alm` term of every chunk of several
-    tokens on a side; with one above 0 these chunks are units as well. Unshifted logits [B, S, V] and [B, T, W]; ids and
-    chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing. sequence_weights [B]: of each sequence's units in the
-    sum; those of weight 0 are left out. Vocabulary sizes default to the projection's. normalizer: units of the global
-    batch, by default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises
+    tokens on a side; with one above 0 these chunks are units as well. Raises
     ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
     """
     _check(top_k, normalization)
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        projection=projection,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
-    is_compared = _are_realised_pairs(inputs.units, student_ids, teacher_ids, projection)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    is_compared = _are_realised_pairs(inputs.units, inputs.student_ids, inputs.teacher_ids, projection)
     compared = replace(inputs, units=inputs.units.where(is_compared))
-    shared = _SharedVocabulary.of(projection, inputs, top_k, normalization)
+    vocabulary = _SharedVocabulary.of(projection, inputs, top_k, normalization)
     compare = Divergence(divergence, beta, mixed_weight)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return compare.of_logits(*shared.cells(teacher, student))
+        return compare.of_logits(*vocabulary.cells(teacher, student))
 
     term = first_position_term(
         compared,
         unit_loss,
-        cells_per_unit=_cells_per_unit(inputs, shared),
-        chunk_size=chunk_size,
+        cells_per_unit=_cells_per_unit(inputs, vocabulary),
     )
     return chunk_loss(
         inputs,
         term,
         continuation_weight=continuation_weight,
-        normalizer=normalizer,
-        chunk_size=chunk_size,
         single_units=len(compared.units),
     )
 

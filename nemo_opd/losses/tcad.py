@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.interleaved import check_support, interleaved
-from nemo_opd.losses.label_positions import LabelPositions
+from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.support import Columns, Support
 from nemo_opd.types import Mean, Metric
@@ -31,7 +32,6 @@ def tcad(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    mask: Tensor,
     support_size: int = 256,
     divergence: str = "forward_kl",
     coverage_coef: float = 1.0,
@@ -39,11 +39,7 @@ def tcad(
     beta: float = 0.5,
     mixed_weight: float = 0.5,
     support: str = "interleaved",
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
     """τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
 
@@ -53,22 +49,14 @@ def tcad(
     Unshifted logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by
     default 1; sequences of weight 0 are left out. normalizer: Σ w_b over the global batch's sequences with a scored
     token, by default over this call's: their number without weights, the number of prompts where the weights of a
-    prompt's sequences add up to 1. The metric `kd` is the plain mean over scored tokens, in nats. chunk_size: positions
-    computed at a time, by default what fits a byte budget. Raises ConfigError for shapes, sizes or names that do not
-    fit.
+    prompt's sequences add up to 1. The metric `kd` is the plain mean over scored tokens, in nats. Raises ConfigError
+    for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
     check_support(support, support_size)
     if not coverage_coef >= 0:
         raise ConfigError(f"coverage_coef={coverage_coef}: it is a weight; give 0 or more")
-    places = LabelPositions.of(
-        student_logits,
-        teacher_logits,
-        mask=mask,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_vocab_size,
-        teacher_vocab_size=teacher_vocab_size,
-    )
+    places = LabelPositions.of(student_logits, teacher_logits, **shared)
     compared = _Comparison(Divergence(divergence, beta, mixed_weight), support, support_size, coverage_coef)
 
     ahead = places.teacher_ahead()
@@ -77,7 +65,7 @@ def tcad(
         teacher = ahead.of(part).to(logits.dtype)
         return compared(over(teacher, temperature), over(logits, temperature))
 
-    means = _SequenceMeans.of(places, mask, sequence_weights)
+    means = _SequenceMeans.of(places, shared["mask"], shared.get("sequence_weights"))
     cells = unit_cells(len(places), LIVE_ROWS * places.size + LIVE_CELLS * min(2 * support_size, places.size))
     term = Term(
         places.student_rows,
@@ -85,11 +73,11 @@ def tcad(
         cells,
         places.size,
         weights=means.of_tokens(places),
-        chunk_size=chunk_size,
+        chunk_size=places.chunk_size,
         ahead=ahead,
     )
     # Only without a normalizer, as it waits for the device.
-    divisor = (float(means.weights.sum()) if normalizer is None else normalizer) or 1
+    divisor = (float(means.weights.sum()) if places.normalizer is None else places.normalizer) or 1
 
     def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
         return {"kd": Mean(unweighted, len(places))}

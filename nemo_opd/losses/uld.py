@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.losses.chunk_loss import ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.merge import Merge
 
@@ -17,41 +19,18 @@ def uld(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    student_ids: Tensor,
-    teacher_ids: Tensor,
-    student_chunk_id: Tensor,
-    teacher_chunk_id: Tensor,
     temperature: float = 1.0,
     compat: str | None = None,
-    sequence_weights: Tensor | None = None,
-    normalizer: float | None = None,
-    student_vocab_size: int | None = None,
-    teacher_vocab_size: int | None = None,
-    chunk_size: int | None = None,
+    **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
     """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (METHODS §5), and the metric `kd` per chunk.
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
-    compat="trl": both times the probabilities of the chunk's further tokens, and not times τ².
-    Unshifted logits [B, S, V] and [B, T, W]; ids and chunk ids [B, S] and [B, T], chunk ids −1 or non-decreasing; a
-    chunk with token 0 of either side is no unit. sequence_weights [B]: of each sequence's units in the sum; those of
-    weight 0 are left out. Vocabulary sizes default to those of the heads. normalizer: units of the global batch, by
-    default of this call. chunk_size: units computed at a time, by default what fits a byte budget. Raises ConfigError
+    compat="trl": both times the probabilities of the chunk's further tokens, and not times τ². Raises ConfigError
     for shapes or sizes that do not fit.
     """
     check_compat(compat, ("trl",))
-    inputs = ChunkInputs.of(
-        student_logits,
-        teacher_logits,
-        student_ids=student_ids,
-        teacher_ids=teacher_ids,
-        student_chunk_id=student_chunk_id,
-        teacher_chunk_id=teacher_chunk_id,
-        temperature=temperature,
-        sequence_weights=sequence_weights,
-        student_vocab_size=student_logits.shape[-1] if student_vocab_size is None else student_vocab_size,
-        teacher_vocab_size=teacher_logits.shape[-1] if teacher_vocab_size is None else teacher_vocab_size,
-    )
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
     ranks = max(inputs.student_size, inputs.teacher_size)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -60,10 +39,10 @@ def uld(
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
-    term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks), chunk_size=chunk_size)
+    term = merge.term(inputs, unit_loss, cells_per_unit=_cells_per_unit(inputs, ranks))
     if compat == "trl":  # It scales no term by τ².
         term = term.times(temperature**-2)
-    return PlannedLoss.of("kd", inputs.student, [term], len(inputs.units), normalizer)
+    return inputs.planned([term])
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:

@@ -27,7 +27,7 @@ from nemo_opd.config.loss import (
 from nemo_opd.errors import ConfigError
 from nemo_opd.losses import p_kl, same_vocab, sampled_chunk_kl, sampled_kl, tcad
 from nemo_opd.losses.build import ACROSS_TOKENIZERS, LOSSES, NOT_ARGUMENTS, build
-from nemo_opd.types import ChunkRows, SampledRows, TeacherRows, TokenRows
+from nemo_opd.types import ChunkRows, LossOutput, SampledRows, TeacherRows, TokenRows
 
 from . import oracle, oracle_prefix
 
@@ -65,6 +65,16 @@ def test_defaults_are_those_of_the_config():
                 if name in NOT_ARGUMENTS or field.is_required() or name == "arguments":
                     continue
                 assert parameters[name].default == field.default, (kind, name)
+
+
+@pytest.mark.parametrize("loss", [p_kl, same_vocab])
+def test_the_signature_is_that_of_the_call(loss):
+    """Bug: help() that names a planned loss as what is returned, or `**shared` as what is taken."""
+    signature = inspect.signature(loss)
+    assert signature.return_annotation is LossOutput
+    mask_or_ids = signature.parameters["mask" if loss is same_vocab else "student_chunk_id"]
+    assert (mask_or_ids.default, mask_or_ids.annotation) == (inspect.Parameter.empty, torch.Tensor)
+    assert signature.parameters["normalizer"].default is None
 
 
 def test_same_vocab_term():

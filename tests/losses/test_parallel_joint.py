@@ -17,11 +17,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.logits import AveragedLogits, Head, HeadLogits, TensorLogits, VocabParallelLogits, compute_together
+from nemo_opd.logits import (
+    AveragedLogits,
+    Head,
+    HeadLogits,
+    TensorLogits,
+    VocabParallelLogits,
+    blocks,
+    compute_together,
+)
 from nemo_opd.logits.parallel import ContextParallelLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows
-from nemo_opd.losses import alm, blocks, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
+from nemo_opd.losses import alm, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
 from nemo_opd.losses.overlap import plan_overlap
 
 from .cases import ALL_LOSSES, Batch, Case, identity, random_logits
