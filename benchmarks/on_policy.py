@@ -32,7 +32,7 @@ from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.hf import HFEngine, end_ids
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.rollout.renderer import TextRenderer
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMAND = "uv run benchmarks/on_policy.py"

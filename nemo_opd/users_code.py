@@ -1,7 +1,7 @@
-"""A user's own code, called so that it neither ends the run without a word nor keeps it for ever.
+"""Calls of a user's own code, which can neither end the run without an error nor block it for ever.
 
-Beyond that is code that looks at no signal, in C, that ends the process (`os._exit`), or that has SIGALRM for itself,
-as math-verify by default: its time is compared when it returns.
+Exceptions are code in C that ignores signals, code that ends the process (`os._exit`), and code that uses SIGALRM
+itself, such as math-verify by default: its time is compared when it returns.
 """
 
 import importlib
@@ -22,29 +22,29 @@ from nemo_opd.errors import ConfigError
 
 T = TypeVar("T")
 LARGEST_REWARD = 1e15
-SHOWN = 500
-"""Characters of an error's own message."""
+_MESSAGE_LENGTH = 500
+"""Characters of an error's message that are shown."""
 TEXT_S = 5.0
-AGAIN_S = 1.0
-"""From one interruption to the next, of code that takes the first for an error of its own."""
+_AGAIN_S = 1.0
+"""Time between interruptions of code that handles the first one as an error."""
 
 
 class UsersCodeError(Exception):
-    """What the code did, for a sentence about it: `raised …`, or `did not return …`."""
+    """Failure of the user's code; the message completes a sentence about it: `raised …`, or `did not return …`."""
 
 
 class _Overdue(BaseException):
-    """Raised inside the user's code; no Exception, lest it be handled there."""
+    """Interruption of the user's code; no Exception, so that code which handles all of those does not handle it."""
 
 
 def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: str) -> T:
     """Return what the function returns.
 
-    Raises UsersCodeError for all that it raises, SystemExit too, and where it takes longer than `timeout_s`, which the
-    setting `key` is. KeyboardInterrupt is the person's and passes.
+    key: setting of `timeout_s`. Raises UsersCodeError for whatever the function raises, SystemExit too, and where it
+    takes longer than `timeout_s`. KeyboardInterrupt passes.
 
-    The main thread is interrupted by an alarm, in waiting calls and regular expressions too. From another thread the
-    function is called in one more, which is left to itself when its time is up.
+    The main thread is interrupted by an alarm, in waiting calls and regular expressions too. In another thread the
+    function is called in one more, which is abandoned when its time is up.
     """
     try:
         return _limited(function, arguments, timeout_s)
@@ -53,13 +53,13 @@ def called(function: Callable[..., T], *arguments: Any, timeout_s: float, key: s
     except _Overdue:
         raise UsersCodeError(f"did not return in {timeout_s:g} s ({key})") from None
     except BaseException as error:
-        raise UsersCodeError(f"raised {described(error)}") from error
+        raise UsersCodeError(f"raised {_described(error)}") from error
 
 
 def imported(reference: str, *, key: str, form: str) -> Any:
-    """What `package.module:name` names; the working folder is looked in too.
+    """Import what `package.module:name` names, from the working folder too.
 
-    key: of the setting; form: how it is written, for messages. Raises ConfigError where it cannot be imported.
+    key: setting. form: its form, for messages. Raises ConfigError where it cannot be imported.
     """
     module, _, name = reference.partition(":")
     if str(Path.cwd()) not in sys.path:
@@ -68,22 +68,22 @@ def imported(reference: str, *, key: str, form: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # what a module raises when imported shares no base class, and it may call sys.exit
+    except BaseException as error:  # an import may raise anything, and call sys.exit
         raise ConfigError(
-            f"{key}={reference}: cannot be imported ({described(error)}); give `{form}`, with the package "
+            f"{key}={reference}: cannot be imported ({_described(error)}); give `{form}`, with the package "
             "installed or in the working folder"
         ) from error
 
 
 def shown(value: object) -> str:
-    """What the code returned, in a few words."""
-    written = " ".join(safely(repr, value).split())
+    """Return a short text of a value that the code returned."""
+    written = " ".join(_safely(repr, value).split())
     return written if len(written) <= 80 else written[:77] + "..."
 
 
-def safely(text_of: Callable[[object], str], value: object) -> str:
-    """Return what the value says of itself, without secrets; its type where that is the user's code too, and fails or
-    takes longer than `TEXT_S`.
+def _safely(text_of: Callable[[object], str], value: object) -> str:
+    """Return the value's text, without secrets; its type where the text is made by user's code that fails or takes
+    longer than `TEXT_S`.
     """
     try:
         return without_secrets(_limited(text_of, (value,), TEXT_S))
@@ -94,7 +94,7 @@ def safely(text_of: Callable[[object], str], value: object) -> str:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number that a float can hold."""
+    """Return whether a number is finite as a float."""
     try:
         return math.isfinite(value)
     except OverflowError:  # an int of hundreds of digits
@@ -102,16 +102,16 @@ def is_finite(value: Any) -> bool:
 
 
 def is_reward(value: Any) -> bool:
-    """Whether a number is one that statistics of rewards can be computed of, their squares included."""
+    """Return whether statistics of rewards, squares included, can be computed with a number."""
     return is_finite(value) and abs(value) <= LARGEST_REWARD
 
 
-def described(error: BaseException) -> str:
-    """Type, message and place of an error in a user's code, in one line."""
-    said = " ".join(safely(str, error).split())[:SHOWN]
+def _described(error: BaseException) -> str:
+    """Return type, message and place of an error in a user's code, in one line."""
+    message = " ".join(_safely(str, error).split())[:_MESSAGE_LENGTH]
     frames = traceback.extract_tb(error.__traceback__)
     at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}{': ' if said else ''}{said}{at}"
+    return f"{type(error).__name__}{': ' if message else ''}{message}{at}"
 
 
 def _limited(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
@@ -122,8 +122,8 @@ def _limited(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: 
 def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s: float) -> T:
     """Raise _Overdue in the function when the time is up; an alarm that was set before is kept.
 
-    It is one function, and no context manager, for an alarm can ring between any two lines: outside of `is_inside` it
-    does nothing, and within it what it raises passes the `finally`.
+    It is one function and not a context manager because an alarm can ring between any two lines: unless `is_inside` it
+    does nothing, and inside what it raises passes the `finally`.
     """
     is_inside = False
 
@@ -135,7 +135,7 @@ def _by_alarm(function: Callable[..., T], arguments: tuple[Any, ...], timeout_s:
     rest = interval = 0.0
     handler = signal.signal(signal.SIGALRM, ring)
     try:
-        rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, AGAIN_S)
+        rest, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, _AGAIN_S)
         is_inside = True
         result = function(*arguments)
     finally:
@@ -158,11 +158,11 @@ def _in_a_thread(function: Callable[..., T], arguments: tuple[Any, ...], timeout
         except BaseException as error:
             outcome.set_exception(error)
 
-    # Nobody waits for a daemon at the end of the process.
+    # The end of the process does not wait for a daemon.
     threading.Thread(target=run, name="user's code", daemon=True).start()
     try:
         return outcome.result(timeout_s)
-    except FutureTimeoutError:  # the code may raise the same of its own
+    except FutureTimeoutError:  # the code may raise the same
         if outcome.done():
             raise
         raise _Overdue from None

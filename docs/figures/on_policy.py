@@ -19,9 +19,9 @@ from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.environments import build_environment
 
 IMAGES = Path(__file__).resolve().parents[1] / "images"
 INK, MUTED = "#1f2933", "#5b6472"

@@ -19,25 +19,25 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Continued:
-    """A prompt with the continuation that the dataset has."""
+    """A prompt and its continuation as tokens."""
 
     ids: Ids
     """[S]"""
     start: int
-    """Where the continuation starts."""
+    """First position of the continuation."""
     is_ended: bool
-    """The last token ends the turn."""
+    """Whether the last token ends the turn."""
 
 
 class TextContinuation:
-    """A prompt and what follows it as one text, in any tokenizer. Can be pickled for other processes."""
+    """Tokenization of a prompt and its continuation as one text. Can be pickled for other processes."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._lead = special_tokens_in_front(tokenizer)
+        self._lead = _special_tokens_in_front(tokenizer)
 
     def __call__(self, prompt: str, response: str, *, is_ended: bool) -> Continued:
-        """The whole's tokens, with the tokenizer's end-of-sequence token, where it has one, if `is_ended`.
+        """Return all tokens, with the tokenizer's end-of-sequence token, where it has one, if `is_ended`.
 
         The continuation starts with the first token without characters of the prompt.
         """
@@ -48,8 +48,8 @@ class TextContinuation:
         return Continued(np.concatenate([self._lead, tokens.ids, end]), len(self._lead) + start, eos is not None)
 
 
-def special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:
-    """What the tokenizer puts before a text by default."""
+def _special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:
+    """Return the tokens that the tokenizer puts before a text by default."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     count = next(i for i in range(len(whole) + 1) if whole[i : i + len(bare)] == bare)

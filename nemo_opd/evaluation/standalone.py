@@ -29,14 +29,14 @@ from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.rewards import build_reward, check_answers
 from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
-from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.engines import open_for_model
-from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
-from nemo_opd.rollout.prompts import Kept, Renderer, drop_long
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.rollout.prompts import Kept, drop_long
+from nemo_opd.rollout.renderer import Renderer, TextRenderer
 
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""

@@ -1,4 +1,4 @@
-"""An environment with one tool, which evaluates arithmetic."""
+"""The calculator: an environment with one tool, which evaluates arithmetic."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from nemo_opd.data.record import EnvironmentStep, Message, Prompt
+from nemo_opd.data.record import Message, Prompt
 from nemo_opd.rewards.written_numbers import last_number
+from nemo_opd.rollout.environment import EnvironmentStep
 from nemo_opd.rollout.tool_calls import function_tool
 
-NAME = "calculator"
-MAX_CHARACTERS = 300
-MAX_BITS = 4096
-MAX_EXPONENT = 4096
+_NAME = "calculator"
+_MAX_CHARACTERS = 300
+_MAX_BITS = 4096
+_MAX_EXPONENT = 4096
 
-_WRITTEN_OTHERWISE = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-"})
+_SYMBOLS = str.maketrans({"×": "*", "·": "*", "÷": "/", "\u2212": "-"})
 
 
 class Calculator:
-    """Answers calls of `calculator(expression)`. It is done when a turn calls nothing, and pays 1 where the last number
-    of that turn is the last of the prompt's answer, else 0.
+    """An environment that answers calls of `calculator(expression)`.
+
+    It is done when a turn calls nothing, and pays 1 where the last number of that turn is the last of the prompt's
+    answer, else 0.
     """
 
     tools: Sequence[dict[str, Any]] = (
         function_tool(
-            NAME,
+            _NAME,
             "Evaluates an arithmetic expression and returns the number.",
             {"expression": "Numbers, decimals too, with + - * / ** and parentheses, such as (12 + 3.5) * 4"},
             required=["expression"],
@@ -43,7 +46,7 @@ class Calculator:
         if not calls:
             return EnvironmentStep((), done=True, reward=float(has_answer(turn["content"], self._answer)))
         results = [result_of(call) for call in calls]
-        answers = [{"role": "tool", "name": NAME, "content": result} for result in results]
+        answers = [{"role": "tool", "name": _NAME, "content": result} for result in results]
         num_failed = sum(result.startswith("error") for result in results)
         return EnvironmentStep(answers, done=False, num_calls=len(calls), num_failed_calls=num_failed)
 
@@ -54,15 +57,15 @@ def has_answer(text: str, answer: str | None) -> bool:
 
 
 def result_of(call: Message) -> str:
-    """What a call returns; for one that fails, a text that starts with `error` and tells why."""
+    """Return the result of a call; for one that fails, a text that starts with `error` and gives the reason."""
     if call["type"] == "malformed":
         return f"error: the call cannot be read: {call['error']}"
     name, arguments = call["function"]["name"], call["function"]["arguments"]
-    if name != NAME:
-        return f"error: there is no tool {name!r}; call {NAME}"
+    if name != _NAME:
+        return f"error: there is no tool {name!r}; call {_NAME}"
     expression = arguments.get("expression")
     if not isinstance(expression, str | int | float) or isinstance(expression, bool):
-        return f"error: {NAME} needs a string as `expression`"
+        return f"error: {_NAME} needs a string as `expression`"
     try:
         return written(evaluated(str(expression)))
     except ArithmeticError as error:
@@ -70,61 +73,61 @@ def result_of(call: Message) -> str:
 
 
 def evaluated(expression: str) -> Fraction:
-    """The exact value; only a power with a fraction as exponent is rounded, to double precision.
+    """Return the exact value; only a power with a fraction as exponent is rounded, to double precision.
 
-    Raises ArithmeticError with the reason for what is no arithmetic, undefined or too large.
+    Raises ArithmeticError for an expression that is no arithmetic, undefined or too large.
     """
-    if len(expression) > MAX_CHARACTERS:
-        raise ArithmeticError(f"the expression has more than {MAX_CHARACTERS} characters")
+    if len(expression) > _MAX_CHARACTERS:
+        raise ArithmeticError(f"the expression has more than {_MAX_CHARACTERS} characters")
     try:
-        tree = ast.parse(expression.translate(_WRITTEN_OTHERWISE).strip(), mode="eval")
-        return value_of(tree.body)
+        tree = ast.parse(expression.translate(_SYMBOLS).strip(), mode="eval")
+        return _value_of(tree.body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ArithmeticError("the expression cannot be read as arithmetic") from None
 
 
-def value_of(node: ast.expr) -> Fraction:
+def _value_of(node: ast.expr) -> Fraction:
     match node:
         case ast.Constant(value=bool()):
             pass
         case ast.Constant(value=int(number)):
-            return bounded(Fraction(number))
+            return _bounded(Fraction(number))
         case ast.Constant(value=float(number)):
-            return decimal(number)
+            return _decimal(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -value_of(operand)
+            return -_value_of(operand)
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
-            return value_of(operand)
+            return _value_of(operand)
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
-            return bounded(_OPERATIONS[type(op)](value_of(left), value_of(right)))
+            return _bounded(_OPERATIONS[type(op)](_value_of(left), _value_of(right)))
     raise ArithmeticError(f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / ** and parentheses")
 
 
-def decimal(number: float) -> Fraction:
-    """Of the digits that were written, not of the binary number nearest to them."""
+def _decimal(number: float) -> Fraction:
+    """Return the value of the digits as written, not of the nearest binary number."""
     if number in (float("inf"), float("-inf")):
         raise ArithmeticError("a number is too large")
     return Fraction(repr(number))
 
 
-def quotient(left: Fraction, right: Fraction) -> Fraction:
+def _quotient(left: Fraction, right: Fraction) -> Fraction:
     if not right:
         raise ArithmeticError("division by zero")
     return left / right
 
 
-def power(base: Fraction, exponent: Fraction) -> Fraction:
+def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if not base and exponent < 0:
         raise ArithmeticError("division by zero")
     if exponent.denominator == 1:
         size = max(abs(base.numerator), base.denominator).bit_length()
-        if abs(exponent) > MAX_EXPONENT or size * abs(exponent) > 2 * MAX_BITS:
+        if abs(exponent) > _MAX_EXPONENT or size * abs(exponent) > 2 * _MAX_BITS:
             raise ArithmeticError("the power is too large")
         return Fraction(base ** int(exponent))
     if base < 0:
         raise ArithmeticError("a root of a negative number")
     try:
-        return decimal(float(base) ** float(exponent))
+        return _decimal(float(base) ** float(exponent))
     except OverflowError:
         raise ArithmeticError("the power is too large") from None
 
@@ -133,19 +136,19 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
     ast.Add: Fraction.__add__,
     ast.Sub: Fraction.__sub__,
     ast.Mult: Fraction.__mul__,
-    ast.Div: quotient,
-    ast.Pow: power,
+    ast.Div: _quotient,
+    ast.Pow: _power,
 }
 
 
-def bounded(value: Fraction) -> Fraction:
-    if max(abs(value.numerator), value.denominator).bit_length() > MAX_BITS:
+def _bounded(value: Fraction) -> Fraction:
+    if max(abs(value.numerator), value.denominator).bit_length() > _MAX_BITS:
         raise ArithmeticError("the number is too large")
     return value
 
 
 def written(value: Fraction) -> str:
-    """An integer in full, else 12 significant digits."""
+    """Write an integer in full, another number with 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
     try:

@@ -1,4 +1,4 @@
-"""From prompts to rollouts."""
+"""Collection of rollouts from prompts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from nemo_opd.data.record import EnvironmentStep, Message, Prompt, Rollout
+from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
-from nemo_opd.rollout.environment import Environment, Played
+from nemo_opd.rollout.environment import CheckedEnvironment, Environment, EnvironmentStep
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
-from nemo_opd.rollout.prompts import Renderer
+from nemo_opd.rollout.renderer import Renderer
 
 _log = logging.getLogger(__name__)
 _WORD = 2**32
 
 
 class Collector:
-    """Has the engine sample the turns of all rollouts at once, and their environments answer between them."""
+    """A loop over turns: the engine samples all rollouts at once, then their environments answer."""
 
     def __init__(
         self,
@@ -37,11 +37,10 @@ class Collector:
         answer_timeout_s: float = 300.0,
         seed: int = 0,
     ) -> None:
-        """`max_new_tokens`: of a turn, less where `max_length` tokens of the whole sequence are reached before;
-        `max_response_tokens`: of what an environment says between two turns, without the template's tokens;
-        `answer_timeout_s`: for it to say so.
+        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence. max_response_tokens: limit of an
+        environment's messages between two turns, without the template's tokens. answer_timeout_s: its time for them.
 
-        Raises RolloutError for an environment and a renderer of texts.
+        Raises RolloutError for an environment with a renderer of texts.
         """
         if environment is not None and not renderer.takes_turns:
             raise RolloutError("an environment answers in conversations, not in texts; set data.messages_key")
@@ -55,9 +54,9 @@ class Collector:
         self._has_asked = False
 
     def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
-        """n rollouts of each prompt: those of the first prompt, those of the second, …
+        """Return n rollouts of each prompt: those of the first prompt, those of the second, …
 
-        What is random depends on the run's seed, the step, the prompt's row, the sample and the turn.
+        Randomness depends on the run's seed, the step, the prompt's row, the sample and the turn alone.
 
         Raises RolloutError from engine and environment, DataError for a prompt without room for a response.
         """
@@ -75,12 +74,12 @@ class Collector:
         for prompt in prompts:
             before: tuple[Prompt, Episode] | None = None
             for sample in range(n):
-                environment = self._played(prompt)
-                seen = prompt if environment is None else with_opening(prompt, environment)
+                environment = self._environment_of(prompt)
+                seen = prompt if environment is None else _with_opening(prompt, environment)
                 self._warn_of_hidden_tools(seen)
                 messages = [] if isinstance(seen.content, str) else list(seen.content)
                 episode = Episode(seen, sample, environment, messages)
-                # Rendered once where the environment opens all samples alike.
+                # Rendered once if the environment opens all samples alike.
                 is_same = before is not None and before[0] == seen
                 ids = before[1].ids[0] if before is not None and is_same else self._renderer.prompt_ids(seen)
                 self._require_room(seen, len(ids))
@@ -88,13 +87,13 @@ class Collector:
                 before = seen, episode
                 yield episode
 
-    def _played(self, prompt: Prompt) -> Played | None:
-        return self._environment and Played(self._environment, prompt.index, self._answer_timeout_s)
+    def _environment_of(self, prompt: Prompt) -> CheckedEnvironment | None:
+        return self._environment and CheckedEnvironment(self._environment, prompt.index, self._answer_timeout_s)
 
     def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
         if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):
             _log.warning(
-                "the model's chat template does not show tools, so only a prompt that tells of them leads to calls; "
+                "the model's chat template does not show tools, so only a prompt that describes them leads to calls; "
                 "set its chat_template to one that does"
             )
         self._has_asked = True
@@ -122,7 +121,7 @@ class Collector:
         return Request(episode.all_ids(), min(self._max_new_tokens, room), seed)
 
     def _answer(self, episode: Episode, *, is_last: bool) -> None:
-        """Ends the episode, or takes it to the next turn."""
+        """End the episode, or prepare its next turn."""
         completion = episode.last
         assert isinstance(completion, Completion)
         episode.is_over = True
@@ -134,18 +133,17 @@ class Collector:
             episode.is_over = not self._continued(episode, answer)
 
     def _continued(self, episode: Episode, answer: EnvironmentStep) -> bool:
-        """False where the answer leaves no room for another turn."""
-        said: list[Message] = [dict(message) for message in answer.messages]
-        said, num_cut = shortened_messages(said, self._renderer, self._max_response_tokens)
-        ids = self._renderer.between(episode.messages, said, episode.prompt.tools)
+        """Return False where the answer leaves no room for another turn."""
+        messages, num_cut = shortened_messages(answer.messages, self._renderer, self._max_response_tokens)
+        ids = self._renderer.between(episode.messages, messages, episode.prompt.tools)
         if episode.length + len(ids) >= self._max_length:
             return False
-        episode.answer(said, ids, num_cut)
+        episode.add_answer(messages, ids, num_cut)
         return True
 
 
-def with_opening(prompt: Prompt, environment: Played) -> Prompt:
-    """The prompt with the messages and the tools of its environment."""
+def _with_opening(prompt: Prompt, environment: CheckedEnvironment) -> Prompt:
+    """Return the prompt with the messages and the tools of its environment."""
     assert not isinstance(prompt.content, str)
     opening = environment.reset(prompt)
     system = [message for message in opening.messages if message["role"] == "system"]

@@ -1,4 +1,4 @@
-"""Who answers the student between its turns."""
+"""Environments, which answer the student between its turns."""
 
 from __future__ import annotations
 
@@ -7,92 +7,87 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from nemo_opd.config.environment import CalculatorEnvironment
-from nemo_opd.config.environment import Environment as Settings
-from nemo_opd.data.record import EnvironmentStep, Message, Prompt
-from nemo_opd.errors import ConfigError, RolloutError
-from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, imported, is_reward, shown
+from nemo_opd.data.record import Message, Prompt
+from nemo_opd.errors import RolloutError
+from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, is_reward, shown
 
 T = TypeVar("T")
 
-__all__ = ["Environment", "EnvironmentStep", "Opening", "Played", "build_environment"]
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStep:
+    """An environment's answer to a turn of the student."""
+
+    messages: Sequence[Message]
+    """Messages before the student's next turn: each with strings as `role` and `content`, none as the assistant."""
+    done: bool
+    """Whether there is no next turn; messages are then dropped."""
+    reward: float = 0.0
+    """Reward of this turn; those of all turns are added."""
+    num_calls: int = 0
+    """Tool calls answered."""
+    num_failed_calls: int = 0
+    """Tool calls that were malformed or led to an error."""
 
 
 class Environment(Protocol):
-    """One conversation: made anew for each rollout."""
+    """One conversation; a new instance is made for each rollout."""
 
     tools: Sequence[dict[str, Any]] = ()
-    """Schemas that the chat template shows to the student, beside those of the prompt. May be left out."""
+    """Schemas that the chat template shows to the student, in addition to those of the prompt. May be left out."""
 
     def reset(self, prompt: Prompt) -> list[Message]:
-        """Messages before the student's first turn, or none: system messages go in front of the prompt's, others
-        behind them.
+        """Return messages before the student's first turn, or none.
+
+        System messages are put before the prompt's messages, others after them.
         """
         ...
 
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
-        """The answer to the student's turn, which is the last of the whole conversation's messages.
+        """Answer the student's turn, which is the last of the whole conversation's messages.
 
-        Its content is the text as the student wrote it; `tool_calls` are the calls in it, in order, where there are
-        any, as nemo_opd.rollout.tool_calls describes them. Called after every turn, also one that was cut: what is
-        answered when turns or tokens have run out is paid, but not said.
+        Its content is the text as the student wrote it; `tool_calls` are the calls in it, in order, if there are any,
+        as nemo_opd.rollout.tool_calls describes them. Called after every turn, also one that was cut: when turns or
+        tokens have run out, the reward counts and the messages are dropped.
         """
         ...
-
-
-def build_environment(settings: Settings) -> Callable[[], Environment]:
-    """Makes the environment of one rollout. Raises ConfigError for a class that cannot be imported or is none."""
-    return Calculator if isinstance(settings, CalculatorEnvironment) else environment_class(settings.function)
-
-
-def environment_class(reference: str) -> Callable[[], Environment]:
-    """The class that `package.module:Class` names. Raises ConfigError for what is none."""
-    found = imported(reference, key="environment.function", form="package.module:Class")
-    missing = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
-    if not isinstance(found, type) or missing:
-        what = f"a {type(found).__name__}" if not isinstance(found, type) else f"without {' and '.join(missing)}"
-        raise ConfigError(
-            f"environment.function={reference}: it is {what}; name a class with the methods of "
-            "nemo_opd.rollout.environment.Environment"
-        )
-    made: Callable[[], Environment] = found
-    return made
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
+    """What an environment adds to a prompt."""
+
     messages: list[Message]
     tools: list[dict[str, Any]]
 
 
-class Played:
-    """The environment of one rollout, whose answers are checked.
+class CheckedEnvironment:
+    """The environment of one rollout, with its answers checked.
 
-    Raises RolloutError that names the environment, the prompt's row and the turn, for what it raises and for answers
-    that are none.
+    Raises RolloutError that names the environment, the prompt's row and the turn, for whatever it raises and for
+    malformed answers.
     """
 
     def __init__(self, make: Callable[[], Environment], index: int, timeout_s: float) -> None:
-        """timeout_s: for each of its answers."""
+        """index: row of the prompt. timeout_s: limit of each answer."""
         self._name = getattr(make, "__qualname__", type(make).__name__)
         self._index = index
         self._turn = 0
         self._timeout_s = timeout_s
-        self._environment = self._called("making it", make)
+        self._environment = self._call("making it", make)
 
     def reset(self, prompt: Prompt) -> Opening:
-        messages, tools = self._called("reset", self._reset, prompt)
+        def opening() -> tuple[list[Message], list[dict[str, Any]]]:
+            messages = self._environment.reset(prompt)
+            return messages, list(getattr(self._environment, "tools", None) or ())
+
+        messages, tools = self._call("reset", opening)
         self._require_messages(messages)
         return Opening([dict(message) for message in messages], tools)
 
-    def _reset(self, prompt: Prompt) -> tuple[list[Message], list[dict[str, Any]]]:
-        messages = self._environment.reset(prompt)
-        return messages, list(getattr(self._environment, "tools", None) or ())
-
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
         self._turn += 1
-        step = self._called("step", self._environment.step, messages)
+        step = self._call("step", self._environment.step, messages)
         if not isinstance(step, EnvironmentStep):
             self._refuse(f"step returned {shown(step)}, no EnvironmentStep")
         self._require_messages(step.messages)
@@ -112,11 +107,11 @@ class Played:
             if message["role"] == "assistant":
                 self._refuse(f"it says {shown(message)} as the assistant, which is the student's role")
 
-    def _called(self, call: str, function: Callable[..., T], *arguments: Any) -> T:
+    def _call(self, name: str, function: Callable[..., T], *arguments: Any) -> T:
         try:
             return called(function, *arguments, timeout_s=self._timeout_s, key="environment.call_timeout_s")
         except UsersCodeError as error:
-            self._refuse(f"{call} {error}", error)
+            self._refuse(f"{name} {error}", error)
 
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         where = f"turn {self._turn}" if self._turn else "before the first turn"

@@ -1,4 +1,4 @@
-"""Whether the program that is to sample is installed here, looked up without starting or importing anything."""
+"""Check that the program that samples is installed, without starting or importing anything."""
 
 import shutil
 from importlib.util import find_spec
@@ -7,16 +7,17 @@ from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.errors import ConfigError
 
 MODULES = {"vllm": (), "sglang": ("sglang",), "transformers": ("fastapi", "uvicorn", "openai")}
-"""By program, what its own command imports in this environment; vLLM's is a program on the path."""
+"""Program → modules that its own command imports in this environment; vLLM is a program on the path."""
 INSTALL = {
     "vllm": "tools/rollout/install_vllm.sh makes an environment with it, which rollout.command names",
-    "sglang": "install it in an environment of its own, and give its command as rollout.command",
+    "sglang": "install it in another environment, and give its command as rollout.command",
     "transformers": "install nemo-opd[serving]",
 }
+"""Program → how to install it."""
 
 
 def require_installed(settings: Rollouts | None) -> None:
-    """Raise ConfigError where a server that the run is to start is not there."""
+    """Raise ConfigError where a server that the run would start is not installed."""
     if not isinstance(settings, ServerRollout) or settings.url is not None:
         return
     program, path = settings.program, settings.environment.get("PATH")

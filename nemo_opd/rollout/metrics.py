@@ -1,4 +1,4 @@
-"""What rollouts look like: lengths, ends, repetition, turns and calls."""
+"""Metrics of rollouts: lengths, ends, repetition, turns and calls."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ import numpy as np
 from nemo_opd.data.record import Rollout
 from nemo_opd.types import Max, Mean, Metric, Sum
 
-NGRAM = 4
+_NGRAM = 4
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Lengths in tokens, shares of rollouts; with environments also those of `turn_metrics`."""
+    """Return lengths in tokens and shares of rollouts; with environments also turns and calls."""
     count = len(rollouts)
     lengths = [rollout.num_sampled for rollout in rollouts]
     ended = sum(rollout.finish_reason == "stop" for rollout in rollouts)
@@ -24,12 +24,12 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
         "rollout/repetition": Mean(sum(shares), len(shares)),
     }
     answered = [rollout for rollout in rollouts if rollout.env_reward is not None]
-    return metrics | (turn_metrics(answered) if answered else {})
+    return metrics | (_turn_metrics(answered) if answered else {})
 
 
-def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
-    """Of rollouts with an environment: turns and tool calls of each, the share of calls that failed and of rollouts
-    that the environment did not end, the number of its messages that were cut.
+def _turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
+    """Return metrics of rollouts with an environment: turns and tool calls of each, the share of failed calls, the
+    number of cut messages, and the share of rollouts that the environment did not end.
     """
     count = len(rollouts)
     calls = sum(rollout.num_calls for rollout in rollouts)
@@ -43,9 +43,9 @@ def turn_metrics(rollouts: Sequence[Rollout]) -> dict[str, Metric]:
 
 
 def repetition(rollout: Rollout) -> float | None:
-    """Share of the 4-grams of sampled tokens, each within a turn, that occurred before; None where there are none."""
-    turns = [rollout.ids[start:stop] for start, stop in rollout.turns if stop - start >= NGRAM]
+    """Return the share of 4-grams of sampled tokens, within turns, that occurred before; None without any 4-gram."""
+    turns = [rollout.ids[start:stop] for start, stop in rollout.turns if stop - start >= _NGRAM]
     if not turns:
         return None
-    ngrams = np.concatenate([np.lib.stride_tricks.sliding_window_view(turn, NGRAM) for turn in turns])
+    ngrams = np.concatenate([np.lib.stride_tricks.sliding_window_view(turn, _NGRAM) for turn in turns])
     return 1 - len(np.unique(ngrams, axis=0)) / len(ngrams)

@@ -1,5 +1,6 @@
-"""Names under which users' rewards and environments import them."""
+"""Names under which users' rewards and environments import these types."""
 
-from nemo_opd.data.record import EnvironmentStep, Message, Prompt, Rollout
+from nemo_opd.data.record import Message, Prompt, Rollout
+from nemo_opd.rollout.environment import EnvironmentStep
 
 __all__ = ["EnvironmentStep", "Message", "Prompt", "Rollout"]

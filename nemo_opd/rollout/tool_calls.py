@@ -1,7 +1,7 @@
-"""The tool calls in what an assistant wrote, in the form in which its chat template writes them.
+"""Tool calls in an assistant's text, in the form in which its chat template writes them.
 
-A call is `{"type": "function", "function": {"name": …, "arguments": {…}}}`, as in a message's `tool_calls`. What looks
-like a call and cannot be read is `{"type": "malformed", "text": …, "error": …}`, so that the model can be told.
+A call is `{"type": "function", "function": {"name": …, "arguments": {…}}}`, as in a message's `tool_calls`. A text that
+looks like a call and cannot be read is `{"type": "malformed", "text": …, "error": …}`, so that it can be answered.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_opd.data.continuation import Ids
 from nemo_opd.data.record import Message
-from nemo_opd.rollout.prompts import Tools
+from nemo_opd.rollout.renderer import Tools
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Parse = Callable[[str], list[Message]]
+_Parse = Callable[[str], list[Message]]
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"
@@ -35,9 +35,11 @@ _PROBE: list[Message] = [
 
 
 class ToolCallParser:
-    """Reads turns by the tokenizer's own response template or schema where it has one (transformers 5), and else in the
-    form that its chat template writes: `<tool_call>{json}</tool_call>`, or JSON alone with or without `<|python_tag|>`.
-    A template that writes neither leaves open which is meant, so both are read.
+    """Parser of turns.
+
+    It uses the tokenizer's response template or schema if it has one (transformers 5), else the form that its chat
+    template writes: `<tool_call>{json}</tool_call>`, or JSON alone with or without `<|python_tag|>`. If the template
+    writes neither, both forms are read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
@@ -47,14 +49,14 @@ class ToolCallParser:
         self._parse = parser_of(written_call(tokenizer, template_kwargs or {}))
 
     def __call__(self, ids: Ids, start: int, tools: Tools) -> list[Message]:
-        """The calls of the turn [start, S) of ids [S], in order."""
+        """Return the calls of the turn [start, S) of ids [S], in order."""
         text = self._decoded(ids[start:])
         if self._has_template or self._has_schema:
             return self._by_tokenizer(text, self._decoded(ids[:start]), tools)
         return self._parse(_THINKING.sub("", text))
 
     def _decoded(self, ids: Ids) -> str:
-        """With special tokens: they may delimit calls."""
+        """Decode with special tokens, which may delimit calls."""
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _by_tokenizer(self, text: str, before: str, tools: Tools) -> list[Message]:
@@ -63,28 +65,28 @@ class ToolCallParser:
                 parsed = self._tokenizer.parse_response(text, prefix=before, tools=list(tools or ()) or None)
             else:
                 parsed = self._tokenizer.parse_response(text)
-            return [checked_call(call, text) for call in parsed.get("tool_calls") or ()]
-        except Exception as error:  # a schema of the tokenizer's author, applied to whatever a model wrote
-            return [malformed(text, " ".join(str(error).split()))]
+            return [_checked_call(call, text) for call in parsed.get("tool_calls") or ()]
+        except Exception as error:  # a schema by the tokenizer's author, applied to any text
+            return [_malformed(text, " ".join(str(error).split()))]
 
 
 def valid_calls(message: Message) -> list[Message]:
     return [call for call in message.get("tool_calls") or () if call.get("type") != "malformed"]
 
 
-def malformed(text: str, error: str) -> Message:
+def _malformed(text: str, error: str) -> Message:
     return {"type": "malformed", "text": text, "error": error}
 
 
 def written_call(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> str:
-    """What the chat template makes of a call; empty where it leaves it out or fails."""
+    """Return the chat template's text of a call; empty where it leaves it out or fails."""
     try:
         return str(tokenizer.apply_chat_template(_PROBE, tokenize=False, **template_kwargs))
     except Exception:  # a template is a program: it may fail with any exception
         return ""
 
 
-def parser_of(written: str) -> Parse:
+def parser_of(written: str) -> _Parse:
     if _OPEN in written:
         return tagged_calls
     return bare_calls if "probe_name" in written else any_calls
@@ -95,20 +97,21 @@ def any_calls(text: str) -> list[Message]:
 
 
 def tagged_calls(text: str) -> list[Message]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of times, anywhere."""
+    """Read every `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
     calls = []
     for part in text.split(_OPEN)[1:]:
         written, closed, _ = part.partition(_CLOSE)
-        calls.append(call_of(written.strip()) if closed else malformed(written, f"{_CLOSE} is missing"))
+        calls.append(_call_of(written.strip()) if closed else _malformed(written, f"{_CLOSE} is missing"))
     return calls
 
 
 def bare_calls(text: str) -> list[Message]:
-    """`{"name": …, "parameters": {…}}` as the whole of a turn, or behind `<|python_tag|>`; several are separated by
-    white space, commas or semicolons.
+    """Read `{"name": …, "parameters": {…}}` as the whole of a turn, or after `<|python_tag|>`.
+
+    Several are separated by white space, commas or semicolons.
     """
-    _, tag, behind = text.rpartition(_PYTHON_TAG)
-    return list(_json_calls(behind)) if tag or _BARE.match(text) else []
+    _, tag, after = text.rpartition(_PYTHON_TAG)
+    return list(_json_calls(after)) if tag or _BARE.match(text) else []
 
 
 def _json_calls(text: str) -> Iterator[Message]:
@@ -117,40 +120,40 @@ def _json_calls(text: str) -> Iterator[Message]:
         try:
             value, end = json.JSONDecoder().raw_decode(rest)
         except (ValueError, RecursionError) as error:
-            yield malformed(rest, f"no JSON: {error}")
+            yield _malformed(rest, f"no JSON: {error}")
             return
-        yield checked_call(value, rest[:end])
+        yield _checked_call(value, rest[:end])
         rest = rest[end:].lstrip(" \t\r\n,;")
         if not rest.startswith("{"):
             return
 
 
-def call_of(written: str) -> Message:
+def _call_of(written: str) -> Message:
     try:
         value = json.loads(written)
     except (ValueError, RecursionError) as error:
-        return malformed(written, f"no JSON: {error}")
-    return checked_call(value, written)
+        return _malformed(written, f"no JSON: {error}")
+    return _checked_call(value, written)
 
 
-def checked_call(value: object, written: str) -> Message:
-    """`arguments` may also be called `parameters`, be JSON in a string, or be left out."""
+def _checked_call(value: object, written: str) -> Message:
+    """Return a parsed call, in which `arguments` may also be `parameters`, be JSON in a string, or be left out."""
     call = value.get("function", value) if isinstance(value, dict) else value
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return malformed(written, 'no object with a "name"')
+        return _malformed(written, 'no object with a "name"')
     arguments = call.get("arguments", call.get("parameters")) or {}
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError) as error:
-            return malformed(written, f"the arguments are no JSON: {error}")
+            return _malformed(written, f"the arguments are no JSON: {error}")
     if not isinstance(arguments, dict):
-        return malformed(written, "the arguments are no object")
+        return _malformed(written, "the arguments are no object")
     return {"type": "function", "function": {"name": call["name"], "arguments": arguments}}
 
 
 def function_tool(name: str, description: str, parameters: Mapping[str, str], required: Sequence[str]) -> Message:
-    """The schema of a tool whose parameters are strings: name → description."""
+    """Return the schema of a tool whose parameters are strings: name → description."""
     properties = {key: {"type": "string", "description": text} for key, text in parameters.items()}
     schema = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": schema}}

@@ -1,4 +1,4 @@
-"""A model's weights on their way to a server on the same machine."""
+"""A model's weights in memory, for a server on the same machine."""
 
 import json
 import os
@@ -21,24 +21,24 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors call them."""
+"""Names of dtypes in safetensors."""
 
 
 class HeldWeights:
-    """A safetensors file in this process's memory, which others read by its path in /proc.
+    """A safetensors file in this process's memory, which other processes read by its path in /proc.
 
-    It is anonymous, so that nothing of it is left once it is closed, or the process has ended, and its last reader is
-    done. Written here, since the library would make a copy of all tensors on the way.
+    It is anonymous, so nothing is left of it when it is closed, or the process has ended, and its last reader is done.
+    It is written here because the library would copy all tensors first.
     """
 
     def __init__(self, state: dict[str, Tensor]) -> None:
-        """state: tensors on the CPU by their names; emptied on the way."""
+        """state: tensors on the CPU by name; emptied as they are written."""
         name = f"nemo_opd-weights-{uuid4().hex}"
         self._opened = os.fdopen(os.memfd_create(name, os.MFD_CLOEXEC), "wb")
         self.file = FileDescriptor(os.getpid(), self._opened.fileno(), name)
         # The widest first, so that each begins at a multiple of its width.
         names = sorted(state, key=lambda each: -state[each].itemsize)
-        self._opened.write(header({each: state[each] for each in names}))
+        self._opened.write(_header({each: state[each] for each in names}))
         for each in names:
             self._opened.write(state.pop(each).contiguous().view(-1).view(torch.uint8).numpy().data)
         self._opened.flush()
@@ -47,8 +47,8 @@ class HeldWeights:
         self._opened.close()
 
 
-def header(tensors: dict[str, Tensor]) -> bytes:
-    """Of a safetensors file in which these follow in this order."""
+def _header(tensors: dict[str, Tensor]) -> bytes:
+    """Return the header of a safetensors file with these tensors in this order."""
     entries, end = {}, 0
     for name, each in tensors.items():
         begin, end = end, end + each.nbytes

@@ -14,7 +14,7 @@ from nemo_opd.logging.samples import SampleLog
 from nemo_opd.rewards import build_reward
 from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.environment import build_environment
+from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.metrics import rollout_metrics
 from nemo_opd.training.engines import TeacherWorkers, open_engine
 from nemo_opd.training.health import HealthMonitor

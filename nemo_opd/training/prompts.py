@@ -23,8 +23,9 @@ from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.progress import working
 from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
-from nemo_opd.rollout.environment import build_environment
-from nemo_opd.rollout.prompts import Renderer, dataset_rollout, drop_long
+from nemo_opd.rollout.environments import build_environment
+from nemo_opd.rollout.prompts import dataset_rollout, drop_long
+from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.training.columns import layout_of
 from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
 from nemo_opd.training.same_tokenizer import same_tokenizer_reader

@@ -11,10 +11,9 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.models.load import load_config
-from nemo_opd.rollout.chat import ConversationRenderer
+from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.hf import end_ids
-from nemo_opd.rollout.prompts import Renderer
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.rollout.renderer import Renderer, TextRenderer
 from nemo_opd.training.side import Side
 
 

@@ -18,7 +18,7 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.logging.metrics import merge
 from nemo_opd.progress import tracked
-from nemo_opd.rollout.text import num_tokens
+from nemo_opd.rollout.renderer import num_tokens
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.side import Side

@@ -16,10 +16,10 @@ from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.prompts import dataset_rollout
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.rollout.renderer import TextRenderer
 from tests.alignment.chat_fixture import with_template
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
 from tests.rollout.templates import TAGGED, talking

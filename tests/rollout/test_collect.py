@@ -11,11 +11,11 @@ from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.chat import ConversationRenderer
 from nemo_opd.rollout.collect import Collector, turn_seed
+from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.environment import EnvironmentStep
 from nemo_opd.rollout.metrics import repetition, rollout_metrics
-from nemo_opd.rollout.text import TextRenderer
+from nemo_opd.rollout.renderer import TextRenderer
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
 from tests.rollout.templates import talking
 from tests.tokenizers_fixture import byte_level, real_tokenizer

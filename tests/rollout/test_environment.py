@@ -5,16 +5,18 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from nemo_opd.config.environment import CalculatorEnvironment, FunctionEnvironment
+from nemo_opd.config.environment import Environment as Settings
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.environment import EnvironmentStep, Played, build_environment
+from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
+from nemo_opd.rollout.environments import ENVIRONMENTS, build_environment
 
 PROMPT = Prompt(11, [{"role": "user", "content": "?"}])
 
@@ -58,6 +60,11 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             build_environment(FunctionEnvironment(type="function", function=reference))
 
 
+def test_every_type_of_environment_can_be_built() -> None:
+    union, _ = get_args(Settings)
+    assert set(get_args(union)) == ENVIRONMENTS.keys()
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -75,7 +82,9 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str) -> None:
-    played = Played(lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11, 60)
+    played = CheckedEnvironment(
+        lambda: Echo(step=EnvironmentStep([{"role": "user", "content": "go on"}], done=False)), 11, 60
+    )
     played.step([])
     played._environment.answer = step  # type: ignore[attr-defined]
     with pytest.raises(RolloutError, match=f"prompt 11, turn 2: .*{reason}"):
@@ -84,13 +93,13 @@ def test_a_failing_step_names_environment_prompt_and_turn(step: Any, reason: str
 
 def test_failing_before_the_first_turn() -> None:
     with pytest.raises(RolloutError, match="environment Mute, prompt 11, before the first turn: it says 3"):
-        Played(Mute, 11, 60).reset(PROMPT)
+        CheckedEnvironment(Mute, 11, 60).reset(PROMPT)
     with pytest.raises(RolloutError, match="prompt 11, before the first turn: making it raised ZeroDivisionError"):
-        Played(lambda: 1 / 0, 11, 60)  # type: ignore[arg-type, return-value]
+        CheckedEnvironment(lambda: 1 / 0, 11, 60)  # type: ignore[arg-type, return-value]
 
 
 def test_one_that_does_not_answer() -> None:
-    played = Played(Waiting, 11, 0.1)
+    played = CheckedEnvironment(Waiting, 11, 0.1)
     with pytest.raises(RolloutError, match=r"turn 1: step did not return in 0.1 s \(environment.call_timeout_s\)$"):
         played.step([])
 

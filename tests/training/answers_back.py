@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from nemo_opd.data.record import EnvironmentStep, Message, Prompt
+from nemo_opd.data.record import Message, Prompt
+from nemo_opd.rollout.environment import EnvironmentStep
 
 
 class AnswersBack:

@@ -6,7 +6,7 @@ import pytest
 
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
-from nemo_opd.rollout.chat import ConversationRenderer
+from nemo_opd.rollout.conversation import ConversationRenderer
 from tests.rollout.scripted import asking, encoded
 from tests.rollout.templates import talking
 from tests.tokenizers_fixture import byte_level, real_tokenizer
