@@ -46,7 +46,7 @@ class Script:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         said = self._tokenizer(f"{next(self._turns)}<|im_end|>", add_special_tokens=False)["input_ids"]
-        return [Completion(np.array(said, np.int32), np.full(len(said), -0.5, np.float32), "stop", 0)]
+        return [Completion(np.array(said, np.int32), *[np.full(len(said), -0.5, np.float32)] * 2, "stop", 0)]
 
 
 def conversation() -> tuple[Rollout, list[str]]:
@@ -54,7 +54,7 @@ def conversation() -> tuple[Rollout, list[str]]:
     tokenizer = load_tokenizer("demo:student", key="student")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = TEMPLATE
-    environment = build_environment(CalculatorEnvironment())
+    environment = build_environment(CalculatorEnvironment(max_turns=2))
     collector = Collector(
         Script(tokenizer, TURNS),
         ConversationRenderer(tokenizer),
@@ -62,7 +62,6 @@ def conversation() -> tuple[Rollout, list[str]]:
         max_new_tokens=200,
         max_length=600,
         environment=environment,
-        max_turns=2,
     )
     prompt = Prompt(0, [{"role": "user", "content": "What is 17 times 23?"}], answer="391")
     (rollout,) = collector.collect([prompt], 1, 0)

@@ -6,8 +6,8 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -28,10 +28,10 @@ from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.rewards import build_reward, check_answers
-from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
+from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
-from nemo_opd.rollout.engines import open_for_model
+from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
@@ -63,11 +63,19 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
         spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions)
         with busy(f"loading {config.model}"):
-            engine = stack.enter_context(open_for_model(config.rollout, spec, config.model, config.device))
-        likeliest = Sampling(temperature=0, needs_raw=False)
-        greedy = _collector(config, engine, renderer, likeliest, positions) if config.greedy else None
-        sampling = Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False)
-        sampled = _collector(config, engine, renderer, sampling, positions)
+            opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
+            engine = stack.enter_context(opened)
+        collector = partial(
+            Collector,
+            engine,
+            renderer,
+            max_new_tokens=config.max_new_tokens,
+            max_length=positions or _NO_LIMIT,
+            environment=None if config.environment is None else build_environment(config.environment),
+            seed=config.seed,
+        )
+        greedy = collector(sampling=Sampling(temperature=0, needs_raw=False)) if config.greedy else None
+        sampled = collector(sampling=Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False))
         start = time.monotonic()
         with busy(f"asking {len(questions.prompts):,} questions"):
             result = evaluate_task(greedy, sampled, questions.prompts, reward, config)
@@ -117,28 +125,6 @@ def _fitting(prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig
     )
     limit = min((limit for limit in limits if limit is not None), default=None)
     return drop_long(prompts, renderer, limit, key="data", way_out=way_out)
-
-
-def _collector(
-    config: EvaluationConfig, engine: Generator, renderer: Renderer, sampling: Sampling, positions: int | None
-) -> Collector:
-    limits: dict[str, Any] = {}
-    if config.environment is not None:
-        limits = {
-            "max_turns": config.environment.max_turns,
-            "max_response_tokens": config.environment.max_response_tokens,
-            "answer_timeout_s": config.environment.call_timeout_s,
-        }
-    return Collector(
-        engine,
-        renderer,
-        sampling=sampling,
-        max_new_tokens=config.max_new_tokens,
-        max_length=positions or _NO_LIMIT,
-        environment=None if config.environment is None else build_environment(config.environment),
-        seed=config.seed,
-        **limits,
-    )
 
 
 def _results_json(config: EvaluationConfig, result: EvaluationResult, questions: Kept, seconds: float) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
-from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
-from nemo_opd.rollout.environment import CheckedEnvironment, Environment, EnvironmentStep
+from nemo_opd.rollout.base import Generator, Request, Sampling
+from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.episode import Episode, require_completion, shortened_messages
 from nemo_opd.rollout.renderer import Renderer
 
@@ -31,14 +31,10 @@ class Collector:
         sampling: Sampling,
         max_new_tokens: int,
         max_length: int,
-        environment: Callable[[], Environment] | None = None,
-        max_turns: int = 1,
-        max_response_tokens: int = 256,
-        answer_timeout_s: float = 300.0,
+        environment: EnvironmentFactory | None = None,
         seed: int = 0,
     ) -> None:
-        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence. max_response_tokens: limit of an
-        environment's messages between two turns, without the template's tokens. answer_timeout_s: its time for them.
+        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence.
 
         Raises RolloutError for an environment with a renderer of texts.
         """
@@ -46,11 +42,8 @@ class Collector:
             raise RolloutError("an environment answers in conversations, not in texts; set data.messages_key")
         self._engine, self._renderer, self._sampling = engine, renderer, sampling
         self._max_new_tokens, self._max_length = max_new_tokens, max_length
-        self._environment = environment
-        self._max_turns = max_turns if environment is not None else 1
-        self._max_response_tokens = max_response_tokens
-        self._answer_timeout_s = answer_timeout_s
-        self._seed = seed
+        self._environment, self._seed = environment, seed
+        self._max_turns = 1 if environment is None else environment.settings.max_turns
         self._has_asked = False
 
     def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
@@ -71,24 +64,19 @@ class Collector:
         return [episode.rollout() for episode in episodes]
 
     def _opened(self, prompts: Sequence[Prompt], n: int) -> Iterator[Episode]:
-        for prompt in prompts:
-            before: tuple[Prompt, Episode] | None = None
+        for row in prompts:
+            former: Episode | None = None
             for sample in range(n):
-                environment = self._environment_of(prompt)
-                seen = prompt if environment is None else _with_opening(prompt, environment)
-                self._warn_of_hidden_tools(seen)
-                messages = [] if isinstance(seen.content, str) else list(seen.content)
-                episode = Episode(seen, sample, environment, messages)
+                environment = None if self._environment is None else self._environment(row.index)
+                prompt = row if environment is None else _with_opening(row, environment)
+                self._warn_of_hidden_tools(prompt)
                 # Rendered once if the environment opens all samples alike.
-                is_same = before is not None and before[0] == seen
-                ids = before[1].ids[0] if before is not None and is_same else self._renderer.prompt_ids(seen)
-                self._require_room(seen, len(ids))
-                episode.extend(ids)
-                before = seen, episode
-                yield episode
-
-    def _environment_of(self, prompt: Prompt) -> CheckedEnvironment | None:
-        return self._environment and CheckedEnvironment(self._environment, prompt.index, self._answer_timeout_s)
+                is_same = former is not None and former.prompt == prompt
+                ids = former.parts[0].ids if former is not None and is_same else self._renderer.prompt_ids(prompt)
+                self._require_room(prompt, len(ids))
+                former = Episode(prompt, sample, environment)
+                former.add_unsampled(ids)
+                yield former
 
     def _warn_of_hidden_tools(self, prompt: Prompt) -> None:
         if not self._has_asked and prompt.tools and not self._renderer.shows_tools(prompt.tools):
@@ -118,27 +106,29 @@ class Collector:
     def _request(self, episode: Episode, step: int, turn: int) -> Request:
         room = self._max_length - episode.length
         seed = turn_seed(self._seed, step, episode.prompt.index, episode.sample, turn)
-        return Request(episode.all_ids(), min(self._max_new_tokens, room), seed)
+        return Request(episode.ids, min(self._max_new_tokens, room), seed)
 
     def _answer(self, episode: Episode, *, is_last: bool) -> None:
         """End the episode, or prepare its next turn."""
-        completion = episode.last
-        assert isinstance(completion, Completion)
         episode.is_over = True
         if episode.environment is None:
             return
         answer = episode.environment.step(tuple(episode.messages))
         episode.add_step(answer)
-        if not (answer.done or is_last or completion.finish_reason == "length"):
+        if not (answer.done or is_last or episode.finish_reason == "length"):
             episode.is_over = not self._continued(episode, answer)
 
     def _continued(self, episode: Episode, answer: EnvironmentStep) -> bool:
         """Return False where the answer leaves no room for another turn."""
-        messages, num_cut = shortened_messages(answer.messages, self._renderer, self._max_response_tokens)
+        assert self._environment is not None
+        limit = self._environment.settings.max_response_tokens
+        messages, num_cut = shortened_messages(answer.messages, self._renderer, limit)
         ids = self._renderer.between(episode.messages, messages, episode.prompt.tools)
         if episode.length + len(ids) >= self._max_length:
             return False
-        episode.add_answer(messages, ids, num_cut)
+        episode.messages.extend(messages)
+        episode.add_unsampled(ids)
+        episode.num_cut_responses += num_cut
         return True
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from nemo_opd.config.environment import EnvironmentBase
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import RolloutError
 from nemo_opd.users_code import LARGEST_REWARD, UsersCodeError, called, is_reward, shown
@@ -69,7 +70,7 @@ class CheckedEnvironment:
     """
 
     def __init__(self, make: Callable[[], Environment], index: int, timeout_s: float) -> None:
-        """index: row of the prompt. timeout_s: limit of each answer."""
+        """index: row of the prompt. timeout_s: time for each answer."""
         self._name = getattr(make, "__qualname__", type(make).__name__)
         self._index = index
         self._turn = 0
@@ -116,3 +117,15 @@ class CheckedEnvironment:
     def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
         where = f"turn {self._turn}" if self._turn else "before the first turn"
         raise RolloutError(f"environment {self._name}, prompt {self._index}, {where}: {reason}") from cause
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFactory:
+    """Constructor of the environment of one rollout."""
+
+    make: Callable[[], Environment]
+    settings: EnvironmentBase
+
+    def __call__(self, index: int) -> CheckedEnvironment:
+        """Make the environment for the prompt of a row. Raises RolloutError where that fails."""
+        return CheckedEnvironment(self.make, index, self.settings.call_timeout_s)

@@ -7,7 +7,7 @@ from nemo_opd.config.environment import CalculatorEnvironment, EnvironmentBase, 
 from nemo_opd.config.environment import Environment as Settings
 from nemo_opd.errors import ConfigError
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.environment import Environment
+from nemo_opd.rollout.environment import Environment, EnvironmentFactory
 from nemo_opd.users_code import imported
 
 
@@ -33,6 +33,6 @@ ENVIRONMENTS: dict[type[EnvironmentBase], Callable[[Any], Callable[[], Environme
 """Settings → function that returns the environment's class. A test holds that every `environment.type` is here."""
 
 
-def build_environment(settings: Settings) -> Callable[[], Environment]:
-    """Return what makes the environment of one rollout. Raises ConfigError for a class that cannot be used."""
-    return ENVIRONMENTS[type(settings)](settings)
+def build_environment(settings: Settings) -> EnvironmentFactory:
+    """Return the constructor of environments. Raises ConfigError for a class that cannot be used."""
+    return EnvironmentFactory(ENVIRONMENTS[type(settings)](settings), settings)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nemo_opd.data.continuation import Ids
-from nemo_opd.data.record import Message, Prompt, Rollout
+from nemo_opd.data.record import FinishReason, Message, Prompt, Rollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
@@ -17,101 +18,94 @@ from nemo_opd.rollout.renderer import Renderer
 _CUT_MARK = " [cut: the response was too long]"
 
 
-@dataclass(slots=True)
+class Part(NamedTuple):
+    """Consecutive tokens of a rollout: the prompt, a turn, or the tokens between turns; all arrays have its length."""
+
+    ids: Ids
+    is_sampled: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    """0 where nothing was sampled."""
+    behaviour_logprobs: NDArray[np.float32]
+    """0 where nothing was sampled."""
+
+
 class Episode:
     """Tokens and messages so far."""
 
-    prompt: Prompt
-    sample: int
-    environment: CheckedEnvironment | None
-    messages: list[Message]
-    """Messages, with the calls in the student's turns as `tool_calls`."""
-    ids: list[Ids] = field(default_factory=list)
-    """Parts: the prompt, then a turn, the tokens between turns, a turn, …"""
-    logprobs: list[np.ndarray] = field(default_factory=list)
-    """One array for each part; 0 where nothing was sampled."""
-    behaviour_logprobs: list[np.ndarray] = field(default_factory=list)
-    """One array for each part; 0 where nothing was sampled."""
-    turns: list[tuple[int, int]] = field(default_factory=list)
-    responses: list[str] = field(default_factory=list)
-    steps: list[EnvironmentStep] = field(default_factory=list)
-    reward: float = 0.0
-    last: Completion | None = None
-    num_cut_responses: int = 0
-    is_over: bool = False
+    def __init__(self, prompt: Prompt, sample: int, environment: CheckedEnvironment | None) -> None:
+        self.prompt, self.sample, self.environment = prompt, sample, environment
+        self._opening: list[Message] = [] if isinstance(prompt.content, str) else list(prompt.content)
+        self.messages = list(self._opening)
+        """Messages, with the calls in the student's turns as `tool_calls`."""
+        self.parts: list[Part] = []
+        self.num_cut_responses = 0
+        self.is_over = False
+        self.finish_reason: FinishReason = "stop"
+        self._version = 0
+        self._turns: list[tuple[int, int]] = []
+        self._responses: list[str] = []
+        self._steps: list[EnvironmentStep] = []
+        self._reward = 0.0
 
     @property
     def length(self) -> int:
-        return sum(map(len, self.ids))
+        return sum(len(part.ids) for part in self.parts)
 
-    def all_ids(self) -> Ids:
-        return np.concatenate(self.ids).astype(np.int32, copy=False)
+    @property
+    def ids(self) -> Ids:
+        return np.concatenate([part.ids for part in self.parts]).astype(np.int32, copy=False)
 
-    def extend(self, ids: Ids) -> None:
+    def add_unsampled(self, ids: Ids) -> None:
         """Add tokens that were not sampled."""
-        self.ids.append(ids)
-        for logprobs in (self.logprobs, self.behaviour_logprobs):
-            logprobs.append(np.zeros(len(ids), np.float32))
+        nothing = np.zeros(len(ids), np.float32)
+        self.parts.append(Part(ids, np.zeros(len(ids), np.bool_), nothing, nothing))
 
     def add_turn(self, completion: Completion, renderer: Renderer) -> None:
         """Add sampled tokens, with the one that ended the turn."""
-        start = self.length
-        spoken = completion.ids[:-1] if completion.finish_reason == "stop" else completion.ids
-        self.ids.append(completion.ids)
-        self.logprobs.append(completion.logprobs)
-        self.behaviour_logprobs.append(completion.behaviour_logprobs)
-        self.turns.append((start, start + len(completion.ids)))
-        self.responses.append(renderer.text(spoken))
-        self.last = completion
+        start, ids = self.length, completion.ids
+        self.parts.append(Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
+        self.finish_reason, self._version = completion.finish_reason, completion.version
+        self._turns.append((start, start + len(ids)))
+        spoken = ids[:-1] if completion.finish_reason == "stop" else ids
+        self._responses.append(renderer.text(spoken))
         if not isinstance(self.prompt.content, str):
-            message: Message = {"role": "assistant", "content": self.responses[-1]}
+            message: Message = {"role": "assistant", "content": self._responses[-1]}
             if self.environment is not None:
-                ids = self.all_ids()[: start + len(spoken)]
-                if calls := renderer.tool_calls(ids, start, self.prompt.tools):
+                before_end = self.ids[: start + len(spoken)]
+                if calls := renderer.tool_calls(before_end, start, self.prompt.tools):
                     message["tool_calls"] = calls
             self.messages.append(message)
 
     def add_step(self, step: EnvironmentStep) -> None:
-        self.steps.append(step)
-        self.reward += float(step.reward)
-
-    def add_answer(self, messages: Sequence[Message], ids: Ids, num_cut: int) -> None:
-        """Add the environment's messages, and their tokens with the template's around them."""
-        self.messages.extend(messages)
-        self.extend(ids)
-        self.num_cut_responses += num_cut
+        self._steps.append(step)
+        self._reward += float(step.reward)
 
     def rollout(self) -> Rollout:
-        assert self.last is not None, "an episode has a turn"
-        ids = self.all_ids()
-        mask = np.zeros(len(ids), np.bool_)
-        for start, stop in self.turns:
-            mask[start:stop] = True
+        ids, is_sampled, logprobs, behaviour_logprobs = map(np.concatenate, zip(*self.parts, strict=True))
         is_played = self.environment is not None
         return Rollout(
             prompt=self.prompt,
             sample=self.sample,
-            ids=ids,
-            loss_mask=mask,
-            logprobs=np.concatenate(self.logprobs).astype(np.float32, copy=False),
-            behaviour_logprobs=np.concatenate(self.behaviour_logprobs).astype(np.float32, copy=False),
-            turns=np.array(self.turns, np.int32),
-            responses=tuple(self.responses),
+            ids=ids.astype(np.int32, copy=False),
+            loss_mask=is_sampled,
+            logprobs=logprobs.astype(np.float32, copy=False),
+            behaviour_logprobs=behaviour_logprobs.astype(np.float32, copy=False),
+            turns=np.array(self._turns, np.int32),
+            responses=tuple(self._responses),
             messages=self._messages_as_written(),
-            finish_reason=self.last.finish_reason,
-            version=self.last.version,
-            env_reward=self.reward if is_played else None,
-            env_done=bool(self.steps[-1].done) if is_played else None,
-            num_calls=sum(step.num_calls for step in self.steps),
-            num_failed_calls=sum(step.num_failed_calls for step in self.steps),
+            finish_reason=self.finish_reason,
+            version=self._version,
+            env_reward=self._reward if is_played else None,
+            env_done=bool(self._steps[-1].done) if is_played else None,
+            num_calls=sum(step.num_calls for step in self._steps),
+            num_failed_calls=sum(step.num_failed_calls for step in self._steps),
             num_cut_responses=self.num_cut_responses,
         )
 
     def _messages_as_written(self) -> tuple[Message, ...]:
         """Return the messages, without `tool_calls` in the student's: its texts contain them."""
-        opening = 0 if isinstance(self.prompt.content, str) else len(self.prompt.content)
-        later = ({key: value for key, value in m.items() if key != "tool_calls"} for m in self.messages[opening:])
-        return (*self.messages[:opening], *later)
+        later = self.messages[len(self._opening) :]
+        return (*self._opening, *({key: m[key] for key in m if key != "tool_calls"} for m in later))
 
 
 def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_tokens: int) -> tuple[list[Message], int]:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -81,12 +82,20 @@ class Sampler:
         return [completions[i] for i in range(len(requests))]
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
-        steps = max(request.max_new_tokens for request in requests)
+        prompts = [torch.from_numpy(np.asarray(request.prompt_ids, np.int64)) for request in requests]
+        ids, mask = map(_left_padded, (prompts, [torch.ones_like(prompt) for prompt in prompts]))
+        limits = torch.tensor([request.max_new_tokens for request in requests])
+        steps = int(limits.max())
         numbers = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
         processor = InverseCDF(sampling, numbers, self._vocab_size)
-        ids, mask = _left_padded([request.prompt_ids for request in requests])
-        limits = torch.tensor([request.max_new_tokens for request in requests])
-        with _only_generation_config(self._model, self._settings(steps)) as settings:
+        settings = GenerationConfig(
+            max_new_tokens=steps,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=self._end_ids.tolist() or None,
+            pad_token_id=_PADDING,
+        )
+        with _only_generation_config(self._model, settings):
             sequences = self._model.generate(
                 ids.to(self._device),
                 attention_mask=mask.to(self._device),
@@ -95,17 +104,10 @@ class Sampler:
                 stopping_criteria=StoppingCriteriaList([_Limits(limits.to(self._device), ids.shape[1], work)]),
                 synced_gpus=False,
             )
-        sampled = sequences[:, ids.shape[1] :].int().cpu().numpy()
-        logprobs = processor.logprobs.cpu().numpy()
-        behaviour_logprobs = processor.behaviour_logprobs.cpu().numpy()
-        made = zip(requests, sampled, logprobs, behaviour_logprobs, strict=True)
-        return [self._completion(request, *row, version=version) for request, *row in made]
-
-    def _settings(self, steps: int) -> GenerationConfig:
-        ends = self._end_ids.tolist()
-        return GenerationConfig(
-            max_new_tokens=steps, do_sample=False, use_cache=True, eos_token_id=ends or None, pad_token_id=_PADDING
-        )
+        sampled = sequences[:, ids.shape[1] :].int()
+        columns = [each.cpu().numpy() for each in (sampled, processor.logprobs, processor.behaviour_logprobs)]
+        rows = zip(requests, *columns, strict=True)
+        return [self._completion(*row, version=version) for row in rows]
 
     def _completion(
         self,
@@ -117,9 +119,8 @@ class Sampler:
         version: int,
     ) -> Completion:
         """Cut ids and log-probabilities, which have the length of the batch's longest sequence, at the first end."""
-        ids = ids[: request.max_new_tokens]
-        ends = np.flatnonzero(np.isin(ids, self._end_ids))
-        length = int(ends[0]) + 1 if len(ends) else len(ids)
+        ends = np.flatnonzero(np.isin(ids[: request.max_new_tokens], self._end_ids))
+        length = int(ends[0]) + 1 if len(ends) else min(request.max_new_tokens, len(ids))
         if not np.isfinite([logprobs[:length], behaviour_logprobs[:length]]).all():
             raise RolloutError(
                 f"the model's logits are not finite after {len(request.prompt_ids)} tokens of a prompt; its weights "
@@ -130,7 +131,7 @@ class Sampler:
             logprobs[:length].copy(),
             behaviour_logprobs[:length].copy(),
             "stop" if len(ends) else "length",
-            version=version,
+            version,
         )
 
 
@@ -150,25 +151,18 @@ class _Limits(StoppingCriteria):
 
 
 @contextmanager
-def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[GenerationConfig]:
+def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[None]:
     """Use `settings` alone inside: transformers fills what a call leaves open from the model's own configuration."""
     before = model.generation_config
     model.generation_config = settings
     try:
-        yield settings
+        yield
     finally:
         model.generation_config = before
 
 
-def _left_padded(prompts: Sequence[NDArray[np.int32]]) -> tuple[Tensor, Tensor]:
-    """Return ids and attention mask, both int64 [B, longest]."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), _PADDING)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = torch.from_numpy(np.asarray(prompt, np.int64))
-        mask[row, longest - len(prompt) :] = 1
-    return ids, mask
+def _left_padded(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=_PADDING, padding_side="left")
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -184,17 +178,14 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
     chat template ends a turn.
     """
     configured: Any = None if generation_config is None else generation_config.eos_token_id
-    own: Any = tokenizer.eos_token_id
-    turns = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
-    return frozenset(
-        int(each)
-        for each in (
-            *([configured] if isinstance(configured, int) else configured or ()),
-            *generation_ids(tokenizer).eos,
-            *([] if own is None else [own]),
-            *(tokenizer.convert_tokens_to_ids(content) for content in turns),
-        )
-    )
+    turn_ends = [content for content, role in template_roles(tokenizer).items() if role == "end_of_turn"]
+    ids: list[Any] = [
+        *([configured] if isinstance(configured, int) else configured or ()),
+        *generation_ids(tokenizer).eos,
+        tokenizer.eos_token_id,
+        *map(tokenizer.convert_tokens_to_ids, turn_ends),
+    ]
+    return frozenset(int(each) for each in ids if each is not None)
 
 
 class StudentWorkers:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
-from nemo_opd.rollout.engines import open_for_student
+from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -44,7 +44,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
     )
-    return open_for_student(config.rollout, spec, _Student(models), version)
+    return ENGINES[type(config.rollout)].for_student(config.rollout, spec, _Student(models), version)
 
 
 class TeacherWorkers(Generator):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 
 from nemo_opd.evaluation.shown import shown_answers
 from nemo_opd.evaluation.tasks import PREFIX, evaluate_task
@@ -64,22 +63,14 @@ class OnPolicySession(Session):
 
     def _collector(self, engine: Generator, asked: Respondent, sampling: Sampling, max_new_tokens: int) -> Collector:
         environment = self.config.environment
-        collector = partial(
-            Collector,
+        return Collector(
             engine,
             asked.renderer,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
             max_length=asked.max_length,
+            environment=None if environment is None else build_environment(environment),
             seed=self.config.run.seed,
-        )
-        if environment is None:
-            return collector()
-        return collector(
-            environment=build_environment(environment),
-            max_turns=environment.max_turns,
-            max_response_tokens=environment.max_response_tokens,
-            answer_timeout_s=environment.call_timeout_s,
         )
 
     def of_rollouts(self) -> dict[str, float]:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.record import Prompt, Rollout
@@ -15,9 +16,9 @@ from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, Sample, Tokens
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout
 from nemo_opd.rollout.renderer import TextRenderer
 from tests.alignment.chat_fixture import with_template
@@ -146,8 +147,7 @@ def conversation(tokenizer: Any, *turns: str, finish_reason: Any = "stop") -> Ro
         sampling=Sampling(),
         max_new_tokens=99,
         max_length=999,
-        environment=Calculator,
-        max_turns=3,
+        environment=build_environment(CalculatorEnvironment(max_turns=3)),
     )
     asked = [*EARLIER, {"role": "user", "content": "6 * 7?"}]
     return collector.collect([Prompt(6, asked, answer="42")], 1, 0)[0]

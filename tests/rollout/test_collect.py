@@ -7,13 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_opd.config.environment import EnvironmentBase
 from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.calculator import Calculator
 from nemo_opd.rollout.collect import Collector, turn_seed
 from nemo_opd.rollout.conversation import ConversationRenderer
-from nemo_opd.rollout.environment import EnvironmentStep
+from nemo_opd.rollout.environment import EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.metrics import repetition, rollout_metrics
 from nemo_opd.rollout.renderer import TextRenderer
 from tests.rollout.scripted import Scripted, asking, encoded, speaking
@@ -30,7 +31,9 @@ def text_collector(engine: Scripted, **options: Any) -> Collector:
 
 
 def chat_collector(engine: Scripted, tokenizer: Any, **options: Any) -> Collector:
-    defaults = {"sampling": GREEDY, "max_new_tokens": 60, "max_length": 900, "max_turns": 4, "seed": 9}
+    limits = {key: options.pop(key) for key in ("max_turns", "max_response_tokens") if key in options}
+    options["environment"] = EnvironmentFactory(options["environment"], EnvironmentBase(**limits))
+    defaults = {"sampling": GREEDY, "max_new_tokens": 60, "max_length": 900, "seed": 9}
     return Collector(engine, ConversationRenderer(tokenizer), **(defaults | options))
 
 
@@ -83,8 +86,9 @@ def test_an_engine_that_breaks_its_word(ids: list[int]) -> None:
 
 
 def test_texts_have_no_environment() -> None:
+    environment = EnvironmentFactory(Calculator, EnvironmentBase())
     with pytest.raises(RolloutError, match=r"data\.messages_key"):
-        text_collector(Scripted(lambda request: ([5], "length")), environment=Calculator)
+        text_collector(Scripted(lambda request: ([5], "length")), environment=environment)
 
 
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'

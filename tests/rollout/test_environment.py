@@ -47,8 +47,8 @@ def test_environments_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "my_leaving_world.py").write_text("import sys\nsys.exit(0)\n")
     (tmp_path / "my_own_world.py").write_text("from tests.rollout.test_environment import Echo as World\nx = 3\n")
-    assert build_environment(FunctionEnvironment(type="function", function="my_own_world:World")) is Echo
-    assert build_environment(CalculatorEnvironment(type="calculator")) is Calculator
+    assert build_environment(FunctionEnvironment(type="function", function="my_own_world:World")).make is Echo
+    assert build_environment(CalculatorEnvironment(type="calculator")).make is Calculator
     for reference, reason in (
         ("my_own_world:Nothing", "cannot be imported .AttributeError"),
         ("no_such_world:World", "cannot be imported .ModuleNotFoundError"),

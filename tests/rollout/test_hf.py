@@ -14,8 +14,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, ModelError, RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.engines import open_for_model
-from nemo_opd.rollout.hf import Sampler, end_ids
+from nemo_opd.rollout.hf import Sampler, end_ids, for_model
 from tests.models.families import VOCABULARY, model_of
 from tests.rollout.contract import EngineContract, Folders, Subject, requests, same, save_folders
 from tests.tokenizers_fixture import byte_level
@@ -29,7 +28,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.fixture(scope="module")
 def subject(folders: Folders) -> Iterator[Subject]:
     spec = EngineSpec(folders.vocab_size, folders.end_ids, "float32", folders.first)
-    with open_for_model(HFRollout(batch_size=3), spec, str(folders.first), "cpu") as engine:
+    with for_model(HFRollout(batch_size=3), spec, str(folders.first), "cpu") as engine:
         yield Subject(engine, folders)
 
 
@@ -170,7 +169,7 @@ def test_what_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     source = model if model.startswith("demo:") else str(tmp_path / model)
     spec = EngineSpec(8, frozenset(), "auto", tmp_path)
-    with pytest.raises(error, match=match), open_for_model(HFRollout(), spec, source, device):
+    with pytest.raises(error, match=match), for_model(HFRollout(), spec, source, device):
         pass
 
 
@@ -178,7 +177,7 @@ def test_the_demo_student_is_found_by_its_name(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
     prompt = np.array(tokenizer.encode("The answer"), np.int32)
     spec = EngineSpec(len(tokenizer), frozenset(), "float32", tmp_path)
-    with open_for_model(HFRollout(), spec, "demo:student", "cpu") as engine:
+    with for_model(HFRollout(), spec, "demo:student", "cpu") as engine:
         made = engine.generate([Request(prompt, 8, seed) for seed in range(3)], Sampling())
 
     assert [(len(each.ids), each.version) for each in made] == [(8, 0)] * 3

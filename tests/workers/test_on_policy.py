@@ -11,9 +11,9 @@ import torch
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.collate import collate
 from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.engines import open_for_model
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.rollout_source import with_rollouts
@@ -114,7 +114,7 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
     assert isinstance(data, Prompts)
     spec = EngineSpec(plan.student.vocab_size, data.end_ids, "float32", Path())
     sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
-    with open_for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
+    with hf.for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
         collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)
         return collector.collect(prompts, N, 0)
 
