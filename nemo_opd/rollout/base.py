@@ -119,6 +119,11 @@ class EngineSpec:
     is_training: bool = False
     """Whether a student is trained on the same devices."""
 
+    @property
+    def has_fp32_logits(self) -> bool:
+        """Whether a narrower dtype's logits are computed in float32."""
+        return self.dtype != "float32" and not self.rounds_logits
+
 
 def check_lengths(requests: Sequence[Request], limit: int | None) -> None:
     """Raise RolloutError for a request without a prompt, or one that may become longer than `limit` tokens."""

@@ -80,8 +80,11 @@ def evaluated(expression: str) -> Fraction:
     if len(expression) > _MAX_CHARACTERS:
         raise ArithmeticError(f"the expression has more than {_MAX_CHARACTERS} characters")
     try:
-        tree = ast.parse(expression.translate(_SYMBOLS).strip(), mode="eval")
-        return _value_of(tree.body)
+        return _value_of(ast.parse(expression.translate(_SYMBOLS).strip(), mode="eval").body)
+    except ZeroDivisionError:
+        raise ArithmeticError("division by zero") from None
+    except OverflowError:
+        raise ArithmeticError("the power is too large") from None
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ArithmeticError("the expression cannot be read as arithmetic") from None
 
@@ -110,33 +113,24 @@ def _decimal(number: float) -> Fraction:
     return Fraction(repr(number))
 
 
-def _quotient(left: Fraction, right: Fraction) -> Fraction:
-    if not right:
-        raise ArithmeticError("division by zero")
-    return left / right
-
-
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
     if not base and exponent < 0:
-        raise ArithmeticError("division by zero")
+        raise ZeroDivisionError
     if exponent.denominator == 1:
         size = max(abs(base.numerator), base.denominator).bit_length()
         if abs(exponent) > _MAX_EXPONENT or size * abs(exponent) > 2 * _MAX_BITS:
-            raise ArithmeticError("the power is too large")
+            raise OverflowError
         return Fraction(base ** int(exponent))
     if base < 0:
         raise ArithmeticError("a root of a negative number")
-    try:
-        return _decimal(float(base) ** float(exponent))
-    except OverflowError:
-        raise ArithmeticError("the power is too large") from None
+    return _decimal(float(base) ** float(exponent))
 
 
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: Fraction.__add__,
     ast.Sub: Fraction.__sub__,
     ast.Mult: Fraction.__mul__,
-    ast.Div: _quotient,
+    ast.Div: Fraction.__truediv__,
     ast.Pow: _power,
 }
 

@@ -1,6 +1,6 @@
 """Options of servers that are started, and the tables of programs and engines."""
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -8,37 +8,39 @@ import torch
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.rollout import installed
+from nemo_opd.rollout.base import EngineSpec
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.server.engine import PROGRAMS, default_share
-from nemo_opd.rollout.server.program import Launch
+from nemo_opd.rollout.server.program import Program
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.vllm import VLLM
 
 
+def options(program: Program, *, rounds_logits: bool = False) -> list[str]:
+    spec = EngineSpec(8, frozenset(), "bfloat16", Path(), rounds_logits=rounds_logits)
+    return program.arguments("m", spec, 1, 0.3)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "option"),
-    [
-        (SGLang().arguments, ["--enable-fp32-lm-head"]),
-        (VLLM().arguments, ["--hf-overrides", '{"head_dtype": "float32"}']),
-    ],
+    ("program", "option"),
+    [(SGLang(), ["--enable-fp32-lm-head"]), (VLLM(), ["--hf-overrides", '{"head_dtype": "float32"}'])],
     ids=["sglang", "vllm"],
 )
-def test_logits_are_rounded_where_the_trainers_are(arguments: Callable[[Launch], list[str]], option: list[str]) -> None:
+def test_logits_are_rounded_where_the_trainers_are(program: Program, option: list[str]) -> None:
     """Bug: one of two that are compared rounds, which is worse than if both do."""
-    rounded, whole = (arguments(Launch("m", "bfloat16", None, 1, fp32, 0.3)) for fp32 in (False, True))
+    rounded, whole = (options(program, rounds_logits=rounds) for rounds in (True, False))
     assert [each for each in whole if each not in rounded] == option
     assert [each for each in whole if each in rounded] == rounded
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option"),
-    [(SGLang().arguments, "--mem-fraction-static"), (VLLM().arguments, "--gpu-memory-utilization")],
+    ("program", "option"),
+    [(SGLang(), "--mem-fraction-static"), (VLLM(), "--gpu-memory-utilization")],
     ids=["sglang", "vllm"],
 )
-def test_memory_is_left_to_the_training(arguments: Callable[[Launch], list[str]], option: str) -> None:
+def test_memory_is_left_to_the_training(program: Program, option: str) -> None:
     """Bug: a server that takes nine tenths of a machine or a GPU on which a student is already."""
-    options = arguments(Launch("m", "float32", None, 1, fp32_logits=False, memory_share=0.3))
-    assert options[options.index(option) + 1] == "0.3"
+    assert options(program)[options(program).index(option) + 1] == "0.3"
 
 
 @pytest.mark.parametrize(

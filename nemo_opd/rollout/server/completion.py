@@ -1,6 +1,7 @@
 """Answers of a server, checked and made completions."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,12 +32,22 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """Model, vocabulary and ends that answers must fit."""
+class Terms:
+    """What all requests of one version of the weights share, and all answers must fit."""
 
     model: str
-    vocab_size: int
+    """Name that the server gives the model."""
     end_ids: frozenset[int]
+    vocab_size: int
+    """Rows of the head that are tokens; later ones must not be sampled."""
+    head_size: int
+    """Rows of the head; `vocab_size` where it is not known."""
+
+    @property
+    def bias(self) -> dict[str, Any]:
+        """OpenAI's `logit_bias` against rows that are no tokens; empty where all are tokens."""
+        no_tokens = range(self.vocab_size, self.head_size)
+        return {"logit_bias": {str(each): -100.0 for each in no_tokens}} if no_tokens else {}
 
     def completion(self, request: Request, answer: Answer, version: int) -> Completion:
         """Return the answer as a completion by weights of `version`. Raises UnusableError."""

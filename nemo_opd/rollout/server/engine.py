@@ -18,11 +18,11 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, EngineSpec, Generator, Request, Sampling, check_lengths
 from nemo_opd.rollout.server.client import Client
-from nemo_opd.rollout.server.completion import ROUNDING, Expected, checked_logprobs
+from nemo_opd.rollout.server.completion import ROUNDING, Terms, checked_logprobs
 from nemo_opd.rollout.server.folder import ModelFolder, Shapes, shapes_in
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.process import ServerProcess
-from nemo_opd.rollout.server.program import HOST, Launch, Program, Terms
+from nemo_opd.rollout.server.program import HOST, Program
 from nemo_opd.rollout.server.sglang import SGLang
 from nemo_opd.rollout.server.transformers import Transformers
 from nemo_opd.rollout.server.vllm import VLLM
@@ -74,7 +74,7 @@ class ServerEngine(Generator):
             )
             name = self._first_name(model)
             head_size = max(spec.vocab_size, self._first.head_size if self._first else 0)
-            self._terms = Terms(name, sorted(spec.end_ids), spec.vocab_size, head_size)
+            self._terms = Terms(name, spec.end_ids, spec.vocab_size, head_size)
             self._probe()
             undo.pop_all()
 
@@ -103,10 +103,9 @@ class ServerEngine(Generator):
         check_lengths(requests, self._max_length)
         with self._lock:
             self._check_usable()
-            expected = Expected(self._terms.model, self._terms.vocab_size, frozenset(self._terms.end_ids))
             completions = self._client.complete(
                 [self._program.body(each, sampling, self._terms) for each in requests],
-                lambda i, reply: expected.completion(requests[i], self._program.answer(reply), self._version),
+                lambda i, reply: self._terms.completion(requests[i], self._program.answer(reply), self._version),
                 self._check_process,
             )
             return self._with_raw(requests, completions) if sampling.is_warped and sampling.needs_raw else completions
@@ -176,20 +175,13 @@ class ServerEngine(Generator):
 
     def _start(self, model: str, spec: EngineSpec) -> str:
         settings, program = self._settings, self._program
-        launch = Launch(
-            model,
-            spec.dtype,
-            spec.max_length,
-            _free_port(),
-            fp32_logits=spec.dtype != "float32" and not spec.rounds_logits,
-            memory_share=settings.memory_share or default_share(settings, spec.is_training),
-        )
+        port, share = _free_port(), settings.memory_share or default_share(settings, spec.is_training)
         self._process = ServerProcess(
-            [*(settings.command or program.command), *program.arguments(launch), *settings.options],
+            [*(settings.command or program.command), *program.arguments(model, spec, port, share), *settings.options],
             {**program.environment, **settings.environment},
             spec.workdir / "server.log",
         )
-        return f"http://{HOST}:{launch.port}"
+        return f"http://{HOST}:{port}"
 
     def _first_name(self, model: str) -> str:
         """Wait for the server, have it load the model where it may have another, and return the model's name."""

@@ -21,6 +21,7 @@ import time
 import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _POLL_S = 0.2
 GRACE_S = 5.0
 """Time between the request to end and the kill."""
@@ -31,7 +32,7 @@ def main(command: list[str]) -> int:
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     run = os.getppid()
     # A signal ends the server, as the closed pipe does.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, lambda *_: sys.exit(0))
     with tempfile.TemporaryDirectory(prefix="opd_server_", ignore_cleanup_errors=True) as folder:
         try:
@@ -43,7 +44,7 @@ def main(command: list[str]) -> int:
             print(f"cannot start {command[0]}: {error}", file=sys.stderr)
             return 127
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            for number in _SIGNALS:
                 signal.signal(number, signal.SIG_IGN)
             _end_descendants()
 
@@ -67,14 +68,12 @@ def _end_descendants() -> None:
 
 
 def _descendants() -> list[psutil.Process]:
-    return [each for each in psutil.Process().children(recursive=True) if _is_alive(each)]
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
 
 
 def _send(process: psutil.Process, number: int) -> None:

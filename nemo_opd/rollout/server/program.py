@@ -2,15 +2,14 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.completion import Answer, Terms
 from nemo_opd.rollout.server.http import Http
 
 Json = dict[str, Any]
@@ -19,41 +18,6 @@ NAME = "student"
 """Name under which a server serves the model."""
 _SEED_BITS = 31
 """Some programs' generators drop higher bits, and would draw the same for seeds that differ only there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Settings of a server that is started."""
-
-    model: str
-    """A folder or a hub name."""
-    dtype: str
-    max_length: int | None
-    """Tokens of prompt and response together; by default the model's own limit."""
-    port: int
-    fp32_logits: bool
-    """Whether the head's output is not rounded to `dtype`."""
-    memory_share: float
-    """Share of each GPU's memory, or of the machine's on CPUs, for everything the server holds."""
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """Parts that all requests share."""
-
-    model: str
-    """Name that the server gives the model."""
-    end_ids: Sequence[int]
-    vocab_size: int
-    """Rows of the head that are tokens; later ones must not be sampled."""
-    head_size: int
-    """Rows of the head; `vocab_size` where it is not known."""
-
-    @property
-    def bias(self) -> Json:
-        """OpenAI's `logit_bias` against rows that are no tokens; empty where all are tokens."""
-        no_tokens = range(self.vocab_size, self.head_size)
-        return {"logit_bias": {str(each): -100.0 for each in no_tokens}} if no_tokens else {}
 
 
 class Program(ABC):
@@ -77,8 +41,11 @@ class Program(ABC):
         return NAME
 
     @abstractmethod
-    def arguments(self, launch: Launch) -> list[str]:
-        """Return the arguments that follow the command."""
+    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
+        """Return the arguments that follow the command.
+
+        memory_share: share of each GPU's memory, or of the machine's on CPUs, for everything the server holds.
+        """
 
     @abstractmethod
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
@@ -123,7 +90,7 @@ class Program(ABC):
 
         Returns False, with the weights as before, where the server cannot read them. Raises RolloutError.
         """
-        return False
+        raise NotImplementedError
 
 
 def openai_models(http: Http) -> dict[str, str]:

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.server.completion import Answer
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.completion import Answer, Terms
 from nemo_opd.rollout.server.http import Http, UnusableError
-from nemo_opd.rollout.server.program import HOST, NAME, Json, Launch, Program, Terms, short_seed
+from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 from nemo_opd.users_code import shown
 
 
@@ -29,14 +29,14 @@ class SGLang(Program):
         "in its environment"
     )
 
-    def arguments(self, launch: Launch) -> list[str]:
-        model = ["--model-path", launch.model, "--served-model-name", NAME, "--dtype", launch.dtype]
-        model += ["--mem-fraction-static", str(launch.memory_share)]
-        if launch.max_length is not None:
-            model += ["--context-length", str(launch.max_length)]
-        if launch.fp32_logits:
-            model.append("--enable-fp32-lm-head")
-        return [*model, "--host", HOST, "--port", str(launch.port), "--enable-deterministic-inference"]
+    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
+        options = ["--model-path", model, "--served-model-name", NAME, "--dtype", spec.dtype]
+        options += ["--mem-fraction-static", str(memory_share)]
+        if spec.max_length is not None:
+            options += ["--context-length", str(spec.max_length)]
+        if spec.has_fp32_logits:
+            options.append("--enable-fp32-lm-head")
+        return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]
 
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
         return {
@@ -51,7 +51,7 @@ class SGLang(Program):
                 "min_p": 0.0,
                 "repetition_penalty": 1.0,
                 "ignore_eos": True,
-                "stop_token_ids": list(terms.end_ids),
+                "stop_token_ids": sorted(terms.end_ids),
                 "skip_special_tokens": False,
                 **terms.bias,
             },

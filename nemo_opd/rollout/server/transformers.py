@@ -5,9 +5,10 @@ import sys
 from pathlib import Path
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Request, Sampling
+from nemo_opd.rollout.base import EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.completion import Terms
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, Json, Launch, Program, Terms
+from nemo_opd.rollout.server.program import HOST, Json, Program
 from nemo_opd.users_code import shown
 
 _APP = "nemo_opd.rollout.server.transformers_app"
@@ -28,8 +29,8 @@ class Transformers(Program):
     def name(self, model: str) -> str:
         return model
 
-    def arguments(self, launch: Launch) -> list[str]:
-        return ["--host", HOST, "--port", str(launch.port), "--dtype", launch.dtype, "--model-timeout=-1"]
+    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
+        return ["--host", HOST, "--port", str(port), "--dtype", spec.dtype, "--model-timeout=-1"]
 
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
         return {
@@ -40,7 +41,7 @@ class Transformers(Program):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
-            "stop_token_ids": list(terms.end_ids),
+            "stop_token_ids": sorted(terms.end_ids),
             "vocab_size": terms.vocab_size,
         }
 

@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from nemo_opd.errors import RolloutError
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
+from nemo_opd.rollout.server.completion import Terms
 from nemo_opd.rollout.server.folder import weight_files
 from nemo_opd.rollout.server.http import Http
-from nemo_opd.rollout.server.program import HOST, NAME, Json, Launch, Program, Terms, short_seed
+from nemo_opd.rollout.server.program import HOST, NAME, Json, Program, short_seed
 
 _EXTENSION_FOLDER = Path(__file__).parent / "vllm_extension"
 _EXTENSION = "nemo_opd_weights.Extension"
@@ -41,17 +42,17 @@ class VLLM(Program):
         f"--weight-transfer-config '{_TRANSFER}'"
     )
 
-    def arguments(self, launch: Launch) -> list[str]:
+    def arguments(self, model: str, spec: EngineSpec, port: int, memory_share: float) -> list[str]:
         # Else the model's own generation settings would fill what a request leaves open.
-        options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", launch.dtype]
+        options = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--dtype", spec.dtype]
         options += ["--worker-extension-cls", _EXTENSION, "--weight-transfer-config", _TRANSFER]
         # It is the share of CPUs' memory too, in spite of its name.
-        options += ["--gpu-memory-utilization", str(launch.memory_share)]
-        if launch.max_length is not None:
-            options += ["--max-model-len", str(launch.max_length)]
-        if launch.fp32_logits:
+        options += ["--gpu-memory-utilization", str(memory_share)]
+        if spec.max_length is not None:
+            options += ["--max-model-len", str(spec.max_length)]
+        if spec.has_fp32_logits:
             options += ["--hf-overrides", _FP32_HEAD]
-        return [launch.model, "--host", HOST, "--port", str(launch.port), "--served-model-name", NAME, *options]
+        return [model, "--host", HOST, "--port", str(port), "--served-model-name", NAME, *options]
 
     def body(self, request: Request, sampling: Sampling, terms: Terms) -> Json:
         return {
@@ -64,7 +65,7 @@ class VLLM(Program):
             "return_token_ids": True,
             # The request's ends count, and not those of the folder's files.
             "ignore_eos": True,
-            "stop_token_ids": list(terms.end_ids),
+            "stop_token_ids": sorted(terms.end_ids),
             **terms.bias,
         }
 
