@@ -16,22 +16,22 @@ from datetime import date
 from pathlib import Path
 from queue import SimpleQueue
 
-import torch
 from demo import commit, hardware
 from quality_runs import pin
 from rich.console import Console
 from rich.progress import track
 
 from nemo_opd.config.data import Source
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.documents import TEXT
 from nemo_opd.data.layout import TextLayout
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.logging.jsonl import read
-from nemo_opd.models.load import load_model, load_tokenizer
-from nemo_opd.rollout.base import Sampling
+from nemo_opd.models.load import load_tokenizer
+from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.hf import HFEngine, end_ids
+from nemo_opd.rollout.hf import end_ids, for_model
 from nemo_opd.rollout.renderer import TextRenderer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -82,12 +82,14 @@ def teachers_samples(folder: Path, number: int) -> Path:
     """The training prompts of the demo with a response of the teacher each, drawn at temperature 1."""
     documents = load_documents(Source(arrow_files=("demo:arithmetic_train",)), TextLayout("text"), key="data.train")
     prompts = [Prompt(i, text) for i, text in enumerate(documents[TEXT][:number])]
-    model, tokenizer = load_model(TEACHER, torch.float32, key="teacher"), load_tokenizer(TEACHER, key="teacher")
-    ends = end_ids(tokenizer, model.generation_config)
-    engine = HFEngine(model, end_ids=ends, vocab_size=len(tokenizer), batch_size=256, device="cpu")
-    collector = Collector(engine, TextRenderer(tokenizer), sampling=Sampling(), max_new_tokens=48, max_length=80)
+    tokenizer = load_tokenizer(TEACHER, key="teacher")
+    spec = EngineSpec(len(tokenizer), end_ids(tokenizer), "float32", folder)
     file = folder / "teacher.jsonl"
-    with file.open("w", encoding="utf-8") as lines:
+    with (
+        for_model(HFRollout(batch_size=256), spec, TEACHER, "cpu") as engine,
+        file.open("w", encoding="utf-8") as lines,
+    ):
+        collector = Collector(engine, TextRenderer(tokenizer), sampling=Sampling(), max_new_tokens=48, max_length=80)
         for rollout in collector.collect(prompts, 1, 0):
             text, (response,) = rollout.prompt.content, rollout.responses
             lines.write(json.dumps({"text": text, "response": response, "answer": response.split(" ")[-1]}) + "\n")

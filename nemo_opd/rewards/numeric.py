@@ -1,10 +1,41 @@
-"""Reward 1 where the last number is the answer."""
+"""Reward 1 where the last number is the answer, and numbers in texts.
+
+Numbers have thousands separators, signs, fractions, percent, powers of ten and LaTeX.
+A comma or a LaTeX or Unicode thin space separates thousands where three digits follow each, and a point the decimals.
+Digits that belong to a name (`H2`) or are an index or exponent (`x_1`, `m^2`) do not count as numbers.
+"""
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
 
 from nemo_opd.config.reward import NumericReward
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction, last_turn
-from nemo_opd.rewards.written_numbers import WrittenNumber, last_number
+
+_GAP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f])"
+_DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d))++|\d++)"
+_UNSIGNED = rf"(?:{_DIGITS}(?:\.\d++)?|\.\d++)"
+_SIGN = r"[-+\u2212]"
+_TIMES_TEN = (
+    rf"(?:[eE](?P<e>{_SIGN}?\d++)|\s*(?:\\times|\\cdot|×|\*)\s*10\s*\^\s*\{{?\s*(?P<power>{_SIGN}?\d++)\s*\}}?)"
+)
+# Possessive throughout: a model that repeats a digit ten thousand times must not make the search quadratic.
+_NUMBER = re.compile(
+    # 3-5 and (a)-5 are differences, whose second number has no sign
+    rf"(?:(?<![\w)\]}}])(?P<sign>{_SIGN}))?(?:\\?[$€£]\s*)?(?P<sign_after>(?<=[$€£]){_SIGN})?(?<![A-Za-z_^\d])(?<![_^]\{{)"
+    r"(?:(?:(?P<whole>\d++)(?:\s(?=\d+/\d)|\s?(?=\\[dt]?frac)))?"
+    r"(?:\\[dt]?frac\s*(?:\{\s*(?P<top_sign>[-\u2212])?(?P<top>\d++)\s*\}|(?P<top_digit>\d))\s*(?:\{\s*(?P<bottom>\d++)\s*\}|(?P<bottom_digit>\d))"
+    r"|(?<!/)(?P<left>\d++)\s?/\s?(?P<right>\d++)(?!/\d))"
+    rf"|(?P<plain>{_UNSIGNED}){_TIMES_TEN}?)"
+    r"(?P<percent>\s?\\?%|\s?percent\b)?"
+)
+_COMMAND = re.compile(r"(?<!\\)(\\[A-Za-z]+)(?<!frac)(?=\d)")
+_SEPARATOR = re.compile(_GAP)
+_MAX_DIGITS = 400
+"""Longer numbers are not meant as such, and exact arithmetic with one does not end."""
 
 
 class NumericMatch(RewardFunction):
@@ -29,9 +60,68 @@ class NumericMatch(RewardFunction):
         return None if given is None else str(given)
 
 
-def _number_of(answer: str) -> WrittenNumber:
+def _number_of(answer: str) -> "WrittenNumber":
     """Return the answer's last number. Raises DataError where it has none."""
     number = last_number(answer)
     if number is None:
         raise DataError(f"the answer {answer!r} holds no number that reward.type=numeric could compare with")
     return number
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenNumber:
+    """A number in a text."""
+
+    value: Fraction
+    """Value before any percent sign: 50 for 50 %."""
+    is_percent: bool = False
+
+    def is_near(self, other: "WrittenNumber", tolerance: float) -> bool:
+        """Return whether |self − other| ≤ tolerance · |other|.
+
+        With a percent sign on one side only, 50 % is both 50 and ½.
+        """
+        if self.is_percent == other.is_percent:
+            return _is_near(self.value, other.value, tolerance)
+        scale = Fraction(1, 100) if self.is_percent else Fraction(100)
+        return any(_is_near(value, other.value, tolerance) for value in (self.value, self.value * scale))
+
+    def __str__(self) -> str:
+        return f"{self.value}{'%' * self.is_percent}"
+
+
+def _is_near(value: Fraction, wanted: Fraction, tolerance: float) -> bool:
+    return abs(value - wanted) <= Fraction(tolerance) * abs(wanted)
+
+
+def last_number(text: str) -> WrittenNumber | None:
+    """Return the last number of a text; None where there is none, or it divides by zero or has hundreds of digits."""
+    found = deque(_NUMBER.finditer(_COMMAND.sub(r"\1 ", text)), maxlen=1)
+    return _read(found[0]) if found else None
+
+
+def _read(found: re.Match[str]) -> WrittenNumber | None:
+    parts = found.groupdict()
+    fraction = _fraction_of(parts)
+    if fraction is None:
+        return None
+    sign = parts["sign"] or parts["sign_after"] or "+"
+    is_negative = (sign != "+") != (parts["top_sign"] is not None)
+    return WrittenNumber(-fraction if is_negative else fraction, parts["percent"] is not None)
+
+
+def _fraction_of(parts: dict[str, str | None]) -> Fraction | None:
+    if (plain := parts["plain"]) is not None:
+        return _plain(_SEPARATOR.sub("", plain), (parts["e"] or parts["power"] or "0").replace("\u2212", "-"))
+    top = parts["top"] or parts["top_digit"] or parts["left"] or ""
+    bottom = parts["bottom"] or parts["bottom_digit"] or parts["right"] or ""
+    whole = parts["whole"] or "0"
+    if max(len(top), len(bottom), len(whole)) > _MAX_DIGITS or not int(bottom):
+        return None
+    return int(whole) + Fraction(int(top), int(bottom))
+
+
+def _plain(digits: str, exponent: str) -> Fraction | None:
+    if len(digits) > _MAX_DIGITS or len(exponent) > 4 or abs(int(exponent)) > _MAX_DIGITS:
+        return None
+    return Fraction(digits) * Fraction(10) ** int(exponent)

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from nemo_opd.data.record import Message, Prompt
-from nemo_opd.rewards.written_numbers import last_number
+from nemo_opd.rewards.numeric import last_number
 from nemo_opd.rollout.environment import EnvironmentStep
 from nemo_opd.rollout.tool_calls import function_tool
 

@@ -43,7 +43,7 @@ _PADDING = 0
 """Any id will do: attention masks the positions before a prompt, and those after an end are cut off."""
 
 
-class Sampler:
+class Sampler(Generator):
     """Sampler over a causal language model in memory, by its `generate`: batches with a KV cache.
 
     A request's tokens depend on its own seed and on the model's logits. The logits of one sequence differ in their last
@@ -63,7 +63,7 @@ class Sampler:
         self._vocab_size, self._batch_size, self._device = vocab_size, batch_size, device
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:
         """Return one completion for each request, in order, marked as sampled by weights of `version`.
 
         Communicates as the model's forward does. Raises RolloutError for requests that do not fit the model, and for
@@ -204,23 +204,6 @@ class StudentWorkers:
         return self._student.generate(requests, sampling, self.version)
 
 
-class HFEngine(Generator):
-    """A model in this process, whose weights do not change."""
-
-    def __init__(
-        self, model: PreTrainedModel, *, end_ids: Collection[int], vocab_size: int, batch_size: int, device: str
-    ) -> None:
-        self._model: Any = model.eval().to(device)
-        self._sampler = Sampler(
-            self._model, end_ids=end_ids, vocab_size=vocab_size, batch_size=batch_size, device=device
-        )
-
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Return one completion for each request, in order. Raises RolloutError as `Sampler.generate` does."""
-        with generating(self._model, None):
-            return self._sampler.generate(requests, sampling, version=0)
-
-
 @contextmanager
 def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
     """Open the engine of a run."""
@@ -236,7 +219,8 @@ def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) ->
     if device == "auto":
         device = "cuda" if has_gpu else "cpu"
     is_bfloat16 = spec.dtype == "bfloat16" or (spec.dtype == "auto" and device == "cuda")
-    loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model")
-    yield HFEngine(
-        loaded, end_ids=spec.end_ids, vocab_size=spec.vocab_size, batch_size=settings.batch_size, device=device
-    )
+    loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
+    with generating(loaded, None):
+        yield Sampler(
+            loaded, end_ids=spec.end_ids, vocab_size=spec.vocab_size, batch_size=settings.batch_size, device=device
+        )

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -21,7 +20,6 @@ _LAUNCHER_VARIABLES = {
 torchrun sets one OpenMP thread for each process, which does not suit a server.
 """
 _LAUNCHER_PREFIXES = ("TORCHELASTIC_", "TORCH_NCCL_", "RAY_", "SLURM_", "PMI_", "OMPI_")
-"""Prefixes of more of them."""
 _CLOSE_S = guard.GRACE_S + 10.0
 """Time for all of a server's processes to end."""
 _TAIL_LINES = 20
@@ -66,13 +64,9 @@ class ServerProcess:
         except OSError as error:
             raise RolloutError(f"cannot start {self.command[0]}, which logs into {log}: {error}") from error
 
-    @property
-    def is_alive(self) -> bool:
-        return self._guard.poll() is None
-
     def check(self) -> None:
         """Raise RolloutError if the server has died."""
-        if not self.is_alive:
+        if self._guard.poll() is not None:
             raise self.error(
                 f"the rollout server died (exit code {self._guard.returncode}; started with {' '.join(self.command)})"
             )
@@ -92,9 +86,8 @@ class ServerProcess:
         stdin = self._guard.stdin
         if stdin is not None and not stdin.closed:
             stdin.close()
-        deadline = time.monotonic() + _CLOSE_S
         try:
-            self._guard.wait(max(0.0, deadline - time.monotonic()))
+            self._guard.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:
             os.killpg(self._guard.pid, 9)
             self._guard.wait()

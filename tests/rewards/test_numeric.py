@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from nemo_opd.rewards.written_numbers import WrittenNumber, last_number
+from nemo_opd.rewards.numeric import WrittenNumber, last_number
 
 CASES = {
     # signs
