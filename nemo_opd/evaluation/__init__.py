@@ -1,1 +1,1 @@
-"""How good the models are."""
+"""Evaluation of models: held-out loss, and questions with checked answers."""

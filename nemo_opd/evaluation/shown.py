@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from nemo_opd.data.record import Message, Rollout
-from nemo_opd.evaluation.tasks import Answer, Answered, EvaluationResult
+from nemo_opd.evaluation.tasks import Answer, AnsweredQuestion, EvaluationResult
 from nemo_opd.logging.samples import ShownAnswer
 
 
@@ -28,7 +28,7 @@ def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
 
 
 def _shown(
-    question: Answered, answer: Answer, step: int, teacher: str | None = None, *, is_greedy: bool
+    question: AnsweredQuestion, answer: Answer, step: int, teacher: str | None = None, *, is_greedy: bool
 ) -> ShownAnswer:
     rollout, content = answer.rollout, question.prompt.content
     return ShownAnswer(

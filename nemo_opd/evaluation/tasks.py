@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Protocol
 
 from nemo_opd.config.evaluation import Questions
 from nemo_opd.data.record import Prompt, Rollout
@@ -11,14 +10,9 @@ from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, pass_at_k
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
+from nemo_opd.rollout.collect import Collector
 
 PREFIX = "eval/"
-
-
-class Collects(Protocol):
-    def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
-        """Return n rollouts of each prompt."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +26,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class AnsweredQuestion:
     """A question with its answers."""
 
     prompt: Prompt
@@ -46,12 +40,12 @@ class EvaluationResult:
     """Estimates over questions, and all answers."""
 
     estimates: dict[str, Estimate]
-    """pass@k, maj@k for k > 1 (of rewards that read an answer out of a text), mean@n and greedy, over questions."""
+    """pass@k, maj@k for k > 1 (for rewards that read an answer from a text), mean@n and greedy, over questions."""
     response_length: float
     """Tokens; mean over sampled answers."""
     truncation_rate: float
     """Share of sampled answers that were cut."""
-    questions: tuple[Answered, ...]
+    questions: tuple[AnsweredQuestion, ...]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -67,8 +61,8 @@ class EvaluationResult:
 
 
 def evaluate_task(
-    collector_greedy: Collects | None,
-    collector_sampled: Collects,
+    collector_greedy: Collector | None,
+    collector_sampled: Collector,
     prompts: Sequence[Prompt],
     reward: RewardFunction,
     settings: Questions,
@@ -84,7 +78,8 @@ def evaluate_task(
     sampled = _answers(collector_sampled, prompts, settings.n, step, reward)
     greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, step, reward)
     questions = tuple(
-        Answered(prompt, sampled[prompt.index], greedy[prompt.index][0] if greedy else None) for prompt in prompts
+        AnsweredQuestion(prompt, sampled[prompt.index], greedy[prompt.index][0] if greedy else None)
+        for prompt in prompts
     )
     rollouts = [answer.rollout for question in questions for answer in question.sampled]
     return EvaluationResult(
@@ -96,7 +91,7 @@ def evaluate_task(
 
 
 def _answers(
-    collector: Collects, prompts: Sequence[Prompt], n: int, step: int, reward: RewardFunction
+    collector: Collector, prompts: Sequence[Prompt], n: int, step: int, reward: RewardFunction
 ) -> dict[int, tuple[Answer, ...]]:
     """Return the answers by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
@@ -109,7 +104,7 @@ def _answers(
     return {index: tuple(sorted(own, key=lambda answer: answer.rollout.sample)) for index, own in answers.items()}
 
 
-def _estimates(questions: Sequence[Answered], settings: Questions, *, has_votes: bool) -> dict[str, Estimate]:
+def _estimates(questions: Sequence[AnsweredQuestion], settings: Questions, *, has_votes: bool) -> dict[str, Estimate]:
     """Return means over questions by name, in the order in which they are shown."""
     values: dict[str, list[float]] = {}
     for k in settings.k:
@@ -127,11 +122,11 @@ def _is_correct(answer: Answer, settings: Questions) -> bool:
     return answer.reward >= settings.correct_reward
 
 
-def _pass(question: Answered, settings: Questions, k: int) -> float:
+def _pass(question: AnsweredQuestion, settings: Questions, k: int) -> float:
     return pass_at_k(sum(_is_correct(answer, settings) for answer in question.sampled), settings.n, k)
 
 
-def _majority(question: Answered, settings: Questions, k: int) -> float:
+def _majority(question: AnsweredQuestion, settings: Questions, k: int) -> float:
     votes = [answer.vote for answer in question.sampled]
     correct = [_is_correct(answer, settings) for answer in question.sampled]
     # With one seed for all, the same subsets would be drawn for every question, and their errors would add up.

@@ -56,7 +56,7 @@ class Environment(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What an environment adds to a prompt."""
+    """Additions of an environment to a prompt."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]

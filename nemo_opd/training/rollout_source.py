@@ -6,7 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import compress
 from operator import not_
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 
@@ -19,12 +19,8 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
 from nemo_opd.progress import tracked
 from nemo_opd.rollout.base import Engine
-from nemo_opd.rollout.collect import chosen_share
+from nemo_opd.rollout.collect import Collector, chosen_share
 from nemo_opd.types import Batch, SampledRows
-
-
-class Collects(Protocol):
-    def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,7 @@ class Parts:
 
     prompts: Callable[[list[int]], Sequence[Prompt]]
     """By the indices of their rows."""
-    collector: Collects
+    collector: Collector
     from_dataset: Callable[[Prompt], Rollout]
     """With the continuation that the dataset has."""
     make_sample: Callable[[Rollout], Sample]

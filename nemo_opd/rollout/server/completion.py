@@ -33,7 +33,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all requests of one version of the weights share, and all answers must fit."""
+    """Facts that requests by one version of the weights share, and that answers must fit."""
 
     model: str
     """Name that the server gives the model."""
