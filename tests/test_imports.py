@@ -15,6 +15,7 @@ PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
     "errors types paths progress problems disk files",
     "config",
+    "extras",
     "users_code",
     "alignment",
     "projection",
@@ -39,7 +40,7 @@ ORDER = (
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
-WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "config", "alignment"}
+WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "extras", "config", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 

@@ -4,6 +4,7 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.data.layout import ChatLayout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.schema import require_suitable
+from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
 
@@ -15,6 +16,7 @@ def check_inputs(config: EvaluationConfig) -> None:
         check_tokenizer(config.tokenizer, key="tokenizer")
     if config.chat_template is not None:
         read_template(config.chat_template, key="chat_template")
+    require_extras(None, config.reward, config.rollout)
     require_installed(config.rollout)
     require_suitable(config.data, layout_of(config), key="data")
 

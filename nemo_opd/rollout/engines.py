@@ -8,7 +8,6 @@ from typing import Any
 from nemo_opd.config.rollout import HFRollout, RolloutBase, ServerRollout
 from nemo_opd.rollout import hf
 from nemo_opd.rollout.base import Engine, EngineSpec, Generator, StudentModel
-from nemo_opd.rollout.server import server
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +25,20 @@ class EngineType:
     """
 
 
+def _server_for_student(*arguments: Any) -> AbstractContextManager[Engine]:
+    from nemo_opd.rollout.server import server  # with a library that only some have
+
+    return server.for_student(*arguments)
+
+
+def _server_for_model(*arguments: Any) -> AbstractContextManager[Generator]:
+    from nemo_opd.rollout.server import server
+
+    return server.for_model(*arguments)
+
+
 ENGINES: dict[type[RolloutBase], EngineType] = {
     HFRollout: EngineType(hf.for_student, hf.for_model),
-    ServerRollout: EngineType(server.for_student, server.for_model),
+    ServerRollout: EngineType(_server_for_student, _server_for_model),
 }
 """Settings → engine. A test holds that every `rollout.type` is here."""

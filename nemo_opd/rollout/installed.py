@@ -11,7 +11,7 @@ MODULES = {"vllm": (), "sglang": ("sglang",), "transformers": ("fastapi", "uvico
 INSTALL = {
     "vllm": "tools/rollout/install_vllm.sh makes an environment with it, which rollout.command names",
     "sglang": "install it in another environment, and give its command as rollout.command",
-    "transformers": "install nemo-opd[serving]",
+    "transformers": "install nemo-opd[serve]",
 }
 """Program → how to install it."""
 

@@ -8,6 +8,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.training.columns import layout_of
@@ -24,6 +25,7 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
         check_model(teacher, f"teachers.{i}")
         if isinstance(teacher, CrossTokenizerTeacher) and teacher.projection != "auto":
             check_projection(teacher.projection, f"teachers.{i}.projection")
+    require_extras(config.logging, config.reward, config.rollout)
     if not config.run.dry_run:  # which may plan for another machine
         require_installed(config.rollout)
     check_data(config)

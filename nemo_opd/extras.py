@@ -1,0 +1,38 @@
+"""Libraries that only some settings need, which come with an extra of the package."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from nemo_opd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from nemo_opd.config.logging import Logging
+    from nemo_opd.config.reward import Reward
+    from nemo_opd.config.rollout import Rollouts
+
+EXTRAS = {"wandb": "logging", "tensorboard": "logging", "math_verify": "eval", "httpx2": "serve"}
+"""Module → extra."""
+
+
+def require_extras(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> None:
+    """Raise ConfigError for a setting whose library is not installed."""
+    for setting, module in _needed(logging, reward, rollout):
+        if find_spec(module) is None:
+            raise ConfigError(
+                f"{setting}: needs the library {module}, which is not installed; run "
+                f"`pip install 'nemo-opd[{EXTRAS[module]}]'`, or leave the setting out"
+            )
+
+
+def _needed(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> Iterator[tuple[str, str]]:
+    if logging is not None and logging.wandb.enabled:
+        yield "logging.wandb.enabled=true", "wandb"
+    if logging is not None and logging.tensorboard.enabled:
+        yield "logging.tensorboard.enabled=true", "tensorboard"
+    if reward is not None and reward.type == "math":
+        yield "reward.type=math", "math_verify"
+    if rollout is not None and rollout.type == "server":
+        yield "rollout.type=server", "httpx2"

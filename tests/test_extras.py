@@ -1,0 +1,35 @@
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_opd import extras
+from nemo_opd.config.logging import Logging, TensorBoard, Wandb
+from nemo_opd.config.reward import ExactReward, MathReward
+from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.errors import ConfigError
+
+SETTINGS: dict[str, tuple[Any, Any, Any]] = {
+    "logging.wandb.enabled=true": (Logging(wandb=Wandb(enabled=True)), None, None),
+    "logging.tensorboard.enabled=true": (Logging(tensorboard=TensorBoard(enabled=True)), None, None),
+    "reward.type=math": (None, MathReward(), None),
+    "rollout.type=server": (None, None, ServerRollout()),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_whose_library_is_missing_names_the_extra(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    extras.require_extras(*SETTINGS[setting])
+    monkeypatch.setattr(extras, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=rf"^{setting}: needs the library (\w+), .*`pip install 'nemo-opd\[\w+\]'`"):
+        extras.require_extras(*SETTINGS[setting])
+    extras.require_extras(Logging(), ExactReward(), HFRollout())
+
+
+def test_the_extras_exist() -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for module, extra in extras.EXTRAS.items():
+        name = module.replace("_", "-")
+        assert any(line.startswith(name) for line in project["optional-dependencies"][extra])
+        assert not any(line.startswith(name) for line in project["dependencies"])
