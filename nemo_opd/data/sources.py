@@ -50,7 +50,7 @@ def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Data
         require_intact(documents.data, named, origin)
     else:
         named = f"{key}={shown(value)}"
-        documents, origin = _READERS[kind](resolve_files(value, key=key), layout, key)
+        documents, origin = READERS[kind](resolve_files(value, key=key), layout, key)
     layout.require_content(documents, named, origin)
     if MESSAGES in documents.column_names:
         require_conversations(documents, named, origin)
@@ -149,7 +149,7 @@ def _read_hub(hub: HubDataset, layout: Layout, key: str) -> datasets.Dataset:
     return selected(dataset, layout, f"{key}.path", hub.path)
 
 
-_READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
+READERS: dict[str, Callable[[list[Path], Layout, str], Read]] = {
     "arrow_files": _read_arrow,
     "parquet_files": _read_parquet,
     "jsonl_files": read_jsonl,

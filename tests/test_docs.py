@@ -1,0 +1,57 @@
+"""What the documentation shows works, and what it points to exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+FILE = re.compile(r"# (\w+\.py)\n")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+ANCHOR = re.compile(r'<a id="([^"]+)">')
+
+
+def sections() -> dict[str, list[str]]:
+    """The Python of each section of extending.md; a block that begins with a file's name is that file."""
+    _, *parts = re.split(r"^## ", (ROOT / "docs" / "extending.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {part.splitlines()[0]: BLOCK.findall(part) for part in parts}
+
+
+@pytest.mark.parametrize("section", sections())
+def test_a_worked_example_of_extending_runs(section: str, tmp_path: Path) -> None:
+    blocks = sections()[section]
+    assert blocks
+    files = {name[1]: block for block in blocks if (name := FILE.match(block))}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    script = "\n".join(block for block in blocks if block not in files.values())
+    assert script.count("assert") >= 1
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_DATASETS_CACHE": str(tmp_path / "datasets")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def anchor(heading: str) -> str:
+    """As GitHub makes it."""
+    return re.sub(r"[^\w\- ]", "", heading.lower().replace("`", "")).strip().replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, place in LINK.findall(text):
+        if "://" in target:
+            continue
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), target
+        if place and file.suffix == ".md":
+            linked = file.read_text(encoding="utf-8")
+            assert place in {*map(anchor, HEADING.findall(linked)), *ANCHOR.findall(linked)}, f"{target}#{place}"
