@@ -1,5 +1,6 @@
 """What the documentation shows works, and what it points to exists."""
 
+import ast
 import os
 import re
 import subprocess
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.test_imports import ORDER
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.py)\n")
+SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)\)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 ANCHOR = re.compile(r'<a id="([^"]+)">')
@@ -55,3 +59,23 @@ def test_links_lead_somewhere(page: Path) -> None:
         if place and file.suffix == ".md":
             linked = file.read_text(encoding="utf-8")
             assert place in {*map(anchor, HEADING.findall(linked)), *ANCHOR.findall(linked)}, f"{target}#{place}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_those_of_the_symbols(page: Path) -> None:
+    for name, file, line in SYMBOL.findall(page.read_text(encoding="utf-8")):
+        assert line_of(ROOT / file, name) == int(line), f"{file}: {name}"
+
+
+def line_of(file: Path, name: str) -> int:
+    """Of a definition; its decorator aside."""
+    body = ast.parse(file.read_text(encoding="utf-8")).body
+    for part in name.split("."):
+        found = next(node for node in body if getattr(node, "name", None) == part)
+        body = found.body
+    return found.lineno
+
+
+def test_the_order_of_imports_is_that_of_the_test() -> None:
+    (shown,) = re.findall(r"```\n(errors .*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL)
+    assert tuple(level.strip() for level in " ".join(shown.split()).split("·")) == ORDER

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,23 @@ def test_losses_know_no_config_but_where_they_are_built() -> None:
     ]
 
     assert not wrong, shown(wrong)
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Also not in a circle, under TYPE_CHECKING or inside a function."""
+    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
+    names = {name.removesuffix(".__init__") for name in modules}
+    graph: dict[str, set[str]] = {}
+    for name, file in modules.items():
+        importer = name.removesuffix(".__init__")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found = {
+            target
+            for node in ast.walk(tree)
+            if isinstance(node, ast.ImportFrom) and node.module
+            for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+        # `from package import module` reads the module, not what the package gathers from its modules.
+        packages = {target.rpartition(".")[0] for target in found if target in names}
+        graph[importer] = (found & names) - packages - {importer}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle

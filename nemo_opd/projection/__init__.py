@@ -1,5 +1,6 @@
 """Sparse maps between vocabularies, built offline, one per student–teacher pair (METHODS §2)."""
 
+from nemo_opd.projection import nemo_rl
 from nemo_opd.projection.audit import Audit, Coverage, audit, recommended_loss
 from nemo_opd.projection.build import build_projection
 from nemo_opd.projection.byte_prefix import add_byte_prefix
@@ -26,6 +27,7 @@ __all__ = [
     "build_projection",
     "cached_projection",
     "exact_map",
+    "nemo_rl",
     "recommended_loss",
     "sort_and_cut",
 ]

@@ -10,8 +10,8 @@ import numpy as np
 from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.projection.byte_order import byte_order
 from nemo_opd.projection.exact import natural_order
-from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.pair import TokenizerPair, pair_of
+from nemo_opd.projection.matrix import ProjectionMatrix, pair_of
+from nemo_opd.projection.pair import TokenizerPair
 from nemo_opd.projection.prefix import longest_prefixes
 
 if TYPE_CHECKING:

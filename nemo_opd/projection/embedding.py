@@ -15,8 +15,8 @@ from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection.entries import Entries, assemble, entries_of, widened
-from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.pair import TokenizerPair, pair_of
+from nemo_opd.projection.matrix import ProjectionMatrix, pair_of
+from nemo_opd.projection.pair import TokenizerPair
 from nemo_opd.projection.spelling import Progress
 
 if TYPE_CHECKING:

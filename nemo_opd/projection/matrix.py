@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -11,15 +12,22 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nemo_opd.alignment.backend import fingerprint
+from nemo_opd.alignment.pieces import Pieces
+from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
 from nemo_opd.projection.byte_order import checked_byte_order
 from nemo_opd.projection.options import BuilderOptions
+from nemo_opd.projection.pair import TokenizerPair, read_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TORCH_SUFFIXES = (".pt", ".pth")
+Importer = Callable[
+    ["str | PathLike[str]", "PreTrainedTokenizerBase | None", "PreTrainedTokenizerBase | None"], "ProjectionMatrix"
+]
+IMPORTERS: dict[str, Importer] = {}
+"""File suffix → reader of a foreign format, which its own module enters here."""
 ROW_SUM_TOLERANCE = 1e-4
 """float32 weights of a row sum to 1 within K · 6e-8; the rest is room for weights written with few digits."""
 
@@ -156,8 +164,8 @@ class ProjectionMatrix:
         where its ids fit. Raises ProjectionError for a file that is missing, damaged, of another version or of another
         pair.
         """
-        if Path(path).suffix in TORCH_SUFFIXES:
-            return _imported(path, student_tokenizer, teacher_tokenizer)
+        if (importer := IMPORTERS.get(Path(path).suffix)) is not None:
+            return importer(path, student_tokenizer, teacher_tokenizer)
         header, arrays = io.read(path)
         _check_pair(path, "student", header.student_fingerprint, student_tokenizer)
         _check_pair(path, "teacher", header.teacher_fingerprint, teacher_tokenizer)
@@ -244,19 +252,26 @@ def _prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> ND
     return array.astype(np.int32)
 
 
-def _imported(
-    path: str | PathLike[str],
-    student_tokenizer: PreTrainedTokenizerBase | None,
-    teacher_tokenizer: PreTrainedTokenizerBase | None,
-) -> ProjectionMatrix:
-    from nemo_opd.projection import nemo_rl
+def pair_of(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    roles: RoleOverrides | None = None,
+) -> TokenizerPair:
+    """The tokenizers of `matrix`, with the roles it was built with unless others are given.
 
-    matrix = nemo_rl.read(path)
-    if student_tokenizer is None and teacher_tokenizer is None:
-        return matrix
-    if student_tokenizer is None or teacher_tokenizer is None:
-        raise ProjectionError(f"{path} names no tokenizers, so it is checked against both or none; give the other too")
-    try:
-        return nemo_rl.bind(matrix, student_tokenizer, teacher_tokenizer)
-    except ProjectionError as error:
-        raise ProjectionError(f"{path} was made for other tokenizers: {error}") from None
+    Raises ProjectionError where the matrix was made for others, AlignmentError as `read_pair` does.
+    """
+    pair = read_pair(student_tokenizer, teacher_tokenizer, dict(matrix.options.roles) if roles is None else roles)
+    _check_side("student", matrix.student_fingerprint, matrix.student_vocab_size, pair.student.pieces)
+    _check_side("teacher", matrix.teacher_fingerprint, matrix.teacher_vocab_size, pair.teacher.pieces)
+    return pair
+
+
+def _check_side(side: str, fingerprint: str, vocab_size: int, pieces: Pieces) -> None:
+    if vocab_size != pieces.vocab_size or fingerprint not in ("", pieces.fingerprint):
+        raise ProjectionError(
+            f"the projection was made for another {side} tokenizer ({vocab_size} ids, "
+            f"fingerprint {fingerprint[:12] or 'unknown'}; the one given has {pieces.vocab_size} ids, fingerprint "
+            f"{pieces.fingerprint[:12]}); give the tokenizer it was built from, or build the projection of this pair"
+        )

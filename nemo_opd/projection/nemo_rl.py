@@ -26,7 +26,7 @@ from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection.entries import Entries, assemble
 from nemo_opd.projection.exact import exact_map
-from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.matrix import IMPORTERS, ProjectionMatrix
 from nemo_opd.projection.options import BuilderOptions, frozen_roles
 
 if TYPE_CHECKING:
@@ -102,6 +102,26 @@ def bind(
         teacher_name=name_of(teacher_tokenizer),
         options=replace(matrix.options, roles=frozen_roles(roles)),
     )
+
+
+def load(
+    path: str | PathLike[str],
+    student_tokenizer: PreTrainedTokenizerBase | None,
+    teacher_tokenizer: PreTrainedTokenizerBase | None,
+) -> ProjectionMatrix:
+    """`read`, and `bind` where tokenizers are given. Raises ProjectionError as they do, and for one tokenizer alone."""
+    matrix = read(path)
+    if student_tokenizer is None and teacher_tokenizer is None:
+        return matrix
+    if student_tokenizer is None or teacher_tokenizer is None:
+        raise ProjectionError(f"{path} names no tokenizers, so it is checked against both or none; give the other too")
+    try:
+        return bind(matrix, student_tokenizer, teacher_tokenizer)
+    except ProjectionError as error:
+        raise ProjectionError(f"{path} was made for other tokenizers: {error}") from None
+
+
+IMPORTERS[".pt"] = IMPORTERS[".pth"] = load
 
 
 def _check_sizes(matrix: ProjectionMatrix, rows: int, columns: int) -> None:

@@ -12,13 +12,10 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.merge import TEXT
 from nemo_opd.alignment.pieces import Pieces, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides, SpecialTokens, pair_special_tokens
-from nemo_opd.errors import ProjectionError
 from nemo_opd.projection.options import Roles, frozen_roles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from nemo_opd.projection.matrix import ProjectionMatrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,28 +58,3 @@ def read_pair(
         roles=frozen,
         nearest_student={**backward.best, **{t: s for s, t in special.pairs}},
     )
-
-
-def pair_of(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    roles: RoleOverrides | None = None,
-) -> TokenizerPair:
-    """The tokenizers of `matrix`, with the roles it was built with unless others are given.
-
-    Raises ProjectionError where the matrix was made for others, AlignmentError as `read_pair` does.
-    """
-    pair = read_pair(student_tokenizer, teacher_tokenizer, dict(matrix.options.roles) if roles is None else roles)
-    _check_side("student", matrix.student_fingerprint, matrix.student_vocab_size, pair.student.pieces)
-    _check_side("teacher", matrix.teacher_fingerprint, matrix.teacher_vocab_size, pair.teacher.pieces)
-    return pair
-
-
-def _check_side(side: str, fingerprint: str, vocab_size: int, pieces: Pieces) -> None:
-    if vocab_size != pieces.vocab_size or fingerprint not in ("", pieces.fingerprint):
-        raise ProjectionError(
-            f"the projection was made for another {side} tokenizer ({vocab_size} ids, "
-            f"fingerprint {fingerprint[:12] or 'unknown'}; the one given has {pieces.vocab_size} ids, fingerprint "
-            f"{pieces.fingerprint[:12]}); give the tokenizer it was built from, or build the projection of this pair"
-        )

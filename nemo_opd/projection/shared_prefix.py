@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.projection.exact import natural_order
-from nemo_opd.projection.matrix import ProjectionMatrix
-from nemo_opd.projection.pair import Side, TokenizerPair, pair_of
+from nemo_opd.projection.matrix import ProjectionMatrix, pair_of
+from nemo_opd.projection.pair import Side, TokenizerPair
 from nemo_opd.projection.prefix import longest_prefixes
 
 if TYPE_CHECKING:
