@@ -1,4 +1,4 @@
-"""What a logger is told: the run's facts at the start, a record a step, the closing table at the end."""
+"""The interface of a logger and what it receives: the run's facts, a record for each step, the closing table."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ class TeacherSummary:
     """same_tokenizer or cross_tokenizer."""
     weight: float
     loss: str
-    """The term it teaches through, such as p_kl."""
+    """Type of its distillation loss, such as p_kl."""
     coverage: tuple[str, ...] = ()
-    """How its vocabulary fits the student's (METHODS §2), in lines."""
+    """Lines on how its vocabulary fits the student's (METHODS §2)."""
     warnings: tuple[str, ...] = ()
-    """Why its loss fits the pair badly, in sentences."""
+    """Sentences on why its loss fits the pair badly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,16 @@ class RunSummary:
     student: str
     teachers: tuple[TeacherSummary, ...]
     device: str
-    """As people call it: `cpu`, `NVIDIA H100`."""
+    """Common name of the device: `cpu`, `NVIDIA H100`."""
     layout: str
-    """How the student is spread over ranks, and its teachers where they are spread in another way."""
+    """Sharding of the student over ranks, and of the teachers where it differs."""
     total_steps: int
     global_batch_size: int
     micro_batch_size: int
     max_length: int
     output_dir: Path
     warnings: tuple[str, ...] = ()
-    """What is suspicious about it, in sentences."""
+    """Sentences on suspicious settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +67,18 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScoreRow:
-    """How well the student answers questions, by one measure, beside its teachers."""
+    """One measure of the answers to questions: the student's, before and after, and its teachers'."""
 
     measure: str
-    """Such as `pass@1`."""
+    """Name such as `pass@1`."""
     before: Score | None
     after: Score
     teachers: Mapping[str, Score] = field(default_factory=dict)
-    """By name, of those that were asked."""
+    """Scores of the teachers that were asked, by name."""
 
     @property
     def by_model(self) -> dict[str, Score]:
-        """Student before, student after, then the teachers; those that are known."""
+        """The known scores: student before, student after, teachers."""
         before = {} if self.before is None else {STUDENT_BEFORE: self.before}
         teachers = {f"teacher {name}": score for name, score in self.teachers.items()}
         return before | {STUDENT_AFTER: self.after} | teachers
@@ -86,21 +86,29 @@ class ScoreRow:
 
 @dataclass(frozen=True, slots=True)
 class ClosingTable:
-    """What a run achieved: the student before and after, beside its teachers."""
+    """The result of a run: the student before and after, and its teachers."""
 
     before: ClosingRow | None
     after: ClosingRow | None
     teachers: tuple[ClosingRow, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
-    """Where the student was asked questions."""
+    """One row for each measure; empty where no questions were asked."""
 
     @property
     def rows(self) -> tuple[ClosingRow, ...]:
-        """Student before, student after, then the teachers; those that are known."""
+        """The known rows: student before, student after, teachers."""
         return tuple(row for row in (self.before, self.after, *self.teachers) if row is not None)
 
+    @property
+    def scored_models(self) -> list[str]:
+        """Models that have a score."""
+        return list(dict.fromkeys(model for row in self.scores for model in row.by_model))
+
     def change(self, row: ClosingRow) -> float | None:
-        """Bits per byte relative to the student before: −0.1 is a tenth fewer. None for itself, or where unknown."""
+        """Return the change of bits per byte from the student before; None for that row, or where unknown.
+
+        −0.1 is a tenth fewer.
+        """
         start = self.before.bits_per_byte if self.before else None
         if row is self.before or row.bits_per_byte is None or not start:
             return None
@@ -108,32 +116,32 @@ class ClosingTable:
 
 
 class Logger(ABC):
-    """One place metrics go. One process calls start, log for each step, summary if the run ends well, and close."""
+    """A destination of metrics. One process calls start, log for each step, summary if the run ends well, and close."""
 
     @abstractmethod
     def start(self, run: RunSummary, step: int) -> None:
-        """Opens what the logger writes to.
+        """Open the destination.
 
-        `step` is the last step that is kept: the checkpoint's where a run continues, else 0, which starts afresh.
+        step: the last step that is kept, which is the checkpoint's where a run continues; 0 starts afresh.
         """
 
-    def phase(self, name: str) -> None:  # noqa: B027  # few loggers have a use for it
-        """Says what the run is doing when that is no step; for people only."""
+    def phase(self, name: str) -> None:  # noqa: B027  # optional, as the next two
+        """Show what the run does between steps."""
 
-    def end_display(self) -> None:  # noqa: B027  # few loggers have one
-        """Removes what is redrawn in place, before an error is shown below it; no step follows."""
+    def end_display(self) -> None:  # noqa: B027
+        """Remove what is redrawn in place, so that an error can be shown below it; no step follows."""
 
-    def warn(self, message: str) -> None:  # noqa: B027  # for people, as the above
-        """Says that something is wrong, so that it stays to be read."""
+    def warn(self, message: str) -> None:  # noqa: B027
+        """Show a warning that stays readable."""
 
     @abstractmethod
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Records one step; any key may be missing, and a value may be NaN or infinite."""
+        """Record one step; any key may be missing, and a value may be NaN or infinite."""
 
     @abstractmethod
     def summary(self, closing: ClosingTable) -> None:
-        """Records what the run achieved."""
+        """Record the result of the run."""
 
     @abstractmethod
     def close(self) -> None:
-        """Flushes and releases everything. Safe to call twice, and without start."""
+        """Flush and release everything. May be called twice, and without start."""

@@ -1,21 +1,27 @@
-"""What config.yaml says about a run, in a person's words.
+"""Facts of a run for its report, from config.yaml, hardware.json and metrics.
 
-It is read as plain YAML and not as a RunConfig: a later version, whose settings differ, can make a report again.
+config.yaml is read as plain YAML and not as a RunConfig, so that a version with other settings can make a report again.
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from nemo_opd.config.evaluation import Questions
+from nemo_opd.files import write_atomically
+from nemo_opd.logging.base import RunSummary
 from nemo_opd.logging.formats import share
 
 Fact = tuple[str, str]
+"""Label and value."""
 Records = Sequence[Mapping[str, float]]
 
-SKIPPED, COVERAGE = "train/skipped_steps", "train/kd_coverage/"
+SKIPPED = "train/skipped_steps"
 
-RUN_KEYS = (
+_HARDWARE = "hardware.json"
+_RUN_KEYS = (
     ("student", "student.model"),
     ("loss", "loss.type"),
     ("divergence", "loss.divergence"),
@@ -40,27 +46,45 @@ RUN_KEYS = (
     ("context parallel", "student.parallelism.cp"),
     ("seed", "run.seed"),
 )
-TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
+_TEACHER_KEYS = (("{}", "model"), ("{}", "type"), ("weight {}", "weight"), ("{}", "dtype"), ("loss {}", "loss.type"))
+
+
+def write_hardware(run: RunSummary) -> None:
+    """Write the device and the sharding of the models, which settings such as `cluster.device=auto` do not name.
+
+    A run that continues on other hardware replaces the file.
+    """
+    found = {"device": run.device, "layout": run.layout}
+    write_atomically(run.output_dir / _HARDWARE, (json.dumps(found, indent=1) + "\n").encode())
+
+
+def read_hardware(output_dir: Path) -> dict[str, str]:
+    """Return values by label; nothing where the file is missing or damaged."""
+    try:
+        found = json.loads((output_dir / _HARDWARE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {str(label): str(value) for label, value in found.items()} if isinstance(found, dict) else {}
 
 
 def run_name(config: object) -> str | None:
-    """`run.name`, where the file has one."""
+    """Return `run.name`, or None where the file has none."""
     name = _at(config, "run.name")
     return None if name is None else str(name)
 
 
 def correct_reward(config: object) -> float:
-    """`evaluation.correct_reward`, or its default where the file has none."""
+    """Return `evaluation.correct_reward`, or its default where the file has none."""
     reward = _at(config, "evaluation.correct_reward")
     return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 
 def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[Fact]:
-    """Label and value of the settings that are there and not null, and of what the run has found.
+    """Return the settings that are present and not null, the hardware and the number of skipped steps.
 
-    hardware: what it ran on, where that is known; it takes the place of the settings about it.
+    hardware: values by label, which replace the settings of the same label.
     """
-    known = [(label, str(value)) for label, key in RUN_KEYS if (value := _at(config, key)) is not None]
+    known = [(label, str(value)) for label, key in _RUN_KEYS if (value := _at(config, key)) is not None]
     facts = [fact for fact in known if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
     skipped = [record[SKIPPED] for record in records if SKIPPED in record]
     return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
@@ -77,7 +101,7 @@ def _lora(config: object) -> Iterable[Fact]:
 
 
 def teacher_facts(config: object, records: Records) -> list[Fact]:
-    """Name and one line for each teacher."""
+    """Return name and one line for each teacher."""
     teachers = _at(config, "teachers")
     if not isinstance(teachers, list):
         return []
@@ -86,13 +110,13 @@ def teacher_facts(config: object, records: Records) -> list[Fact]:
 
 
 def _coverage(name: str, records: Records) -> Iterable[str]:
-    shares = [record[f"{COVERAGE}{name}"] for record in records if f"{COVERAGE}{name}" in record]
-    if finite := [value for value in shares if math.isfinite(value)]:
+    key = f"train/kd_coverage/{name}"
+    if finite := [record[key] for record in records if key in record and math.isfinite(record[key])]:
         yield f"KD on {share(fmean(finite))} of the scored tokens"
 
 
 def _teacher_line(teacher: object) -> Iterable[str]:
-    for form, key in TEACHER_KEYS:
+    for form, key in _TEACHER_KEYS:
         value = _at(teacher, key)
         if value is not None:
             yield form.format(value)

@@ -1,30 +1,53 @@
-"""What the pages of a run and of a sweep have in common: one file that needs no other and no network."""
+"""HTML pages made from the folder `templates`."""
 
 import base64
-from collections.abc import Iterable
-from importlib.resources import files
+from functools import cache
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from nemo_opd.logging.formats import amount, change, score_texts
+
+MAX_OPEN = 480
+"""Characters of a text that is shown whole; of a longer one its start and its end are, where an answer usually is."""
+_MAX_OPEN_LINES = 12
 
 
-def page(title: str, body: Iterable[str], made_from: str) -> str:
-    """title: escaped."""
-    style = files("nemo_opd.logging").joinpath("report.css").read_text(encoding="utf-8")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        # without an icon of its own a page makes the browser ask the server for one
-        f'<link rel="icon" href="data:,"><title>{title}</title><style>{style}</style></head>\n'
-        f"<body>{''.join(body)}<footer>Made by nemo_opd from {made_from}.</footer></body></html>\n"
+class Chart(NamedTuple):
+    """A PNG for either theme."""
+
+    title: str
+    light: bytes
+    dark: bytes
+
+
+def render(template: str, **context: Any) -> bytes:
+    """Return the page of a template. All pages need a title and a folder; texts are escaped."""
+    return _environment().get_template(template).render(**context).encode()
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("nemo_opd.logging"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
     )
+    environment.filters |= {"amount": amount, "change": change, "data_url": _data_url, "ends": _ends}
+    environment.globals |= {"score_texts": score_texts}
+    return environment
 
 
-def chart(title: str, light: bytes, dark: bytes) -> str:
-    """A section with a PNG for either theme."""
-    return (
-        f"<section><h2>{title}</h2><picture>"
-        f'<source media="(prefers-color-scheme: dark)" srcset="{data_url(dark)}">'
-        f'<img src="{data_url(light)}" alt="{title}"></picture></section>'
-    )
-
-
-def data_url(png: bytes) -> str:
+def _data_url(png: bytes) -> str:
     return "data:image/png;base64," + base64.b64encode(png).decode()
+
+
+def _ends(text: str) -> tuple[str, str]:
+    """Return the start and the end that are shown of a text; the end is empty where the text is shown whole."""
+    lines = text.split("\n")
+    if len(text) <= MAX_OPEN and len(lines) <= _MAX_OPEN_LINES:
+        return text, ""
+    half, few = MAX_OPEN // 2, _MAX_OPEN_LINES // 2
+    return "\n".join(lines[:few])[:half].rstrip(), "\n".join(lines[-few:])[-half:].lstrip()

@@ -1,4 +1,4 @@
-"""samples.jsonl: what the student and its teachers answered when they were evaluated, one JSON object an answer."""
+"""samples.jsonl: the answers of the student and its teachers when they were evaluated, one JSON object an answer."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -13,39 +13,31 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.problems import first_problem
 
-Place = tuple[int, str, int]
-"""Question, kind and sample."""
-
 
 @dataclass(frozen=True, slots=True)
 class ShownAnswer:
     """One answer to one question, for people to read."""
 
     step: int
-    """Optimizer steps that the student had seen."""
+    """Optimizer steps that the student had taken."""
     question: int
-    """The row of the prompt."""
+    """Row of the prompt."""
     kind: Literal["greedy", "sampled"]
     sample: int
-    """Which of the sampled answers; 0 for the greedy one."""
+    """Index among the sampled answers; 0 for the greedy one."""
     prompt: str
     answer: str | None
-    """What it is compared with."""
+    """Reference answer."""
     response: str
     reward: float
     finish_reason: str
     num_tokens: int
-    """That were sampled, in the tokenizer of the one who answered."""
+    """Sampled tokens, in the tokenizer of the model that answered."""
     teacher: str | None = None
-    """The name of the teacher that answered; None: the student did."""
-
-    @property
-    def place(self) -> Place:
-        """What is the same in evaluations of different steps and models."""
-        return self.question, self.kind, self.sample
+    """Name of the teacher that answered; None for the student."""
 
 
-ANSWER = TypeAdapter(ShownAnswer)
+_ANSWER = TypeAdapter(ShownAnswer)
 
 
 class SampleLog:
@@ -55,16 +47,15 @@ class SampleLog:
         self.path = path
 
     def truncate_after(self, step: int) -> None:
-        """Drops answers after `step` (all where it is 0, for step 0 is evaluated again) and a torn last line.
+        """Drop answers after `step` (all where it is 0, for step 0 is evaluated again) and a torn last line.
 
         Raises DataError where the file is damaged.
         """
         if self.path.exists():
-            kept = [answer for answer in read_samples(self.path) if step and answer.step <= step]
-            write_atomically(self.path, _lines(kept).encode())
+            write_samples(self.path, (each for each in read_samples(self.path) if step and each.step <= step))
 
     def write(self, answers: Iterable[ShownAnswer]) -> None:
-        """Raises StorageError where the file does not take them."""
+        """Append answers. Raises StorageError where the file does not take them."""
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
@@ -72,7 +63,7 @@ class SampleLog:
 
 
 def write_samples(path: Path, answers: Iterable[ShownAnswer]) -> None:
-    """Replaces the file at once."""
+    """Replace the file in one step."""
     write_atomically(path, _lines(answers).encode())
 
 
@@ -85,13 +76,16 @@ def _lines(answers: Iterable[ShownAnswer]) -> str:
 
 
 def read_samples(path: Path) -> list[ShownAnswer]:
-    """In the order written; a torn last line is left out. Raises DataError at any other line that is no answer."""
+    """Return the answers in the order written, without a torn last line.
+
+    Raises DataError at any other line that is no answer.
+    """
     lines = path.read_bytes().split(b"\n")
     answers = []
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                answers.append(ANSWER.validate_json(line, strict=True))
+                answers.append(_ANSWER.validate_json(line, strict=True))
         except ValidationError as error:
             if number == len(lines):
                 break
@@ -100,15 +94,20 @@ def read_samples(path: Path) -> list[ShownAnswer]:
     return answers
 
 
-def first_and_last(answers: Sequence[ShownAnswer]) -> dict[int, dict[Place, ShownAnswer]]:
-    """The student's answers by their place, of the first evaluation and of the last, by step; empty without any."""
-    own = [answer for answer in answers if answer.teacher is None]
-    steps = sorted({answer.step for answer in own})
-    ends = dict.fromkeys((*steps[:1], *steps[-1:]))
-    return {step: {answer.place: answer for answer in own if answer.step == step} for step in ends}
+def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:
+    """Return for each question and kind of sample its answers by model; None where a model was not asked.
+
+    The models are the student at its first and at its last evaluation, then the teachers in the order asked.
+    """
+    steps = sorted({answer.step for answer in answers if answer.teacher is None})
+    models: dict[str, dict[object, ShownAnswer]] = {_model(None, step): {} for step in (*steps[:1], *steps[-1:])}
+    models |= {_model(answer.teacher, 0): {} for answer in answers if answer.teacher is not None}
+    for answer in answers:
+        if (model := _model(answer.teacher, answer.step)) in models:
+            models[model][answer.question, answer.kind, answer.sample] = answer
+    samples = dict.fromkeys(sample for known in models.values() for sample in known)
+    return [{model: known.get(sample) for model, known in models.items()} for sample in samples]
 
 
-def by_teacher(answers: Sequence[ShownAnswer]) -> dict[str, dict[Place, ShownAnswer]]:
-    """What each teacher answered by its place, in the order in which they were asked."""
-    names = dict.fromkeys(answer.teacher for answer in answers if answer.teacher is not None)
-    return {name: {answer.place: answer for answer in answers if answer.teacher == name} for name in names}
+def _model(teacher: str | None, step: int) -> str:
+    return f"student after step {step:,}" if teacher is None else f"teacher {teacher}"

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from itertools import cycle
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.page import chart, page
+from nemo_opd.logging.page import Chart, render
 from nemo_opd.logging.plots import DARK, LIGHT, Theme, legend, series, smooth, steps_below
 
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
@@ -136,27 +135,24 @@ def sweep_table(runs: Sequence[SweptRun]) -> Table:
 
 
 def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
-    """Writes sweep.png and report.html into the folder of the sweep; returns the page."""
+    """Write sweep.png and report.html into the folder of the sweep; return the page."""
     measures = measures_of(runs)
-    body = [f"<header><h1>{escape(root.name)}</h1><p>{escape(str(root))}</p></header>", table_section(runs, measures)]
+    charts = []
     if drawn := next((curve for curve in CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
         light, dark = (draw_curves(runs, *drawn, theme) for theme in (LIGHT, DARK))
         write_atomically(root / "sweep.png", light)
-        body.append(chart(f"{drawn[1][0].upper()}{drawn[1][1:]}", light, dark))
-    write_atomically(root / "report.html", page(escape(root.name), body, "the files of these runs").encode())
+        charts.append(Chart(f"{drawn[1][0].upper()}{drawn[1][1:]}", light, dark))
+    page = render(
+        "sweep.html",
+        title=root.name,
+        folder=root,
+        heads=heads(measures),
+        runs=runs,
+        measures=measures,
+        charts=charts,
+    )
+    write_atomically(root / "report.html", page)
     return root / "report.html"
-
-
-def table_section(runs: Sequence[SweptRun], measures: Sequence[str]) -> str:
-    head = "".join(f'<th class="{"number" if i else ""}">{escape(name)}</th>' for i, name in enumerate(heads(measures)))
-    rows = "".join(f"<tr>{row_html(run, run.cells(measures))}</tr>" for run in runs)
-    return f"<section><h2>Runs</h2><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></section>"
-
-
-def row_html(run: SweptRun, cells: Sequence[str]) -> str:
-    link = f'<a href="{escape(run.name)}/{run.page}">{escape(run.name)}</a>' if run.page else None
-    first = f"<td>{link or escape(run.name)}</td>"
-    return first + "".join(f'<td class="number">{escape(cell)}</td>' for cell in cells[1:])
 
 
 def draw_curves(runs: Sequence[SweptRun], key: str, label: str, theme: Theme) -> bytes:

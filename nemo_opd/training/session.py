@@ -15,7 +15,7 @@ from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
-from nemo_opd.logging.hardware import write_hardware
+from nemo_opd.logging.facts import write_hardware
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import say
 from nemo_opd.training.corpus import Corpus

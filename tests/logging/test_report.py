@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
-from nemo_opd.logging.hardware import write_hardware
+from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts

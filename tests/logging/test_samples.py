@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import DataError
-from nemo_opd.logging.sample_table import MAX_OPEN, samples_section
-from nemo_opd.logging.samples import SampleLog, ShownAnswer, by_teacher, first_and_last, read_samples
+from nemo_opd.logging import write_report
+from nemo_opd.logging.page import MAX_OPEN
+from nemo_opd.logging.samples import SampleLog, ShownAnswer, answers_by_question, read_samples
 
 ONE = ShownAnswer(
     step=0,
@@ -27,6 +28,13 @@ ONE = ShownAnswer(
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "run" / "samples.jsonl"
+
+
+def answers_section(path: Path, correct_reward: float = 1) -> str:
+    """Return the report's section of answers, or nothing."""
+    (path.parent / "config.yaml").write_text(f"evaluation: {{correct_reward: {correct_reward}}}\n")
+    page = write_report(path.parent).read_text(encoding="utf-8")
+    return page.partition("<h2>Answers</h2>")[2].partition("</section>")[0]
 
 
 def test_what_is_written_is_read_again(path: Path) -> None:
@@ -64,8 +72,8 @@ def test_a_damaged_line_is_named(path: Path, line: str) -> None:
 
 
 def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> None:
-    assert first_and_last([]) == {}
-    assert len(first_and_last([ONE])) == 1
+    assert answers_by_question([]) == []
+    assert answers_by_question([ONE]) == [{"student after step 0": ONE}]
     SampleLog(path).write(
         [
             replace(ONE, response="at the start"),
@@ -74,7 +82,7 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> Non
             replace(ONE, step=1_000, question=4, response="new"),
         ]
     )
-    section = samples_section(path, correct_reward=1)
+    section = answers_section(path)
 
     assert "student after step 0<" in section
     assert "student after step 1,000<" in section
@@ -94,11 +102,8 @@ def test_teachers_stand_beside_the_student_and_not_in_its_place(path: Path) -> N
             replace(ONE, step=5, response="at the end"),
         ]
     )
-    answers = read_samples(path)
-    cells = samples_section(path, correct_reward=0.5).split('class="who">')[1:]
+    cells = answers_section(path, correct_reward=0.5).split('class="who">')[1:]
 
-    assert list(first_and_last(answers)) == [0, 5]
-    assert list(by_teacher(answers)) == ["small", "big"]
     assert [cell.partition("<")[0] for cell in cells] == [
         "student after step 0",
         "student after step 5",
@@ -123,7 +128,7 @@ def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
 
 def test_texts_are_no_markup(path: Path) -> None:
     SampleLog(path).write([replace(ONE, prompt="<b>", answer="<i>", response="<script>" * 200, teacher="<i>")])
-    section = samples_section(path, correct_reward=1)
+    section = answers_section(path)
 
     assert "<b>&lt;i&gt;</b>" in section
     assert "<script>" not in section
@@ -133,7 +138,7 @@ def test_texts_are_no_markup(path: Path) -> None:
 def test_a_long_text_is_folded_with_its_end_in_sight(path: Path) -> None:
     long = "start " + "so " * MAX_OPEN + "so the answer is 7"
     SampleLog(path).write([replace(ONE, response=long)])
-    section = samples_section(path, correct_reward=1)
+    section = answers_section(path)
     preview = section.partition('class="preview">')[2].partition("</span>")[0]
 
     assert preview.startswith("start so")
@@ -143,4 +148,5 @@ def test_a_long_text_is_folded_with_its_end_in_sight(path: Path) -> None:
 
 
 def test_no_answers_no_section(path: Path) -> None:
-    assert samples_section(path, correct_reward=1) == ""
+    SampleLog(path).write([])
+    assert answers_section(path) == ""
