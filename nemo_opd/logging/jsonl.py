@@ -1,10 +1,10 @@
-"""metrics.jsonl: one JSON object a step."""
+"""metrics.jsonl: one JSON object for each step."""
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -14,34 +14,41 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.problems import first_problem
 
-VALUES = TypeAdapter(dict[str, float | None])
+T = TypeVar("T")
+
+_VALUES = TypeAdapter(dict[str, float | None])
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """The records of metrics.jsonl in the order written, null as NaN; a torn last line is left out.
+    """Return the records of metrics.jsonl in the order written, null as NaN, without a torn last line.
 
     Raises DataError at any other line that is no record.
     """
-    lines = path.read_bytes().splitlines()
-    records = []
+    return parse_lines(path, path.read_bytes().splitlines(), _record, "not a metrics record")
+
+
+def parse_lines(path: Path, lines: Sequence[bytes], parse: Callable[[bytes], T], problem: str) -> list[T]:
+    """Parse the lines of a file in JSON Lines format; the last is left out where it is torn.
+
+    Raises DataError with the path, the line number, `problem` and the reason where `parse` raises ValueError elsewhere.
+    """
+    parsed = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(_record(line))
+            parsed.append(parse(line))
         except ValueError as error:
             if number == len(lines):
                 break
-            raise DataError(f"{path}, line {number} is not a metrics record ({error}); remove or repair it") from error
-    return records
+            reason = first_problem(error) if isinstance(error, ValidationError) else error
+            raise DataError(f"{path}, line {number} is {problem} ({reason}); remove or repair it") from error
+    return parsed
 
 
 def _record(line: bytes) -> dict[str, float]:
-    try:
-        VALUES.validate_json(line, strict=True)
-    except ValidationError as error:
-        raise ValueError(first_problem(error)) from None
-    record = json.loads(line)  # which keeps integers apart
+    _VALUES.validate_json(line, strict=True)
+    record = json.loads(line)  # keeps integers, which the adapter makes floats
     step = record.get("step")
-    if step is None or step < 0 or step % 1:  # NaN and infinity are no numbers of steps either
+    if step is None or step < 0 or step % 1:  # NaN and infinity are not step numbers either
         raise ValueError(f"step: it is {step}" if "step" in record else "no step")
     return {name: math.nan if value is None else value for name, value in record.items()}
 
@@ -52,7 +59,7 @@ def _line(step: int, values: Mapping[str, float]) -> str:
 
 
 def _json_number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
+    """Return the number, or None for NaN and infinity, which JSON has not."""
     if isinstance(value, int):
         return value
     number = float(value)
@@ -60,7 +67,7 @@ def _json_number(value: float) -> float | None:
 
 
 class JsonlLogger(Logger):
-    """Appends to metrics.jsonl and hands each line to the kernel, so a SIGKILL loses at most the current one.
+    """Appends to metrics.jsonl and flushes each line to the kernel, so a SIGKILL loses at most the current one.
 
     Raises StorageError where the file does not take it.
     """
@@ -72,11 +79,11 @@ class JsonlLogger(Logger):
     def start(self, run: RunSummary, step: int) -> None:
         with storage_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.truncate_after(step)
+            self._truncate_after(step)
             self._file = self.path.open("a", encoding="utf-8")
 
-    def truncate_after(self, step: int) -> None:
-        """Drops the records after `step` (all where it is 0, for step 0 is validated again) and a torn last line."""
+    def _truncate_after(self, step: int) -> None:
+        """Drop the records after `step` (all where it is 0, for step 0 is validated again) and a torn last line."""
         if not self.path.exists():
             return
         kept = [record for record in read(self.path) if step and record["step"] <= step]
@@ -90,7 +97,7 @@ class JsonlLogger(Logger):
             self._file.flush()
 
     def summary(self, closing: ClosingTable) -> None:
-        """The table is the report's and the console's; metrics.jsonl holds steps only."""
+        """Write nothing: metrics.jsonl holds steps only."""
 
     def close(self) -> None:
         file, self._file = self._file, None

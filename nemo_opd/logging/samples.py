@@ -6,12 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from nemo_opd.disk import storage_errors
-from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
-from nemo_opd.problems import first_problem
+from nemo_opd.logging.jsonl import parse_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +79,12 @@ def read_samples(path: Path) -> list[ShownAnswer]:
 
     Raises DataError at any other line that is no answer.
     """
-    lines = path.read_bytes().split(b"\n")
-    answers = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line:
-                answers.append(_ANSWER.validate_json(line, strict=True))
-        except ValidationError as error:
-            if number == len(lines):
-                break
-            reason = first_problem(error)
-            raise DataError(f"{path}, line {number} is no answer ({reason}); remove or repair it") from error
-    return answers
+    answers = parse_lines(path, path.read_bytes().split(b"\n"), _parse, "no answer")
+    return [answer for answer in answers if answer is not None]
+
+
+def _parse(line: bytes) -> ShownAnswer | None:
+    return _ANSWER.validate_json(line, strict=True) if line else None
 
 
 def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownAnswer | None]]:
