@@ -2,7 +2,7 @@
 
 import base64
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -11,14 +11,6 @@ from nemo_opd.logging.formats import amount, change, score_texts
 MAX_OPEN = 480
 """Characters of a text that is shown whole; of a longer one its start and its end are, where an answer usually is."""
 _MAX_OPEN_LINES = 12
-
-
-class Chart(NamedTuple):
-    """A PNG for either theme."""
-
-    title: str
-    light: bytes
-    dark: bytes
 
 
 def render(template: str, **context: Any) -> bytes:

@@ -11,10 +11,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
+from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import SKIPPED
+from nemo_opd.logging.facts import SKIPPED, Records
 from nemo_opd.logging.formats import figure as figure_of
 from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
 
@@ -22,30 +24,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-Records = Sequence[Mapping[str, float]]
-
-TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
-SMOOTH_FROM = 60
+_TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
+_TEACHER, _OVERLAP, _QUESTIONS = "train/kd/", "train/overlap/", "eval/"
+"""Prefixes of metrics."""
+_SMOOTH_FROM = 60
 """Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
-TEACHER_PREFIX = "train/kd/"
-OVERLAP = "train/overlap/"
-QUESTIONS = "eval/"
-FLATTENING = 2.5
-"""How many times the usual step the longest may take for the others to stay readable."""
-DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
-"""Of teachers, one after the other."""
+_FLATTENING = 2.5
+"""Ratio of the longest step to the usual one up to which the others stay readable."""
+_DASHES = ((0, (5, 3)), (0, (1, 2)), (0, (5, 2, 1, 2)))
+"""Line styles of teachers, one after the other."""
 
 
 @dataclass(frozen=True, slots=True)
 class Theme:
-    """Colours of the page a figure stands on."""
+    """Colours of a figure and of the page around it."""
 
-    name: str
     background: str
     text: str
     muted: str
     grid: str
     cycle: tuple[str, ...]
+    """Colours of curves."""
 
     @property
     def rc(self) -> dict[str, object]:
@@ -82,66 +81,113 @@ class Theme:
         }
 
 
-# The Okabe-Ito hues, told apart by colour-blind people, lightened on dark ground.
+# The Okabe-Ito hues, which colour-blind people can tell apart, lightened on dark ground.
 LIGHT = Theme(
-    "light",
-    "#ffffff",
-    "#1c2330",
-    "#5b6472",
-    "#dfe3e8",
-    ("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
+    background="#ffffff",
+    text="#1c2330",
+    muted="#5b6472",
+    grid="#dfe3e8",
+    cycle=("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
 )
 DARK = Theme(
-    "dark",
-    "#171b22",
-    "#e6e9ee",
-    "#9aa4b2",
-    "#303844",
-    ("#56b4e9", "#f0824a", "#2fc79b", "#e39bc0", "#e6c229", "#b5b5b5"),
+    background="#171b22",
+    text="#e6e9ee",
+    muted="#9aa4b2",
+    grid="#303844",
+    cycle=("#56b4e9", "#f0824a", "#2fc79b", "#e39bc0", "#e6c229", "#b5b5b5"),
 )
-
-Draw = Callable[["Figure", Records, ClosingTable, Theme], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A figure of the report: what it needs, and how it is drawn."""
+    """A figure of the report: the metrics it needs, and how it is drawn."""
 
     name: str
-    """Its file is `<name>.png`."""
+    """Name of its file, without `.png`."""
     title: str
     prefixes: tuple[str, ...]
-    """It is drawn where records have keys that start with one of these,"""
-    draw: Draw
+    """Starts of the names of its metrics."""
+    draw: Callable[[Figure, Records, ClosingTable, Theme], None]
     height: float = 3.5
     """Inches; the width is 6.2."""
     least: int = 1
-    """and at least this many of them."""
+    """Number of such metrics from which it is drawn."""
 
     def has_data(self, records: Records) -> bool:
-        return len({key for record in records for key in record if key.startswith(self.prefixes)}) >= self.least
+        return len(_keys(records, self.prefixes)) >= self.least
 
-    def png(self, records: Records, closing: ClosingTable, theme: Theme) -> bytes:
-        """The figure, 180 dots an inch."""
-        import matplotlib
-        from matplotlib.figure import Figure
+    def write(self, folder: Path, records: Records, closing: ClosingTable) -> Chart:
+        path, size = folder / f"{self.name}.png", (6.2, self.height)
+        return write_chart(path, self.title, lambda figure, theme: self.draw(figure, records, closing, theme), size)
 
-        with matplotlib.rc_context(theme.rc):
-            figure = Figure(figsize=(6.2, self.height), layout="constrained")
-            self.draw(figure, records, closing, theme)
-            buffer = io.BytesIO()
-            figure.savefig(buffer, format="png", dpi=180)
-        return buffer.getvalue()
+
+class Chart(NamedTuple):
+    """A PNG for either theme."""
+
+    title: str
+    light: bytes
+    dark: bytes
+
+
+def write_chart(
+    path: Path,
+    title: str,
+    draw: Callable[[Figure, Theme], None],
+    size: tuple[float, float],
+    *,
+    legend_columns: int = 4,
+) -> Chart:
+    """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
+
+    size: width and height in inches.
+    """
+    light, dark = (_png(draw, size, theme, legend_columns) for theme in (LIGHT, DARK))
+    write_atomically(path, light)
+    return Chart(title, light, dark)
+
+
+def _png(draw: Callable[[Figure, Theme], None], size: tuple[float, float], theme: Theme, legend_columns: int) -> bytes:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(theme.rc):
+        figure = Figure(figsize=size, layout="constrained")
+        draw(figure, theme)
+        for axes in figure.axes:
+            _add_legend(axes, legend_columns)
+        for axes in figure.axes[-1:]:
+            _add_steps(axes)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=180)
+    return buffer.getvalue()
+
+
+def _add_legend(axes: Axes, columns: int) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        axes.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2,
+            handlelength=1.4, columnspacing=1.4,
+        )  # fmt: skip
+
+
+def _add_steps(axes: Axes) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    axes.set_xlabel("step")
+    axes.margins(x=0.02)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def series(records: Records, key: str) -> tuple[list[float], list[float]]:
-    """Steps and values of one metric, where it was recorded."""
+    """Return steps and values of one metric, where it was recorded."""
     points = [(record["step"], record[key]) for record in records if key in record]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
+    """Return the mean over a fortieth of the curve around each point, over less at its ends; skips NaN and infinity."""
     finite = [math.isfinite(value) for value in values]
     totals = [0.0, *accumulate(value if kept else 0.0 for value, kept in zip(values, finite, strict=True))]
     counts = [0, *accumulate(map(int, finite))]
@@ -155,171 +201,138 @@ def smooth(values: Sequence[float]) -> list[float]:
     return averages
 
 
+def _keys(records: Records, prefixes: str | tuple[str, ...]) -> list[str]:
+    return sorted({key for record in records for key in record if key.startswith(prefixes)})
+
+
 def _curve(axes: Axes, records: Records, key: str, label: str, colour: str) -> None:
     steps, values = series(records, key)
     if not steps:
         return
-    if len(steps) < SMOOTH_FROM:
+    if len(steps) < _SMOOTH_FROM:
         axes.plot(steps, values, color=colour, label=label, marker="o" if len(steps) < 12 else None, markersize=4)
         return
     axes.plot(steps, values, color=colour, alpha=0.28, linewidth=0.9)
     axes.plot(steps, smooth(values), color=colour, label=label)
 
 
-def legend(axes: Axes, ncol: int = 4) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=ncol, borderaxespad=0.2,
-            handlelength=1.4, columnspacing=1.4,
-        )  # fmt: skip
-
-
-def steps_below(axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+def _curves(axes: Axes, records: Records, prefix: str, colours: Sequence[str], label: str = "") -> None:
+    """Draw a curve for each metric with the prefix; its name follows `label`."""
+    for key, colour in zip(_keys(records, prefix), cycle(colours), strict=False):
+        _curve(axes, records, key, label + key.removeprefix(prefix), colour)
 
 
 def draw_loss(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """The loss and its terms; a term without a weight is 0 throughout and left out, and so is one that is the loss."""
+    """Draw the loss and its terms, without terms that are 0 throughout or equal the loss, and steps not taken."""
     axes = figure.subplots()
-    colours = dict(zip(TERMS, theme.cycle, strict=False))
-    values = {key: series(records, key)[1] for key in TERMS}
-    for key, label in TERMS.items():
+    values = {key: series(records, key)[1] for key in _TERMS}
+    for (key, label), colour in zip(_TERMS.items(), theme.cycle, strict=False):
         is_the_loss = key != "train/loss" and values[key] == values["train/loss"]
         if any(values[key]) and not is_the_loss:
-            _curve(axes, records, key, label, colours[key])
+            _curve(axes, records, key, label, colour)
     if skipped := not_taken(records):
-        at_the_bottom = axes.get_xaxis_transform()
-        axes.plot(
-            skipped, [0.03] * len(skipped), "x", color=theme.text, transform=at_the_bottom, label="step not taken"
-        )
+        heights, at_the_bottom = [0.03] * len(skipped), axes.get_xaxis_transform()
+        axes.plot(skipped, heights, "x", color=theme.text, transform=at_the_bottom, label="step not taken")
     axes.set_ylabel("nats")
-    legend(axes)
-    steps_below(axes)
 
 
 def not_taken(records: Records) -> list[float]:
-    """The steps at which the count of steps that were not finite grows."""
+    """Return the steps at which the number of skipped steps grows."""
     steps, totals = series(records, SKIPPED)
     return [step for step, (before, total) in zip(steps, pairwise([0, *totals]), strict=True) if total > before]
 
 
-def draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+def _draw_teachers(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     axes = figure.subplots()
-    keys = sorted({key for record in records for key in record if key.startswith(TEACHER_PREFIX)})
-    for i, key in enumerate(keys):
-        _curve(axes, records, key, key.removeprefix(TEACHER_PREFIX), theme.cycle[i % len(theme.cycle)])
+    _curves(axes, records, _TEACHER, theme.cycle)
     axes.set_ylabel("KD, nats")
-    legend(axes)
-    steps_below(axes)
 
 
-def draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """The student over the run, and each teacher as a level line."""
+def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """Draw the student over the run, and each teacher as a level line."""
     axes = figure.subplots()
     steps, bits = series(records, "val/bits_per_byte")
     axes.plot(steps, bits, color=theme.cycle[0], marker="o", markersize=4.5, label="student")
-    for i, row in enumerate(closing.teachers):
+    for row, colour in zip(closing.teachers, cycle(theme.cycle[1:]), strict=False):
         if row.bits_per_byte is not None:
-            colour = theme.cycle[1 + i % (len(theme.cycle) - 1)]
-            axes.axhline(row.bits_per_byte, color=colour, linestyle=(0, (5, 3)), linewidth=1.5, label=row.name)
+            axes.axhline(row.bits_per_byte, color=colour, linestyle=_DASHES[0], linewidth=1.5, label=row.name)
     axes.margins(y=0.08)
     axes.set_ylabel("bits per byte")
-    legend(axes)
-    steps_below(axes)
 
 
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Shares of questions over the run, with their confidence intervals; each teacher's as level lines."""
+    """Draw shares of questions over the run, with their confidence intervals; each teacher's as level lines."""
     from matplotlib.ticker import PercentFormatter
 
     axes = figure.subplots()
-    known = {key for record in records for key in record if key.startswith(QUESTIONS)}
-    names = [key for key in sorted(known) if f"{key}_low" in known and key.count("/") == 1]
+    known = _keys(records, _QUESTIONS)
+    names = [key for key in known if f"{key}_low" in known and key.count("/") == 1]
     colours = dict(zip(names, cycle(theme.cycle), strict=False))
     for key, colour in colours.items():
         steps, values = series(records, key)
-        axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(QUESTIONS))
+        axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(_QUESTIONS))
         low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
         axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
     teachers = sorted({key.split("/")[2] for key in known if key.count("/") == 2})
-    for teacher, dashes in zip(teachers, cycle(DASHES), strict=False):
+    for teacher, dashes in zip(teachers, cycle(_DASHES), strict=False):
         axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
         for key, colour in colours.items():
             for value in series(records, f"{key}/{teacher}")[1]:
                 axes.axhline(value, color=colour, linestyle=dashes, linewidth=1.2)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(-0.02, 1.02)
-    legend(axes)
-    steps_below(axes)
 
 
-def draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """What the student samples: how long, how sure, and how near to its teachers."""
+def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """Draw length and entropy of the student's responses, and the top tokens they share with each teacher."""
     lengths, entropy, overlap = figure.subplots(3, 1, sharex=True)
     _curve(lengths, records, "rollout/response_length", "tokens a response", theme.cycle[0])
     _curve(entropy, records, "train/entropy", "entropy, nats a token", theme.cycle[1])
-    keys = sorted({key for record in records for key in record if key.startswith(OVERLAP)})
-    for i, key in enumerate(keys):
-        label = f"top tokens shared with {key.removeprefix(OVERLAP)}"
-        _curve(overlap, records, key, label, theme.cycle[(2 + i) % len(theme.cycle)])
+    _curves(overlap, records, _OVERLAP, (*theme.cycle[2:], *theme.cycle[:2]), "top tokens shared with ")
     for axes in (lengths, entropy, overlap):
         if axes.lines:
             axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
-        legend(axes)
-    steps_below(overlap)
 
 
-def draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+def _draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     _curve(upper, records, "train/grad_norm", "gradient norm", theme.cycle[0])
     upper.set_ylim(bottom=0)
-    steps, rates = series(records, "train/lr")
-    lower.plot(steps, rates, color=theme.cycle[2], label="learning rate")
+    lower.plot(*series(records, "train/lr"), color=theme.cycle[2], label="learning rate")
     lower.set_ylim(bottom=0)
     lower.yaxis.set_major_formatter(lambda rate, _: f"{rate:.2g}")
-    for axes in (upper, lower):
-        legend(axes)
-    steps_below(lower)
 
 
-def draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+def _draw_speed(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     from matplotlib.ticker import EngFormatter
 
     axes = figure.subplots()
     _curve(axes, records, "perf/tokens_per_s", "student tokens per second", theme.cycle[0])
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    legend(axes)
-    steps_below(axes)
 
 
 def draw_step_time(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """What a step is made of: in the middle of the run as bars, and over the run."""
+    """Draw the parts of a step: their medians as bars, and all of them over the run."""
     steps, parts = parts_by_step(records)
     if not steps:
         return
     bars, axes = figure.subplots(2, 1, height_ratios=(0.32 * len(parts) + 0.2, 2.6))
     colours = dict(zip(parts, (*theme.cycle, theme.text), strict=False)) | {OTHER: theme.muted}
-    _part_bars(bars, {name: statistics.median(values) for name, values in parts.items()}, colours, theme)
-    axes.stackplot(steps, *map(smooth, parts.values()), colors=[colours[name] for name in parts], linewidth=0)
-    _room_for_slow_steps(axes, steps, list(map(sum, zip(*map(smooth, parts.values()), strict=True))), theme)
+    _draw_bars(bars, {name: statistics.median(values) for name, values in parts.items()}, colours, theme)
+    smoothed = [smooth(values) for values in parts.values()]
+    axes.stackplot(steps, *smoothed, colors=[colours[name] for name in parts], linewidth=0)
+    _limit_height(axes, steps, [sum(times) for times in zip(*smoothed, strict=True)], theme)
     axes.set_ylabel("seconds a step")
-    steps_below(axes)
 
 
-def _room_for_slow_steps(axes: Axes, steps: Sequence[float], totals: Sequence[float], theme: Theme) -> None:
-    """Show all of every step, unless a few that waited, such as the first, would flatten the others.
+def _limit_height(axes: Axes, steps: Sequence[float], totals: Sequence[float], theme: Theme) -> None:
+    """Show every step whole, unless a few that waited, such as the first, would flatten the others.
 
-    Those are cut at the top and marked with what they took.
+    Those are cut at the top and marked with their time.
     """
     usual, most = sorted(totals)[int(0.98 * (len(totals) - 1))], max(totals)
-    if most <= FLATTENING * usual:
+    if most <= _FLATTENING * usual:
         axes.set_ylim(0, 1.05 * most or 1)
         return
     top = 1.3 * usual or most
@@ -333,7 +346,7 @@ def _room_for_slow_steps(axes: Axes, steps: Sequence[float], totals: Sequence[fl
             )  # fmt: skip
 
 
-def _part_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:
+def _draw_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, str], theme: Theme) -> None:
     total = sum(medians.values()) or 1.0
     names, widths = list(medians), list(medians.values())
     axes.barh(names, widths, color=[colours[name] for name in names], height=0.72)
@@ -349,19 +362,19 @@ def _part_bars(axes: Axes, medians: Mapping[str, float], colours: Mapping[str, s
 
 
 def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]]:
-    """Steps, and the seconds of each part in each of them; parts that never take time are left out."""
+    """Return steps, and the seconds of each part in each of them, without parts that never take time."""
     timed = [(record["step"], parts) for record in records if (parts := step_parts(record))]
     names = [name for name in (*PARTS, OTHER) if any(parts.get(name) for _, parts in timed)]
     return [step for step, _ in timed], {name: [parts.get(name, 0.0) for _, parts in timed] for name in names}
 
 
 PLOTS = (
-    Plot("questions", "Questions answered", (QUESTIONS,), draw_questions),
-    Plot("loss", "Training loss", ("train/loss", "train/kd", "train/ce"), draw_loss),
-    Plot("validation", "Validation", ("val/bits_per_byte",), draw_validation),
-    Plot("teachers", "Distillation loss by teacher", (TEACHER_PREFIX,), draw_teachers, least=2),
-    Plot("rollouts", "What the student samples", ("rollout/response_length",), draw_rollouts, height=5.2),
-    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), draw_optimizer, height=4.4),
-    Plot("speed", "Speed", ("perf/tokens_per_s",), draw_speed, height=2.8),
+    Plot("questions", "Questions answered", (_QUESTIONS,), draw_questions),
+    Plot("loss", "Training loss", tuple(_TERMS), draw_loss),
+    Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
+    Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),
+    Plot("rollouts", "What the student samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
+    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), _draw_optimizer, height=4.4),
+    Plot("speed", "Speed", ("perf/tokens_per_s",), _draw_speed, height=2.8),
     Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),
 )

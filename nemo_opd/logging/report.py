@@ -9,11 +9,11 @@ import yaml
 
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
-from nemo_opd.logging.facts import correct_reward, read_hardware, run_facts, run_name, teacher_facts
+from nemo_opd.logging.facts import Records, correct_reward, read_hardware, run_facts, run_name, teacher_facts
 from nemo_opd.logging.formats import amount, clock
 from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.page import Chart, render
-from nemo_opd.logging.plots import DARK, LIGHT, PLOTS, Plot, Records
+from nemo_opd.logging.page import render
+from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.samples import answers_by_question, read_samples
 
 
@@ -37,7 +37,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     records = read(metrics) if metrics.exists() else []
     config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     folder = output_dir / "report"
-    charts = [_write_chart(plot, records, closing, folder) for plot in PLOTS if plot.has_data(records)]
+    charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
     config = yaml.safe_load(config_text) or {}
     page = render(
         "report.html",
@@ -54,12 +54,6 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     )
     write_atomically(folder / "report.html", page)
     return folder / "report.html"
-
-
-def _write_chart(plot: Plot, records: Records, closing: ClosingTable, folder: Path) -> Chart:
-    light, dark = (plot.png(records, closing, theme) for theme in (LIGHT, DARK))
-    write_atomically(folder / f"{plot.name}.png", light)
-    return Chart(plot.title, light, dark)
 
 
 def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:

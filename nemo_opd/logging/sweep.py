@@ -1,15 +1,16 @@
-"""The runs of a sweep next to each other: a table, and one page with the curve of each."""
+"""The runs of a sweep side by side: a table, and a page with the curve of each."""
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -17,28 +18,31 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.page import Chart, render
-from nemo_opd.logging.plots import DARK, LIGHT, Theme, legend, series, smooth, steps_below
+from nemo_opd.logging.page import render
+from nemo_opd.logging.plots import Theme, series, smooth, write_chart
 
-NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
-CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
-"""What is drawn: the first that any run has."""
-REPORT, EVALUATION = "report/report.html", "results.json"
-DASHED_FROM = 6
-"""Curves for which there are colours."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
+_CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
+"""Metrics and labels; the first that any run has is drawn."""
+_REPORT, _RESULTS = "report/report.html", "results.json"
+_DASHED_FROM = 6
+"""Number of curves for which there are colours."""
 
 
 @dataclass(frozen=True, slots=True)
 class SweptRun:
-    """What a run of a sweep has reached."""
+    """A run of a sweep, as far as it got."""
 
     name: str
-    """Of its folder: what it varies."""
+    """Name of its folder: the settings it varies."""
     records: tuple[Mapping[str, float], ...]
-    """Empty where it did not start."""
+    """Metrics; empty where it did not start."""
     has_started: bool
     page: str | None
-    """What it wrote at its end for a person, in its folder; None where it did not get there."""
+    """File in its folder that it wrote at its end, for people; None where it did not get there."""
 
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
@@ -52,11 +56,11 @@ class SweptRun:
 
     @property
     def seconds(self) -> float:
-        """In training steps."""
+        """Time in training steps."""
         return sum(record.get("perf/step_s", 0.0) for record in self.records)
 
     def cells(self, measures: Sequence[str]) -> list[str]:
-        """Its row: name, result by result, steps and time."""
+        """Return its row: name, each result, steps and time."""
         return [self.name, *(self._cell(measure) for measure in measures), self._state(), clock(self.seconds)]
 
     def _state(self) -> str:
@@ -78,30 +82,33 @@ class SweptRun:
 
 
 def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
-    """The runs in a folder, by what they vary: numbers by size. names: of runs that may not have got one."""
+    """Return the runs in a folder, sorted with numbers by size.
+
+    names: further runs, which may have no folder.
+    """
     found = {file.parent.name for file in root.glob("*/config.yaml")}
-    return [read_run(root / name) for name in sorted(found | set(names), key=by_size)]
+    return [_read_run(root / name) for name in sorted(found | set(names), key=by_size)]
 
 
 def by_size(name: str) -> list[tuple[float, str]]:
-    """Sort key in which 10 comes after 9."""
-    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(NUMBER.split(name))]
+    """Return a sort key in which 10 comes after 9."""
+    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBER.split(name))]
 
 
-def read_run(folder: Path) -> SweptRun:
-    metrics = folder / "metrics.jsonl"
+def _read_run(folder: Path) -> SweptRun:
+    metrics, results = folder / "metrics.jsonl", folder / _RESULTS
     try:
         records = tuple(read(metrics)) if metrics.exists() else ()
     except DataError:
         records = ()
-    if (results := folder / EVALUATION).exists():
-        records = (evaluated(results),)
-    page = next((page for page in (REPORT, EVALUATION) if (folder / page).exists()), None)
+    if results.exists():
+        records = (_evaluation_record(results),)
+    page = next((page for page in (_REPORT, _RESULTS) if (folder / page).exists()), None)
     return SweptRun(folder.name, records, (folder / "config.yaml").exists(), page)
 
 
-def evaluated(results: Path) -> dict[str, float]:
-    """What `evaluate.py` found, as the record of a run."""
+def _evaluation_record(results: Path) -> dict[str, float]:
+    """Return the results of `evaluate.py` as the record of a run."""
     found = json.loads(results.read_bytes())
     record = {"step": 0, "perf/step_s": found["seconds"]}
     for name, estimate in found["estimates"].items():
@@ -111,23 +118,23 @@ def evaluated(results: Path) -> dict[str, float]:
 
 
 def measures_of(runs: Sequence[SweptRun]) -> list[str]:
-    """Keys that have a column: validation, questions, or the training loss where there is neither."""
+    """Return the metrics that have a column: validation, questions, or the training loss where there is neither."""
     known = {key for run in runs for record in run.records for key in record}
     asked = sorted(key for key in known if key.startswith("eval/") and f"{key}_low" in known and key.count("/") == 1)
     found = [key for key in ("val/bits_per_byte",) if key in known] + asked
     return found or [key for key in ("train/loss",) if key in known]
 
 
-def heads(measures: Sequence[str]) -> list[str]:
+def _heads(measures: Sequence[str]) -> list[str]:
     names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
 def sweep_table(runs: Sequence[SweptRun]) -> Table:
-    """A row a run; of questions only the first measure, which 80 columns hold."""
+    """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
     measures = measures_of(runs)[:2]
     table = Table(title="Sweep", title_justify="left", title_style="bold", border_style="dim")
-    for i, head in enumerate(heads(measures)):
+    for i, head in enumerate(_heads(measures)):
         table.add_column(head, justify="right" if i else "left", overflow="fold")
     for run in runs:
         table.add_row(*run.cells(measures))
@@ -138,15 +145,17 @@ def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
     """Write sweep.png and report.html into the folder of the sweep; return the page."""
     measures = measures_of(runs)
     charts = []
-    if drawn := next((curve for curve in CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
-        light, dark = (draw_curves(runs, *drawn, theme) for theme in (LIGHT, DARK))
-        write_atomically(root / "sweep.png", light)
-        charts.append(Chart(f"{drawn[1][0].upper()}{drawn[1][1:]}", light, dark))
+    if drawn := next((curve for curve in _CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
+        key, label = drawn
+        columns = 1 if max(len(run.name) for run in runs) > 30 else 3
+        draw = partial(_draw, runs=runs, key=key, label=label)
+        title = f"{label[0].upper()}{label[1:]}"
+        charts.append(write_chart(root / "sweep.png", title, draw, (9, 4.2), legend_columns=columns))
     page = render(
         "sweep.html",
         title=root.name,
         folder=root,
-        heads=heads(measures),
+        heads=_heads(measures),
         runs=runs,
         measures=measures,
         charts=charts,
@@ -155,24 +164,11 @@ def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
     return root / "report.html"
 
 
-def draw_curves(runs: Sequence[SweptRun], key: str, label: str, theme: Theme) -> bytes:
-    """A curve a run, as PNG."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context(theme.rc):
-        figure = Figure(figsize=(9, 4.2), layout="constrained")
-        axes = figure.subplots()
-        for i, (run, colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
-            steps, values = series(run.records, key)
-            if not steps:
-                continue
-            style = "-" if i < DASHED_FROM else "--"
-            marker = "o" if len(steps) < 12 else None
+def _draw(figure: Figure, theme: Theme, runs: Sequence[SweptRun], key: str, label: str) -> None:
+    axes = figure.subplots()
+    for i, (run, colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
+        steps, values = series(run.records, key)
+        if steps:
+            style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
             axes.plot(steps, smooth(values), style, color=colour, label=run.name, marker=marker, markersize=4)
-        axes.set_ylabel(label)
-        legend(axes, ncol=1 if max(len(run.name) for run in runs) > 30 else 3)
-        steps_below(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=180)
-    return buffer.getvalue()
+    axes.set_ylabel(label)
