@@ -30,13 +30,13 @@ from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.rewards import build_reward, check_answers
 from nemo_opd.rollout.base import EngineSpec, Sampling
 from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.conversation import ConversationRenderer
+from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.rollout.prompts import Kept, drop_long
-from nemo_opd.rollout.renderer import Renderer, TextRenderer
+from nemo_opd.rollout.renderer import Renderer
 
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""
@@ -56,7 +56,8 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
         reward = stack.enter_context(build_reward(config.reward))
         prompts = _read_questions(config)
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
-        renderer, positions = _renderer_of(config, tokenizer), max_positions(model)
+        positions = max_positions(model)
+        renderer = build_renderer(tokenizer, config.data.messages_key is not None, config.chat_template_kwargs)
         questions = _fitting(prompts, renderer, config, positions)
         if questions.num_dropped:
             _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
@@ -103,13 +104,6 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
     if config.chat_template is not None:
         tokenizer.chat_template = read_template(config.chat_template, key="chat_template")
     return tokenizer
-
-
-def _renderer_of(config: EvaluationConfig, tokenizer: PreTrainedTokenizerFast) -> Renderer:
-    """Raise AlignmentError where questions are conversations and there is no chat template."""
-    if config.data.messages_key is None:
-        return TextRenderer(tokenizer)
-    return ConversationRenderer(tokenizer, config.chat_template_kwargs)
 
 
 def _fitting(prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None) -> Kept:

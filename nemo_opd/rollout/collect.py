@@ -135,10 +135,10 @@ class Collector:
 def _with_opening(prompt: Prompt, environment: CheckedEnvironment) -> Prompt:
     """Return the prompt with the messages and the tools of its environment."""
     assert not isinstance(prompt.content, str)
-    opening = environment.reset(prompt)
-    system = [message for message in opening.messages if message["role"] == "system"]
-    others = [message for message in opening.messages if message["role"] != "system"]
-    tools = [*(prompt.tools or ()), *opening.tools]
+    messages, tools = environment.reset(prompt)
+    system = [message for message in messages if message["role"] == "system"]
+    others = [message for message in messages if message["role"] != "system"]
+    tools = [*(prompt.tools or ()), *tools]
     return replace(prompt, content=[*system, *prompt.content, *others], tools=tools or None)
 
 

@@ -14,7 +14,7 @@ from nemo_opd.alignment.chat_tokens import LocatedTokens, locate_tokens
 from nemo_opd.data.continuation import Continued, Ids
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError, RolloutError
-from nemo_opd.rollout.renderer import Renderer, Tools, encode, response_of
+from nemo_opd.rollout.renderer import Renderer, TextRenderer, Tools, encode, response_of
 from nemo_opd.rollout.tool_calls import ToolCallParser, valid_calls
 
 if TYPE_CHECKING:
@@ -151,6 +151,20 @@ class ConversationRenderer(Renderer):
                 **self._template_kwargs,
             )
         )
+
+
+def build_renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    is_chat: bool,
+    template_kwargs: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+    *,
+    key: str = "student",
+) -> Renderer:
+    """Return a renderer of conversations or of texts. Raises AlignmentError as the renderers do."""
+    if not is_chat:
+        return TextRenderer(tokenizer, vocab_size)
+    return ConversationRenderer(tokenizer, template_kwargs, vocab_size, key=key)
 
 
 def _messages_of(prompt: Prompt) -> Sequence[Message]:

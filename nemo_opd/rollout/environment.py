@@ -54,14 +54,6 @@ class Environment(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Additions of an environment to a prompt."""
-
-    messages: list[Message]
-    tools: list[dict[str, Any]]
-
-
 class CheckedEnvironment:
     """The environment of one rollout, with its answers checked.
 
@@ -77,14 +69,16 @@ class CheckedEnvironment:
         self._timeout_s = timeout_s
         self._environment = self._call("making it", make)
 
-    def reset(self, prompt: Prompt) -> Opening:
+    def reset(self, prompt: Prompt) -> tuple[list[Message], list[dict[str, Any]]]:
+        """Return the messages and the tools that the environment adds to the prompt."""
+
         def opening() -> tuple[list[Message], list[dict[str, Any]]]:
             messages = self._environment.reset(prompt)
             return messages, list(getattr(self._environment, "tools", None) or ())
 
         messages, tools = self._call("reset", opening)
         self._require_messages(messages)
-        return Opening([dict(message) for message in messages], tools)
+        return [dict(message) for message in messages], tools
 
     def step(self, messages: Sequence[Message]) -> EnvironmentStep:
         self._turn += 1

@@ -19,8 +19,8 @@ from nemo_opd.training.engines import TeacherWorkers, open_engine
 from nemo_opd.training.health import HealthMonitor
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.respondents import Respondent
 from nemo_opd.training.rollout_source import Parts, RolloutSource
+from nemo_opd.training.sampled_models import SampledModel
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
 
@@ -61,14 +61,14 @@ class OnPolicySession(Session):
         if self.step:
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 
-    def _collector(self, engine: Generator, asked: Respondent, sampling: Sampling, max_new_tokens: int) -> Collector:
+    def _collector(self, engine: Generator, model: SampledModel, sampling: Sampling, max_new_tokens: int) -> Collector:
         environment = self.config.environment
         return Collector(
             engine,
-            asked.renderer,
+            model.renderer,
             sampling=sampling,
             max_new_tokens=max_new_tokens,
-            max_length=asked.max_length,
+            max_length=model.max_length,
             environment=None if environment is None else build_environment(environment),
             seed=self.config.run.seed,
         )
@@ -105,14 +105,14 @@ class OnPolicySession(Session):
         settings = self.config.evaluation
         assert settings is not None
         metrics: dict[str, float] = {}
-        for i, asked in enumerate(self.prompts.asked_teachers):
+        for i, model in enumerate(self.prompts.evaluated_teachers):
             teacher = self.config.active_names[i]
             self.loggers.phase(f"asking the teacher {teacher}")
-            engine = TeacherWorkers(self.models, i, asked.end_ids, settings.teacher_batch_size)
-            metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, asked, teacher).items()}
+            engine = TeacherWorkers(self.models, i, model.end_ids, settings.teacher_batch_size)
+            metrics |= {f"{name}/{teacher}": value for name, value in self._ask(engine, model, teacher).items()}
         return metrics
 
-    def _ask(self, engine: Generator, asked: Respondent, teacher: str | None = None) -> dict[str, float]:
+    def _ask(self, engine: Generator, model: SampledModel, teacher: str | None = None) -> dict[str, float]:
         """eval/*, once what is shown of the answers is written.
 
         teacher: the name of the one that is asked; None: the student is.
@@ -125,8 +125,8 @@ class OnPolicySession(Session):
         greedy = Sampling(temperature=0.0, needs_raw=False)
         sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False)
         result = evaluate_task(
-            self._collector(engine, asked, greedy, new) if settings.greedy else None,
-            self._collector(engine, asked, sampling, new),
+            self._collector(engine, model, greedy, new) if settings.greedy else None,
+            self._collector(engine, model, sampling, new),
             self.prompts.questions,
             self.reward,
             settings,

@@ -27,8 +27,8 @@ from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.training.columns import layout_of
-from nemo_opd.training.respondents import Respondent, asked_teachers, respondent
 from nemo_opd.training.same_tokenizer import same_tokenizer_reader
+from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, sampled_model
 from nemo_opd.training.side import Side
 from nemo_opd.training.sides import aligner, longest
 from nemo_opd.types import Batch
@@ -61,9 +61,9 @@ class Prompts:
     evaluation: PromptSet | None
     validation: PromptSet | None
     """With the dataset's own responses."""
-    student: Respondent
-    asked_teachers: tuple[Respondent, ...]
-    """The active ones, where they are asked the questions of the evaluation."""
+    student: SampledModel
+    evaluated_teachers: tuple[SampledModel, ...]
+    """Active teachers, where they answer the questions of the evaluation."""
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
     """Names, where the data name the teacher of each prompt."""
@@ -118,10 +118,10 @@ def check_users_code(config: RunConfig) -> None:
 
 def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Prompts:
     """Raises DataError for prompts that cannot be read, do not fit the reward, or of which none is left, and what
-    `asked_teachers` raises.
+    `evaluated_teachers` raises.
     """
     assert config.rollout is not None
-    own = respondent(config, config.student, student, "student", config.train.max_length)
+    own = sampled_model(config, config.student, student, "student", config.train.max_length)
     renderer = own.renderer
     train = prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
@@ -131,17 +131,17 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         validation = prompt_set(config, renderer, config.data.validation, "data.validation")
         require_responses(validation, renderer, "data.validation")
     evaluation = None
-    asked: tuple[Respondent, ...] = ()
+    evaluated: tuple[SampledModel, ...] = ()
     if config.evaluation is not None:
         evaluation = prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
         if config.evaluation.teachers:
-            asked = asked_teachers(config, teachers, evaluation.all())
+            evaluated = evaluated_teachers(config, teachers, evaluation.all())
     return Prompts(
         train=train,
         validation=validation,
         evaluation=evaluation,
         student=own,
-        asked_teachers=asked,
+        evaluated_teachers=evaluated,
         sample_maker=RolloutSampleMaker(
             student.pieces.lengths[: student.vocab_size],
             tuple(reader(config, i, student, teachers) for i in range(len(teachers))),

@@ -1,7 +1,6 @@
 """An engine that says what a table tells it, and prompts."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,10 +26,6 @@ class Scripted:
     def completion(self, ids: Sequence[int], finish_reason: FinishReason) -> Completion:
         logprobs = -1 - np.arange(len(ids), dtype=np.float32)
         return Completion(np.array(ids, np.int32), logprobs, logprobs + 0.5, finish_reason, self.version)
-
-    def update_weights(self, folder: Path, version: int) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def speaking(tokenizer: Any, end: int, *turns: str) -> Scripted:

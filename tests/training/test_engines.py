@@ -19,7 +19,7 @@ from nemo_opd.rollout.server import server as servers
 from nemo_opd.training import engines
 from nemo_opd.training.models import export_whole
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.respondents import Respondent
+from nemo_opd.training.sampled_models import SampledModel
 
 
 @dataclass
@@ -72,7 +72,7 @@ class FakeModels:
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
-    prompts = Prompts(*[None] * 3, Respondent(None, frozenset({2}), 8), (), None, ())  # type: ignore[arg-type]
+    prompts = Prompts(*[None] * 3, SampledModel(None, frozenset({2}), 8), (), None, ())  # type: ignore[arg-type]
     config = SimpleNamespace(
         rollout=ServerRollout(**rollout) if rollout else HFRollout(),
         train=SimpleNamespace(max_length=8),

@@ -63,14 +63,15 @@ class ServerEngine(Generator):
             self._first = ModelFolder.read(Path(model)) if Path(model).is_dir() else None
             self._max_length = spec.max_length or (self._first.max_positions if self._first else None)
             url = (settings.url or self._start(model, spec)).rstrip("/")
-            hint = self._program.hint if self._is_foreign else ""
-            self._http = Http(url, settings.start_timeout_s, trust_env=self._is_foreign, hint=hint)
+            is_foreign = self._process is None
+            hint = self._program.hint if is_foreign else ""
+            self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint)
             self._client = Client(
                 url + self._program.path,
                 min(settings.concurrency, self._program.max_concurrency or settings.concurrency),
                 timeout_s=settings.request_timeout_s,
                 retries=settings.retries,
-                trust_env=self._is_foreign,
+                trust_env=is_foreign,
             )
             name = self._first_name(model)
             head_size = max(spec.vocab_size, self._first.head_size if self._first else 0)
@@ -169,10 +170,6 @@ class ServerEngine(Generator):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def _is_foreign(self) -> bool:
-        return self._settings.url is not None
-
     def _start(self, model: str, spec: EngineSpec) -> str:
         settings, program = self._settings, self._program
         port, share = _free_port(), settings.memory_share or default_share(settings, spec.is_training)
@@ -187,7 +184,7 @@ class ServerEngine(Generator):
         """Wait for the server, have it load the model where it may have another, and return the model's name."""
         self._wait()
         served = self._program.served(self._http)
-        if not self._is_foreign:
+        if self._process is not None:
             name, is_loaded = self._program.name(model), served is not None
         else:
             # The weights that it was started with are not known.
@@ -197,7 +194,7 @@ class ServerEngine(Generator):
 
     def _wait(self) -> None:
         limit_s = self._settings.start_timeout_s
-        deadline = time.monotonic() + (_POLL_S if self._is_foreign else limit_s)
+        deadline = time.monotonic() + (_POLL_S if self._process is None else limit_s)
         while not self._http.is_healthy():
             self._check_process()
             if time.monotonic() > deadline:
@@ -223,7 +220,7 @@ class ServerEngine(Generator):
                     "its log-probabilities are not those of the policy that samples, after temperature, top-k and top-p"
                 )
         except RolloutError as error:
-            hint = f"; {self._program.hint}" if self._is_foreign or settings.command else ""
+            hint = f"; {self._program.hint}" if self._process is None or settings.command else ""
             raise RolloutError(f"the rollout server cannot be used: {error}{hint}") from error
 
     def _check_same_model(self, shapes: Shapes, where: object) -> None:

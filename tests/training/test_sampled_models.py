@@ -70,7 +70,7 @@ def asking(tiny: Tiny, tmp_path: Path) -> Asking:
 def test_a_teacher_is_asked_by_its_own_tokenizer_and_template(asking: Asking) -> None:
     asking.template.write_text(OTHER)
     prompts = asking.prompts(asking.templated, "++teachers.0.max_length=70", cross=True)
-    (asked,) = prompts.asked_teachers
+    (asked,) = prompts.evaluated_teachers
     tokenizer = AutoTokenizer.from_pretrained(asking.tiny.teacher_cross)
     text = f"[user]: {QUESTION}</s>assistant:"
 
@@ -90,7 +90,7 @@ def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: 
 
     assert message.startswith("teachers.0 (same) cannot be asked the questions of evaluation.data: tokenizer ")
     assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
-    assert asking.prompts("evaluation.teachers=false").asked_teachers == ()
+    assert asking.prompts("evaluation.teachers=false").evaluated_teachers == ()
 
 
 def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Asking) -> None:

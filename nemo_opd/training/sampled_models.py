@@ -1,0 +1,81 @@
+"""Models that are sampled: the student, and teachers that answer the questions of the evaluation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import GenerationConfig
+
+from nemo_opd.config.model import Student
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.data.record import Prompt
+from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.models.load import load_config
+from nemo_opd.rollout.conversation import build_renderer
+from nemo_opd.rollout.hf import end_ids
+from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.training.side import Side
+
+
+@dataclass(frozen=True, slots=True)
+class SampledModel:
+    """Renderer and limits of a model that is sampled."""
+
+    renderer: Renderer
+    end_ids: frozenset[int]
+    """Tokens that end a sampled sequence."""
+    max_length: int
+    """Largest number of tokens of a whole sequence."""
+
+
+def sampled_model(
+    config: RunConfig, settings: Student | Teacher, side: Side, key: str, max_length: int
+) -> SampledModel:
+    """Return a model as it is sampled; key: its section in the settings, such as `student` or `teachers.0`.
+
+    Raises AlignmentError where prompts are conversations and the model has no chat template.
+    """
+    is_chat = config.data.messages_key is not None
+    renderer = build_renderer(side.tokenizer, is_chat, settings.chat_template_kwargs, side.vocab_size, key=key)
+    model = load_config(settings.model, key=f"{key}.model")
+    return SampledModel(renderer, end_ids(side.tokenizer, GenerationConfig.from_model_config(model)), max_length)
+
+
+def evaluated_teachers(
+    config: RunConfig, teachers: Sequence[Side], questions: Sequence[Prompt]
+) -> tuple[SampledModel, ...]:
+    """Return every active teacher as it is sampled.
+
+    Raises AlignmentError as `sampled_model` does, and DataError, with the row, for a question that one of them cannot
+    answer.
+    """
+    return tuple(
+        _evaluated_teacher(config, i, settings, side, questions)
+        for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True))
+    )
+
+
+def _evaluated_teacher(
+    config: RunConfig, i: int, settings: Teacher, side: Side, questions: Sequence[Prompt]
+) -> SampledModel:
+    own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    length = own or config.train.max_length
+    try:
+        model = sampled_model(config, settings, side, f"teachers.{i}", min(length, side.positions or length))
+        _require_room(model, questions)
+    except (AlignmentError, DataError) as error:
+        raise type(error)(
+            f"teachers.{i} ({settings.name}) cannot be asked the questions of evaluation.data: {error}; or ask the "
+            "student alone, with evaluation.teachers=false"
+        ) from error
+    return model
+
+
+def _require_room(model: SampledModel, questions: Sequence[Prompt]) -> None:
+    """Raise DataError, with the row, for the first question that leaves no room for an answer."""
+    for question in questions:
+        if (length := len(model.renderer.prompt_ids(question))) >= model.max_length:
+            raise DataError(
+                f"prompt {question.index} (row, counted from 0) has {length} of its tokens and leaves no room for an "
+                f"answer in {model.max_length}; leave the row out, or raise train.max_length as far as the model goes"
+            )
