@@ -73,5 +73,5 @@ class Rollout:
     @property
     def turn_messages(self) -> list[int]:
         """Position of each turn in `messages`: the last M of the assistant, since environments have other roles."""
-        spoken = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return spoken[len(spoken) - len(self.turns) :]
+        by_assistant = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return by_assistant[len(by_assistant) - len(self.turns) :]

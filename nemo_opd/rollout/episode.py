@@ -66,12 +66,12 @@ class Episode:
         self.parts.append(Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
         self.finish_reason, self._version = completion.finish_reason, completion.version
         self._turns.append((start, start + len(ids)))
-        spoken = ids[:-1] if completion.finish_reason == "stop" else ids
-        self._responses.append(renderer.text(spoken))
+        content_ids = ids[:-1] if completion.finish_reason == "stop" else ids
+        self._responses.append(renderer.text(content_ids))
         if not isinstance(self.prompt.content, str):
             message: Message = {"role": "assistant", "content": self._responses[-1]}
             if self.environment is not None:
-                before_end = self.ids[: start + len(spoken)]
+                before_end = self.ids[: start + len(content_ids)]
                 if calls := renderer.tool_calls(before_end, start, self.prompt.tools):
                     message["tool_calls"] = calls
             self.messages.append(message)

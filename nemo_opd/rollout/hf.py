@@ -44,7 +44,7 @@ _PADDING = 0
 
 
 class Sampler(Generator):
-    """Sampler over a causal language model in memory, by its `generate`: batches with a KV cache.
+    """A generator over a causal language model in memory, by its `generate`: batches with a KV cache.
 
     A request's tokens depend on its own seed and on the model's logits. The logits of one sequence differ in their last
     bits with the batch it is in, so another batch gives the same tokens unless a drawn number lies within that rounding
@@ -83,7 +83,8 @@ class Sampler(Generator):
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
         prompts = [torch.from_numpy(np.asarray(request.prompt_ids, np.int64)) for request in requests]
-        ids, mask = map(_left_padded, (prompts, [torch.ones_like(prompt) for prompt in prompts]))
+        ids = _left_padded(prompts, _PADDING)
+        mask = _left_padded([torch.ones_like(prompt) for prompt in prompts], 0)
         limits = torch.tensor([request.max_new_tokens for request in requests])
         steps = int(limits.max())
         numbers = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
@@ -161,8 +162,8 @@ def _only_generation_config(model: Any, settings: GenerationConfig) -> Iterator[
         model.generation_config = before
 
 
-def _left_padded(rows: list[Tensor]) -> Tensor:
-    return pad_sequence(rows, batch_first=True, padding_value=_PADDING, padding_side="left")
+def _left_padded(rows: list[Tensor], value: int) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
