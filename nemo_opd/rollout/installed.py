@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.errors import ConfigError
 
-MODULES = {"vllm": (), "sglang": ("sglang",), "transformers": ("fastapi", "uvicorn", "openai")}
-"""Program → modules that its own command imports in this environment; vLLM is a program on the path."""
-INSTALL = {
-    "vllm": "tools/rollout/install_vllm.sh makes an environment with it, which rollout.command names",
-    "sglang": "install it in another environment, and give its command as rollout.command",
-    "transformers": "install nemo-opd[serve]",
+REQUIREMENTS: dict[str, tuple[tuple[str, ...], str]] = {
+    "vllm": ((), "tools/rollout/install_vllm.sh makes an environment with it, which rollout.command names"),
+    "sglang": (("sglang",), "install it in another environment, and give its command as rollout.command"),
+    "transformers": (("fastapi", "uvicorn", "openai"), "install nemo-opd[serve]"),
 }
-"""Program → how to install it."""
+"""Program → modules that its own command imports in this environment, and how to install it. vLLM is a program on the
+path.
+"""
 
 
 def require_installed(settings: Rollouts | None) -> None:
@@ -21,17 +21,18 @@ def require_installed(settings: Rollouts | None) -> None:
     if not isinstance(settings, ServerRollout) or settings.url is not None:
         return
     program, path = settings.program, settings.environment.get("PATH")
+    modules, install = REQUIREMENTS[program]
     if settings.command is not None:
         if shutil.which(settings.command[0], path=path) is None:
             raise ConfigError(
-                f"rollout.command={settings.command[0]}: there is no such program; {INSTALL[program]}, or give the "
+                f"rollout.command={settings.command[0]}: there is no such program; {install}, or give the "
                 "rollout.url of a server that runs"
             )
         return
-    missing = [name for name in MODULES[program] if find_spec(name) is None]
+    missing = [name for name in modules if find_spec(name) is None]
     if missing or (program == "vllm" and shutil.which("vllm", path=path) is None):
         what = ", ".join(missing) or program
         raise ConfigError(
-            f"rollout.program={program}: {what} is not installed here; {INSTALL[program]}, or give the rollout.url of "
+            f"rollout.program={program}: {what} is not installed here; {install}, or give the rollout.url of "
             "a server that runs"
         )

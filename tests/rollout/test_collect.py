@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from nemo_opd.data.record import Message, Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.rollout.calculator import Calculator
-from nemo_opd.rollout.collect import Collector, turn_seed
+from nemo_opd.rollout.collect import Collector, chosen_share, turn_seed
 from nemo_opd.rollout.conversation import ConversationRenderer
 from nemo_opd.rollout.environment import EnvironmentFactory, EnvironmentStep
 from nemo_opd.rollout.metrics import repetition, rollout_metrics
@@ -254,3 +255,22 @@ def test_requests_do_not_depend_on_what_they_are_asked_with() -> None:
     place = {(r.prompt.index, r.sample): r.ids.tolist() for r in alone}
     assert [place[r.prompt.index, r.sample] for r in together] == [r.ids.tolist() for r in together]
     assert len({tuple(r.ids) for r in together}) > 4
+
+
+def test_seeds_differ_in_every_part_and_fit() -> None:
+    """Catches SeedSequence's padding, by which [1] and [1, 0] are one seed, and seeds that engines refuse."""
+    places = list(product((0, 1, 2**32, 2**40), (0, 1), (0, 1, 2), (0, 1), (0, 1)))
+    seeds = [turn_seed(*place) for place in places]
+    assert len(set(seeds)) == len(places)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert seeds == [turn_seed(*place) for place in places]
+
+
+@pytest.mark.parametrize(("share", "number"), [(0.0, {0}), (1.0, {5}), (0.5, {2, 3})])
+def test_a_share_is_of_each_batch_and_right_on_average(share: float, number: set[int]) -> None:
+    chosen = [chosen_share("abcde", share, 3, step) for step in range(2000)]
+    assert {sum(batch) for batch in chosen} == number
+    # 10,000 draws of variance at most 1/4 each: five standard deviations are 0.025.
+    assert abs(np.mean(chosen) - share) < 0.025
+    assert (np.abs(np.mean(chosen, axis=0) - share) < 0.06).all()
+    assert chosen[3] == chosen_share("abcde", share, 3, 3)

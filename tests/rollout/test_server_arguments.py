@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from nemo_opd.config.rollout import Rollouts, ServerRollout
-from nemo_opd.rollout import installed
 from nemo_opd.rollout.base import EngineSpec
 from nemo_opd.rollout.engines import ENGINES
+from nemo_opd.rollout.installed import REQUIREMENTS
 from nemo_opd.rollout.server.engine import PROGRAMS, default_share
 from nemo_opd.rollout.server.program import Program
 from nemo_opd.rollout.server.sglang import SGLang
@@ -65,4 +65,4 @@ def test_every_type_of_engine_and_every_program_is_there() -> None:
     programs = set(get_args(ServerRollout.model_fields["program"].annotation))
 
     assert set(get_args(union)) == ENGINES.keys()
-    assert programs == PROGRAMS.keys() == installed.MODULES.keys() == installed.INSTALL.keys()
+    assert programs == PROGRAMS.keys() == REQUIREMENTS.keys()
