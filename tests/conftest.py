@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from tests import costs
 from tests.tiny import Tiny, make_tiny
 
 torch.set_num_threads(1)
@@ -41,11 +42,22 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name not in SLOWEST)
+    for item in items:
+        if not costs.MARKERS & {marker.name for marker in item.iter_markers()}:
+            item.add_marker("unit")
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    costs.unit_test = item.nodeid if item.get_closest_marker("unit") else None
+
+
+def pytest_runtest_teardown() -> None:
+    costs.unit_test = None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from tests import costs
+
 IMPORTED = [
     "nemo_opd.training.preflight",
     "nemo_opd.workers.student",
@@ -19,6 +21,7 @@ IMPORTED = [
 
 def context() -> ForkServerContext:
     """For processes that have the environment which the first call of all found."""
+    costs.refuse("starts a process", "world")
     multiprocessing.set_forkserver_preload(IMPORTED)
     return multiprocessing.get_context("forkserver")
 

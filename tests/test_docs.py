@@ -11,6 +11,8 @@ import pytest
 
 from tests.test_imports import ORDER
 
+pytestmark = pytest.mark.world
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)

@@ -18,6 +18,8 @@ from transformers import (
     T5Tokenizer,
 )
 
+from tests import costs
+
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 REAL = ("llama3_1", "qwen3", "gemma3", "gpt4o")
 DIGITS_BY_THREE = r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+| ?\p{L}+|\s+"
@@ -34,6 +36,7 @@ CORPUS = [
 @cache
 def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """A real tokenizer of `$NEMO_OPD_TOKENIZERS`, or skip the test."""
+    costs.refuse("reads a real tokenizer", "tokenizers")
     folder = Path(os.environ.get("NEMO_OPD_TOKENIZERS", SHARED / "tokenizers")) / name
     if not folder.is_dir():
         pytest.skip(f"no tokenizer at {folder}; set NEMO_OPD_TOKENIZERS")
@@ -43,6 +46,7 @@ def real_tokenizer(name: str) -> PreTrainedTokenizerBase:
 @cache
 def corpus_texts() -> tuple[str, ...]:
     """Documents of `$NEMO_OPD_CORPUS`, or skip the test."""
+    costs.refuse("reads the corpus", "tokenizers")
     file = Path(os.environ.get("NEMO_OPD_CORPUS", SHARED / "corpus")) / "multidomain.jsonl"
     if not file.is_file():
         pytest.skip(f"no corpus at {file}; set NEMO_OPD_CORPUS")

@@ -1,4 +1,15 @@
-"""A loss that is not computed yet, so that several can share the student's logits."""
+"""A loss that is not computed yet, so that several can share the student's logits.
+
+A microbatch's way from hidden states to gradients, in seven steps:
+
+1. `StudentWorker._accumulate` runs the model without its head.
+2. `Parts.plan` asks the loss of each teacher for a plan.
+3. `TermLoss.plan` picks what that loss reads of the batch.
+4. The loss returns a `PlannedLoss`: terms, each with the rows it needs and their formula.
+5. `compute_together` joins the plans, so that each row of logits is made once; `blocks` cuts the rows.
+6. `blockwise_sum` makes a block's logits, sums each term, and adds up the gradients of hidden states and head.
+7. The model's backward pass runs once, from the finished gradient.
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 from tools.convert_checkpoint import main
 
+pytestmark = pytest.mark.world
+
 STEPS = 2
 TRAIN = ("student.optimizer.lr=1e-2", "student.scheduler.warmup_steps=1")
 LORA = {"merged": "student.lora={rank:3,alpha:12}", "adapter": "student.lora={rank:3,alpha:12,export:adapter}"}

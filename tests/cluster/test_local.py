@@ -17,6 +17,8 @@ from nemo_opd.errors import WorkerError
 from tests.cluster.toy import Toy
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.world
+
 DRIVER = Path(__file__).with_name("torchrun_driver.py")
 ALONE = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
 

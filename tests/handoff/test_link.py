@@ -23,6 +23,8 @@ from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySen
 from tests import processes
 from tests.handoff.owner import content
 
+pytestmark = pytest.mark.world
+
 LINK_S, DONE_S = 30.0, 20.0
 BOX = Box(range(1, 3), range(3), range(5))
 

@@ -16,6 +16,8 @@ from tests import processes
 from tests.handoff.owner import content, own, read
 from tests.segments import left_of, mapped_by
 
+pytestmark = pytest.mark.world
+
 
 class Other:
     """Another process, and the pipe to it."""

@@ -19,6 +19,8 @@ from nemo_opd.types import LossOutput
 
 from .cases import LOSSES, Batch, Case, random_logits
 
+pytestmark = pytest.mark.world
+
 RANKS = 2
 ENGINE = random_logits(2, 2, 9, 11, 0.7) - 3
 

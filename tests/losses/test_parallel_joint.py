@@ -35,6 +35,8 @@ from nemo_opd.losses.overlap import plan_overlap
 from .cases import ALL_LOSSES, Batch, Case, identity, random_logits
 from .test_parallel import largest_error
 
+pytestmark = pytest.mark.world
+
 RANKS, TEXTS, LENGTH, WIDTH, HIDDEN = 3, 2, 23, 8, 4
 BUDGET, SMALL_BUDGET, UNCUT = 40 * WIDTH * 8, 2 * WIDTH * 8, 2**30
 KINDS = ("heads", "heads of both sides")

@@ -16,6 +16,8 @@ from nemo_opd.projection import ProjectionMatrix, build_projection
 from tests.projection.conftest import real_matrix
 from tests.tokenizers_fixture import real_tokenizer
 
+pytestmark = pytest.mark.tokenizers
+
 PUBLISHED = {
     frozenset({"qwen3", "llama3_1"}): 0.848,
     frozenset({"qwen3", "gemma3"}): 0.632,

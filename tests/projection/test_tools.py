@@ -23,6 +23,8 @@ from nemo_opd.projection import EmbeddingSource, ProjectionMatrix, build_project
 from tests.projection.conftest import SMALL
 from tools.projection import embedding
 
+pytestmark = pytest.mark.world
+
 TOOLS = Path(__file__).resolve().parents[2] / "tools" / "projection"
 STEPS = ("exact_map", "multi_token", "embedding", "sort_and_cut", "byte_prefix")
 COMMANDS = (*STEPS, "build", "inspect", "convert")

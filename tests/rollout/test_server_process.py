@@ -22,6 +22,8 @@ from nemo_opd.training import cli
 from tests.rollout import fake_server
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.server
+
 MARK = "NEMO_OPD_TEST_SERVER"
 """A variable that a server's processes inherit, by which they are found."""
 AT_ONCE_S = 60.0

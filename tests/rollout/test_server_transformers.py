@@ -12,10 +12,13 @@ from tests.rollout.contract import ServerContract, Subject, save_folders
 
 NEEDED = ("fastapi", "uvicorn", "openai")
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in NEEDED),
-    reason="`transformers serve` needs transformers[serving]",
-)
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in NEEDED),
+        reason="`transformers serve` needs transformers[serving]",
+    ),
+]
 
 
 @pytest.fixture(scope="module")

@@ -31,7 +31,7 @@ from tests.tiny import save_model
 
 VENV = os.environ.get("NEMO_OPD_VLLM")
 
-pytestmark = pytest.mark.skipif(not VENV, reason="NEMO_OPD_VLLM names no environment with vLLM")
+pytestmark = [pytest.mark.server, pytest.mark.skipif(not VENV, reason="NEMO_OPD_VLLM names no environment with vLLM")]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from tests.training.linked import SHAPE, VOCAB, Learning, Teaching, hidden
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 TIMEOUT_S = 300.0
 AT_ONCE_S = 60.0
 """Far below that, and more than Ray needs to notice on a busy machine."""

@@ -13,7 +13,7 @@ from tests.tiny import Tiny
 from tests.training.launch import start
 from tests.training.templates import STUDENT, TEACHER
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.world
 
 TOOLS = [{"name": "jump"}]
 

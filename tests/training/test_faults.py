@@ -16,7 +16,7 @@ from nemo_opd.errors import ClusterError, WorkerError
 from tests.training.faulty_rank import Faulty
 from tests.waiting import CLEAN_S
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 AT_ONCE_S = 60.0
 """Far below cluster.timeout_s, and more than Ray needs to notice on a busy machine."""
 PLACEMENT = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)

@@ -10,7 +10,7 @@ import torch
 
 from tests.tiny import Tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+pytestmark = pytest.mark.gpu
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "run_off_policy_distillation.py"
 

@@ -9,7 +9,7 @@ from tests.tiny import Tiny
 from tests.training.launch import ROOT, Run, start
 from tests.training.templates import STUDENT, TEACHER
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.server
 
 SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
 ALARM_AFTER = 2

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nemo_opd.logging.samples import ShownAnswer, read_samples
 from tests.training.launch import ROOT, Run, start
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.world
 
 SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
 STEPS, HALF = 6, 3

@@ -9,7 +9,7 @@ from tests.training.launch import ROOT, start
 
 VENV = os.environ.get("NEMO_OPD_VLLM")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.server,
     pytest.mark.skipif(not VENV, reason="NEMO_OPD_VLLM names no environment with vLLM"),
 ]
 

@@ -19,7 +19,7 @@ from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, re
 from tests.training.faulty_workers import SLOW_S
 from tests.training.launch import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 
 WITHOUT_LOADER_WORKERS = "data.num_workers=0"
 """A process less to start; the order of the data does not depend on them."""

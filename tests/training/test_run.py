@@ -12,7 +12,7 @@ from tests.tiny import Tiny
 from tests.training.conftest import SAVE_EVERY, STEPS, STUDENT_TIMES, VALIDATE_EVERY
 from tests.training.launch import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 
 TRAIN_KEYS = {
     "step",

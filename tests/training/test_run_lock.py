@@ -11,6 +11,8 @@ import pytest
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.run_lock import NAME, RunLock
 
+pytestmark = pytest.mark.world
+
 HOLD = """
 import sys
 from pathlib import Path

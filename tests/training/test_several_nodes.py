@@ -14,7 +14,7 @@ from tests.cluster.toy import Toy
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 
 
 def settings(nodes: "Nodes") -> Cluster:

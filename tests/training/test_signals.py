@@ -98,7 +98,7 @@ def test_under_nohup_a_closed_terminal_is_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny: Tiny, tmp_path: Path) -> None:
     run = start(tmp_path / "run", tiny.overrides(*WITHOUT_VALIDATION, teachers=1))
     run.wait_for_workers()
@@ -109,7 +109,7 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny:
     assert run.leftovers() == []
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
     """One that fails while the student is in the step before, which is still done; its loader has a process."""
     run = faulty("teacher_raises", tiny, tmp_path, "data.num_workers=1", "cluster.placement=separate")
@@ -126,7 +126,7 @@ def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path)
     assert run.leftovers() == []
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher_runs(
     tiny: Tiny, tmp_path: Path
 ) -> None:

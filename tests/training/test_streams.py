@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.world
+
 CODE = """
 import os, subprocess, sys
 from nemo_opd.training.cli import standard_streams

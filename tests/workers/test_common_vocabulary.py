@@ -17,6 +17,8 @@ from nemo_opd.training.preflight import preflight
 from tests.tiny import SENTENCES, Tiny, save_model
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
+pytestmark = pytest.mark.world
+
 JOBS = {
     "weighted_sum": [],
     "averaged_logits": ["aggregation=averaged_logits"],

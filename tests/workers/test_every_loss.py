@@ -10,6 +10,8 @@ from nemo_opd.training.plan import Plan
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, Trained, Training, first_batches, in_world, plan_of, train
 
+pytestmark = pytest.mark.world
+
 TERMS = {
     "gold": [],
     "h_kl": ["loss.divergence=reverse_kl"],

@@ -23,6 +23,8 @@ from nemo_opd.workers.exports import Exports
 from tests.tiny import Tiny
 from tests.workers.local import gathered, rank_zero
 
+pytestmark = pytest.mark.world
+
 RANK, ALPHA, STEP = 2, 6, 0.02
 
 

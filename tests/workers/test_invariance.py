@@ -21,6 +21,8 @@ from tests.tiny import Tiny, save_documents
 from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train
 from tests.workers.plain_trainer import plain_training
 
+pytestmark = pytest.mark.world
+
 STEPS = 5
 MICRO_BATCH_SIZES = (1, 2, 4)
 WORLDS = (1, 2)

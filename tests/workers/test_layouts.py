@@ -6,6 +6,8 @@ import torch
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
+pytestmark = pytest.mark.world
+
 LAYOUTS = {
     "student tp=2": ["student.parallelism.tp=2"],
     "student tp=2, sequence parallel": ["student.parallelism={tp: 2, sequence_parallel: true}"],

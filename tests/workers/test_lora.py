@@ -36,6 +36,8 @@ from tests.workers.local import (
 )
 from tests.workers.plain_trainer import plain_training
 
+pytestmark = pytest.mark.world
+
 STEPS = 4
 RANK, ALPHA = 3, 12
 IDS = torch.arange(24).view(2, 12)

@@ -32,6 +32,8 @@ from tests.workers.local import (
     weights,
 )
 
+pytestmark = pytest.mark.world
+
 LORA = "student.lora={rank: 2}"
 GRADIENTS = "logging.gradients_every=1"
 

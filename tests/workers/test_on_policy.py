@@ -21,6 +21,8 @@ from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, in_world, plan_of, train
 
+pytestmark = pytest.mark.world
+
 QUESTIONS = ["12+34=", "for i in", "Größe", "привет"]
 N = 2
 BOTH = ["teachers=demo_multi", "loss=p_kl", "loss.ce_weight=0.5"]

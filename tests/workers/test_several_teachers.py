@@ -22,6 +22,8 @@ from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batc
 from tests.workers.plain_aggregation import Expected, expected, gradient_of, texts
 from tests.workers.plain_trainer import load
 
+pytestmark = pytest.mark.world
+
 TEACHERS = ("cross", "same")
 ROUTES = [0, 1, 1, 0, 1, 0, 1, 1]
 REVERSED = ["teachers.1.loss.type=same_vocab", "teachers.1.loss.divergence=reverse_kl"]

@@ -22,6 +22,8 @@ from nemo_opd.workers.teacher import OutputHandle, TeacherWorker
 from tests.tiny import Tiny
 from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 
+pytestmark = pytest.mark.world
+
 
 @dataclass(frozen=True)
 class Scoring:

@@ -28,7 +28,7 @@ from tests.cluster.toy import HANG_S, Toy
 from tests.tiny import Tiny
 from tests.waiting import CLEAN_S, wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 TWO_GROUPS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
 
 

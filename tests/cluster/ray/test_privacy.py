@@ -18,7 +18,7 @@ from nemo_opd.cluster.ray.privacy import MODE, TOKEN, TOKEN_PATH, VARIABLES
 from nemo_opd.config.cluster import Cluster
 from tests.cluster.toy import Toy
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ray
 TWO_RANKS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=0)
 JOIN = """
 import sys

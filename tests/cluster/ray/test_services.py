@@ -11,6 +11,8 @@ import pytest
 from nemo_opd.cluster.ray.services import Services, end, of_sessions
 from nemo_opd.errors import ClusterError
 
+pytestmark = pytest.mark.world
+
 
 def test_a_process_that_ended_is_missed() -> None:
     """Also while its parent has not asked for its status: Ray's processes are the driver's own children."""

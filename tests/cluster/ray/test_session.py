@@ -16,6 +16,8 @@ from nemo_opd.cluster.ray.session import STARTS
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.errors import ClusterError
 
+pytestmark = pytest.mark.world
+
 PLACEMENT = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=0)
 
 

@@ -9,6 +9,8 @@ import pytest
 from nemo_opd.cluster.ray.session_folder import LOCK, SessionFolder, remove_abandoned
 from nemo_opd.errors import ClusterError
 
+pytestmark = pytest.mark.world
+
 
 def test_folder_is_removed_when_closed(tmp_path: Path) -> None:
     folder = SessionFolder(tmp_path)

@@ -1,0 +1,23 @@
+"""What a test may cost, by its marker: one without any is `unit`, and computes in this process alone."""
+
+import sys
+
+MARKERS = {"world", "ray", "server", "tokenizers", "nightly", "gpu"}
+PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
+"""Events of Python's audit hooks."""
+unit_test: str | None = None
+"""The unit test that runs now."""
+
+
+def refuse(what: str, marker: str) -> None:
+    """Fail a unit test that does something else: `pytest -m unit` is the loop that takes a minute or two."""
+    if unit_test is not None:
+        raise AssertionError(f"{unit_test} is a unit test and {what}; mark it {marker}")
+
+
+def _watch(event: str, arguments: object) -> None:
+    if event in PROCESSES:
+        refuse(f"starts a process ({arguments})", "world")
+
+
+sys.addaudithook(_watch)
