@@ -183,6 +183,7 @@ def test_a_training_state_that_does_not_fit(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.world
 @pytest.mark.usefixtures("alone")
 def test_a_training_state_on_a_full_disk(small_disk: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
@@ -191,6 +192,7 @@ def test_a_training_state_on_a_full_disk(small_disk: Path) -> None:
     assert re.search(message, told(caught.value)), caught.value
 
 
+@pytest.mark.world
 def test_every_writer_on_a_full_disk(small_disk: Path, tiny: Tiny) -> None:
     """The libraries that write in Rust raise no OSError."""
     tokenizer = AutoTokenizer.from_pretrained(tiny.student)

@@ -133,6 +133,7 @@ def test_config_and_alignment_import_no_torch() -> None:
     assert not wrong, shown(wrong)
 
 
+@pytest.mark.world
 def test_importing_config_and_alignment_leaves_torch_out() -> None:
     """Also through a library: a command line's mistakes are to be told before seconds of imports."""
     script = (

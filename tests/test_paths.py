@@ -35,6 +35,7 @@ def test_compiled_code_lies_in_the_cache_unless_told_otherwise(tmp_path: Path, m
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "elsewhere"
 
 
+@pytest.mark.world
 def test_the_aligner_runs_where_no_compiled_code_can_be_kept(tmp_path: Path) -> None:
     """Bug: it could not be imported by a user without a home who does not own the package."""
     code = (

@@ -42,7 +42,7 @@ FREE: dict[type[BaseModel], str] = {
     reward.FunctionReward: "call_timeout_s",
     environment.EnvironmentBase: "call_timeout_s",
     Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
-    Cluster: ("device num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
+    Cluster: ("device launcher num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),
     Console: "enabled interval_s memory_table",
     TensorBoard: "enabled",
     Wandb: "enabled project entity mode",

@@ -79,6 +79,7 @@ def test_any_text(name: str, text: str) -> None:
     check(aligner_of(name), encode(student, text), encode(teacher, text))
 
 
+@pytest.mark.tokenizers
 def test_real_pairs_on_the_corpus(real_pair: Pair) -> None:
     """Catches wrong pieces in real vocabularies: runs of spaces, newlines, emoji, half characters."""
     aligner = TokenAligner(*real_pair)

@@ -75,6 +75,7 @@ def check_complete(alignment_of: TokenAligner, student: ChatTokens, teacher: Cha
             assert not alignment.inexact[chunk_id[start:stop]].any()
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("case", [*PLAIN, *ODD])
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_real_templates(student: str, teacher: str, case: str) -> None:
@@ -92,6 +93,7 @@ def test_real_templates(student: str, teacher: str, case: str) -> None:
         check_complete(real_aligner(student, teacher), *tokens)
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("case", [case for case in PLAIN if case != "system"])
 @pytest.mark.parametrize(("student", "teacher"), PAIRS)
 def test_ends_of_turns_pair(student: str, teacher: str, case: str) -> None:
@@ -106,6 +108,7 @@ def test_ends_of_turns_pair(student: str, teacher: str, case: str) -> None:
     assert paired.tolist() == alignment.teacher_chunk_id[ends[1]].tolist()
 
 
+@pytest.mark.tokenizers
 def test_a_system_prompt_merged_into_the_first_user_turn() -> None:
     """Llama ends a system turn where Gemma writes nothing: that end has no partner, all later ones have."""
     tokens = [real_renderer(name)(PLAIN["system"]) for name in ("llama3_1", "gemma3")]
@@ -115,6 +118,7 @@ def test_a_system_prompt_merged_into_the_first_user_turn() -> None:
     assert (alignment.teacher_chunk_id[turn_ends(real_tokenizer("gemma3"), tokens[1])] >= 0).all()
 
 
+@pytest.mark.tokenizers
 def test_thinking_is_aligned_where_both_sides_show_it() -> None:
     """Qwen renders `reasoning_content` and inline thinking alike; Llama reads it as text."""
     answer = "<think>\nA fox is red.\n</think>\n\nRed."
@@ -124,6 +128,7 @@ def test_thinking_is_aligned_where_both_sides_show_it() -> None:
         check_complete(real_aligner("llama3_1", "qwen3"), student, teacher)
 
 
+@pytest.mark.tokenizers
 def test_thinking_that_one_side_drops_costs_only_itself() -> None:
     """Qwen drops earlier thinking; the answer behind it must still be aligned."""
     messages = [user("Hi"), assistant("<think>\nhm\n</think>\n\nHello dear old fox"), user("?"), assistant("Yes")]
@@ -135,6 +140,7 @@ def test_thinking_that_one_side_drops_costs_only_itself() -> None:
     assert not alignment.inexact[chunks].any()
 
 
+@pytest.mark.tokenizers
 def test_tool_calls_and_results() -> None:
     """Templates that treat calls differently: messages around them must not shift."""
     messages = [
@@ -155,6 +161,7 @@ def test_tool_calls_and_results() -> None:
                 assert (chunk_id[start : stop - (k == 4)] >= 0).all()
 
 
+@pytest.mark.tokenizers
 @settings(max_examples=30)
 @given(contents=st.lists(CONTENTS, min_size=1, max_size=5), with_system=st.booleans())
 def test_any_contents_under_real_templates(contents: list[str], with_system: bool) -> None:
@@ -249,6 +256,7 @@ def test_ids_of_another_tokenizer_are_refused() -> None:
         align_chat(small_aligner(), wrong, teacher)
 
 
+@pytest.mark.tokenizers
 def test_no_python_is_run_per_token() -> None:
     """Only per turn: thousands of tokens take a few milliseconds."""
     aligner = real_aligner("llama3_1", "qwen3")

@@ -32,6 +32,7 @@ def turns(tokenizer: Any, tokens: ChatTokens) -> list[str]:
     return [decoded(tokenizer, tokens.ids[start:stop]) for start, stop in edges.reshape(-1, 2).tolist()]
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(
     ("thinking", "answer", "content", "turn"),
     [
@@ -53,12 +54,14 @@ def test_thinking(thinking: bool | None, answer: dict[str, Any], content: str, t
     assert turns(tokenizer, tokens) == ["first<|im_end|>", turn + "<|im_end|>"]
 
 
+@pytest.mark.tokenizers
 def test_thinking_disabled_in_several_turns() -> None:
     messages = [user("a"), assistant("b"), user("c"), assistant("d")]
     tokens = ChatRenderer(real_tokenizer("qwen3"), template_kwargs={"enable_thinking": False})(messages)
     check_tokens(real_tokenizer("qwen3"), tokens, qwen3(messages, thinking=False))
 
 
+@pytest.mark.tokenizers
 def test_tool_calls_are_the_models_own() -> None:
     """Catches calls left out of the loss, and results taken into it. The template writes on behind the system prompt,
     in the token of its full stop."""
@@ -83,6 +86,7 @@ def test_tool_calls_are_the_models_own() -> None:
     assert "Be brief.\n\n# Tools" in decoded(tokenizer, tokens.ids)
 
 
+@pytest.mark.tokenizers
 def test_a_result_as_a_user_turn() -> None:
     """Qwen tells such a turn by its content, so that a mark in its place changes other turns."""
     tokenizer = real_tokenizer("qwen3")
@@ -92,6 +96,7 @@ def test_a_result_as_a_user_turn() -> None:
     assert turns(tokenizer, tokens) == [f"{THOUGHT}{CALL}<|im_end|>", f"{EMPTY_THOUGHT}3<|im_end|>"]
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["llama3_1", "gemma3"])
 def test_white_space_that_a_template_trims(name: str) -> None:
     tokenizer = real_tokenizer(name)
@@ -146,6 +151,7 @@ def test_pickled_for_a_loader_worker() -> None:
     assert (tokens.ids.dtype, tokens.assistant_mask.dtype, tokens.spans.dtype) == (np.int32, np.bool_, np.int32)
 
 
+@pytest.mark.tokenizers
 def test_no_template() -> None:
     with pytest.raises(AlignmentError, match=r"has no chat template.*instruct"):
         ChatRenderer(real_tokenizer("gpt4o"))
@@ -156,6 +162,7 @@ def test_variables_that_rendering_sets() -> None:
         ChatRenderer(small_chat("trimmed"), template_kwargs={"tokenize": True})
 
 
+@pytest.mark.tokenizers
 def test_a_template_that_refuses() -> None:
     """The reason is the template's; catches naming the last message instead of the first that is refused."""
     messages = [user("a"), assistant("b"), assistant("c"), user("d"), assistant("e")]

@@ -111,6 +111,7 @@ def expected_places(ends: list[np.ndarray], runs: np.ndarray, limits: list[int])
     return places
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), ORDERED)
 @pytest.mark.parametrize("length", [512, 2048, 8192])
 def test_contract(student: str, teacher: str, length: int) -> None:
@@ -134,6 +135,7 @@ def test_contract(student: str, teacher: str, length: int) -> None:
             assert (sides.alignment.inexact.sum() > 0) == (limits[0] > runs[0, 2])
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), [("llama3_1", "qwen3"), ("qwen3", "gpt4o"), ("gemma3", "qwen3")])
 def test_decomposed_text(student: str, teacher: str) -> None:
     """Qwen composes what the others leave decomposed; only chunks that touch a differing character may be lost."""
@@ -173,6 +175,7 @@ def seconds(call: Callable[[], object], times: int) -> float:
     return best
 
 
+@pytest.mark.tokenizers
 def test_no_python_is_run_per_token() -> None:
     """Thousands of tokens take a fraction of a millisecond; one line for each would be many times that."""
     aligner = aligner_of("llama3_1", "qwen3")
@@ -184,6 +187,7 @@ def test_no_python_is_run_per_token() -> None:
     assert first >= short == long, "what is prepared once may be in the first"
 
 
+@pytest.mark.tokenizers
 def test_growth_is_linear_to_131_072_tokens() -> None:
     """Catches quadratic growth, 28 times the cost per token; that of fresh memory pages and full caches is about 2.
 

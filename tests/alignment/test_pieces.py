@@ -102,6 +102,7 @@ def test_pieces_spell_the_text(name: str) -> None:
     spells()
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_real_pieces_spell_the_corpus(name: str) -> None:
     """What the normaliser leaves of a document, byte for byte."""
@@ -118,6 +119,7 @@ def test_real_pieces_spell_the_corpus(name: str) -> None:
         assert b"".join(contents[i] for i in ids) == expected.encode()
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_every_real_piece_is_what_the_vocabulary_writes(name: str) -> None:
     """Written from the model's own spelling: UTF-8 of `▁` and `<0xHH>`, or GPT-2's alphabet of printable bytes."""

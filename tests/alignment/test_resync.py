@@ -136,6 +136,7 @@ def test_a_moved_text_is_found_once() -> None:
     assert len(equal_texts("x" + first + second + "y", "z" + second + first + "w")) <= 3
 
 
+@pytest.mark.tokenizers
 def test_a_long_insertion_is_stepped_over() -> None:
     """100 KB on one side is many blocks; catches a band that is lost behind it."""
     text = " ".join(corpus_texts())[:2000]
@@ -143,6 +144,7 @@ def test_a_long_insertion_is_stepped_over() -> None:
     assert sum(map(len, equal_texts(text, text[:1000] + inserted + text[1000:]))) >= len(text)
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("form", ["NFD", "NFKD"])
 def test_decomposed_text(form: str) -> None:
     """Against the truth, known part by part: no byte has a wrong partner, only runs of one byte are missed."""

@@ -61,6 +61,7 @@ def as_base(name: str) -> Iterator[PreTrainedTokenizerBase]:
         tokenizer.eos_token = INSTRUCT[name]
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), list(permutations(INSTRUCT, 2)))
 def test_ends_of_turns_and_of_texts_pair_in_every_ordered_pair(student: str, teacher: str) -> None:
     """Catches pairing by spelling, and an end of text that takes the partner of an end of turn."""
@@ -69,6 +70,7 @@ def test_ends_of_turns_and_of_texts_pair_in_every_ordered_pair(student: str, tea
     assert found[BASE[student]] == BASE[teacher]
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), list(permutations(INSTRUCT, 2)))
 def test_a_base_model_against_an_instructed_one(student: str, teacher: str) -> None:
     """Catches eos paired with eos, whatever it ends, which leaves the teacher's end of text without a partner."""
@@ -83,6 +85,7 @@ def test_a_base_model_against_an_instructed_one(student: str, teacher: str) -> N
             assert special.matches[s_class, t_class], "at the end of a document, what either side ends it with pairs"
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", INSTRUCT)
 def test_the_only_end_of_a_tokenizer_pairs_with_the_eos_of_the_other(name: str) -> None:
     """gpt4o has one end, which ends generation: paired one to one with what ends the other's, in both directions."""
@@ -92,6 +95,7 @@ def test_the_only_end_of_a_tokenizer_pairs_with_the_eos_of_the_other(name: str) 
     assert paired(tokenizer, other).best[tokenizer.convert_tokens_to_ids(BASE[name])] == other.eos_token_id
 
 
+@pytest.mark.tokenizers
 def test_beginnings_and_headers_pair() -> None:
     llama, gemma, qwen = map(real_tokenizer, ("llama3_1", "gemma3", "qwen3"))
     assert contents(llama, gemma)["<|begin_of_text|>"] == "<bos>"
@@ -100,6 +104,7 @@ def test_beginnings_and_headers_pair() -> None:
     assert contents(gemma, qwen)["<start_of_turn>"] == "<|im_start|>"
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(("student", "teacher"), [(a, b) for a, b in product(REAL, REAL) if a != b])
 def test_no_special_token_pairs_with_text(student: str, teacher: str) -> None:
     """Both sides stand for no bytes, or both are added tokens of one mark."""
@@ -122,6 +127,7 @@ def test_no_special_token_pairs_with_text(student: str, teacher: str) -> None:
         assert without_bytes or shared & {"think_start", "think_end", "tool_call_start", "tool_call_end"}
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", REAL)
 def test_a_tokenizer_paired_with_itself_is_the_identity(name: str) -> None:
     """Also for reserved tokens: the loss on a same-tokenizer pair equals the same-vocabulary loss."""
@@ -131,6 +137,7 @@ def test_a_tokenizer_paired_with_itself_is_the_identity(name: str) -> None:
     assert {s for s, _ in special.pairs} == set(roles_of(tokenizer))
 
 
+@pytest.mark.tokenizers
 def test_reserved_tokens_pair_with_nothing_of_another_tokenizer() -> None:
     """`<unused0>` of two models has one name and two meanings."""
     ours, theirs = with_specials("<unused0>", "<|image|>"), with_specials("<|eot_id|>", "<unused0>", "<|image|>")
@@ -202,6 +209,7 @@ def test_marks_of_different_families_pair(ours: str, theirs: str) -> None:
     assert contents(student, teacher)[ours] == theirs
 
 
+@pytest.mark.tokenizers
 def test_marks_are_marks_whether_special_or_not_and_other_text_is_none() -> None:
     """Gemma's added token `</s>` is an HTML tag; catches pairing it with another's end of text."""
     tokenizer = with_specials("[THINK]", marks=("<think>", "</s>", "<|im_end|>"))
@@ -217,6 +225,7 @@ def test_eos_stays_eos_where_pad_is_the_same_token() -> None:
     assert roles_of(tokenizer)[tokenizer.eos_token_id] == ("eos", "end_of_turn")
 
 
+@pytest.mark.tokenizers
 def test_names_of_images_keep_their_content() -> None:
     gemma = real_tokenizer("gemma3")
     assert gemma.special_tokens_map["image_token"] == "<image_soft_token>"
@@ -328,6 +337,7 @@ def test_the_table_lists_every_role_by_id() -> None:
     assert [row.content for row in rows if row.reserved] == ["<|reserved_special_token_0|>"]
 
 
+@pytest.mark.tokenizers
 def test_the_listing_of_a_pair_says_what_it_lacks() -> None:
     rows = paired_roles(real_tokenizer("qwen3"), real_tokenizer("gpt4o"))
     by_content = {row.student: row for row in rows}

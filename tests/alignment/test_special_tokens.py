@@ -99,6 +99,7 @@ def test_added_tokens_are_text_unless_both_sides_mean_them() -> None:
     assert not paired.inexact.any()
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(
     ("student", "teacher", "student_token", "teacher_token"),
     [
@@ -123,6 +124,7 @@ def test_unknown_token_is_a_wall() -> None:
     assert alignment.student_chunk_id.tolist() == [-1]
 
 
+@pytest.mark.world
 def test_alignment_imports_no_torch() -> None:
     """Loader workers and the driver start without it."""
     code = "import sys, nemo_opd.alignment; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"

@@ -87,6 +87,7 @@ folder.mkdir(parents=True)
 """
 
 
+@pytest.mark.world
 def test_a_run_that_fails_does_not_stop_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its reason is the log's last line; a half run begins again in an empty folder."""
     example = tmp_path / "example.py"

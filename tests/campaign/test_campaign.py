@@ -22,6 +22,8 @@ from tests.campaign.cases import Case, RefusedError, case, differences
 from tests.campaign.draws import CROSS, SAME, Draw, draw
 from tests.campaign.world import run
 
+pytestmark = pytest.mark.world
+
 FIXED = (20, 22, 69, 120, 183, 206, 275, 558, 1019, 1240, 2963, 72336)
 NUMBER, FIRST = (int(os.environ.get(f"NEMO_OPD_CAMPAIGN{key}", default)) for key, default in (("", 300), ("_FIRST", 0)))
 BLOCK = 25

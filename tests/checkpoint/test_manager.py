@@ -145,6 +145,7 @@ def test_other_entries_are_left_alone(tmp_path: Path) -> None:
     assert entries(tmp_path) == ["best", "notes", "step_000001.bak", "step_000002", "step_12"]
 
 
+@pytest.mark.world
 def test_what_a_killed_run_left_is_no_checkpoint(tmp_path: Path) -> None:
     """SIGKILL runs no clean-up, so the folder's name alone must say that it is not whole."""
     manager = CheckpointManager(tmp_path, keep_last=3)

@@ -36,6 +36,7 @@ def require_whole(folder: Path) -> None:
     require_hashes(folder, manifest)
 
 
+@pytest.mark.world
 def test_hashes_are_those_of_sha256sum(sealed: Path) -> None:
     files = read_manifest(sealed).files
     assert sorted(files) == ["empty", "state/.metadata", "state/__0_0.distcp"]

@@ -367,6 +367,7 @@ def test_the_environment_is_as_before(monkeypatch) -> None:
         assert os.environ.get("HYDRA_FULL_ERROR") == value
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]], ids=["help", "cfg"])
 def test_the_example_answers_from_any_directory(arguments: list[str], tmp_path: Path) -> None:
     script = ROOT / "examples" / "run_off_policy_distillation.py"

@@ -22,6 +22,8 @@ from nemo_opd.data.seams import is_seam
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from tests.tokenizers_fixture import REAL, byte_level, real_tokenizer, sentencepiece, unigram
 
+pytestmark = pytest.mark.tokenizers
+
 DIGITS_FROM_THE_END = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))| ?[^\s\p{L}\p{N}]+| ?\p{L}+|\s+"
 SMALL: dict[str, Callable[[], Any]] = {
     "byte_level": byte_level,

@@ -93,6 +93,7 @@ def llama_that_thinks() -> Any:
     return tokenizer
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("student", ["llama3_1", "qwen3", "llama_that_thinks"])
 @settings(max_examples=25, deadline=None)
 @given(MIXED, st.integers(2, 60), st.integers(2, 60))
@@ -107,6 +108,7 @@ def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, lengt
     assert_equal_bytes(sample, tokenizers)
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("is_swapped", [False, True])
 def test_a_mark_that_is_special_on_one_side_has_no_bytes(is_swapped: bool) -> None:
     """Bug: `<think>` is text of 7 bytes to Qwen3, and of none to a tokenizer that has it as a special token."""
@@ -140,6 +142,7 @@ def test_marks_of_one_role_have_no_bytes(spelling: str) -> None:
     assert assert_equal_bytes(sample, [student, teacher]).endswith(b"quick fox")
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("student", ["llama3_1", "qwen3"])
 @settings(max_examples=10, deadline=None)
 @given(st.lists(MIXED, min_size=1, max_size=3), st.integers(10, 120))
@@ -153,6 +156,7 @@ def test_a_conversation_has_as_many_bytes_for_every_model(student: str, contents
     assert "<think>" in str(messages) or b"<think>" not in counted
 
 
+@pytest.mark.tokenizers
 def test_the_bytes_of_known_texts() -> None:
     """All but what some side cannot predict: Qwen3 and GPT-4o have no token before a text, Llama and Gemma have."""
     tokenizers = [real_tokenizer(name) for name in ("llama3_1", "qwen3", "llama3_1")]
@@ -166,6 +170,7 @@ def test_the_bytes_of_known_texts() -> None:
     assert assert_equal_bytes(alone("The quick brown fox."), tokenizers[::2]) == b"The quick brown fox."
 
 
+@pytest.mark.tokenizers
 def test_bytes_of_a_corpus_are_almost_all_of_it() -> None:
     """Catches stretches that are dropped whole for one token."""
     tokenizers = [real_tokenizer(name) for name in (*REAL, "llama3_1")]

@@ -188,6 +188,7 @@ def test_a_turn_that_was_cut_has_no_end() -> None:
     assert sample.teachers[0].tokens.loss_mask[-1]
 
 
+@pytest.mark.tokenizers
 def test_a_teacher_whose_template_takes_thinking_apart() -> None:
     """Qwen's writes it anew, around what is trimmed; the sampled ids stay as they are."""
     student, teacher = real_tokenizer("llama3_1"), real_tokenizer("qwen3")

@@ -17,6 +17,7 @@ finally:
 """
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

@@ -16,6 +16,8 @@ from nemo_opd.types import Batch, Max, Mean, Metric, TeacherRows, TokenRows
 from tests.tiny import Tiny
 from tests.workers.local import in_world, opened, plan_of
 
+pytestmark = pytest.mark.world
+
 
 class Counted:
     """Models whose metrics are known: one bit per token of the student, two per token of the teacher."""

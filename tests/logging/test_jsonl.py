@@ -101,6 +101,7 @@ def test_a_line_of_another_form_is_named_with_its_key(line: bytes, reason: str, 
     assert re.match(rf"{path}, line 2 is not a metrics record \({reason}.*\); remove or repair it$", said), said
 
 
+@pytest.mark.world
 def test_every_finished_line_survives_sigkill(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     script = (

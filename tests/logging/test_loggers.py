@@ -118,6 +118,7 @@ def test_building_writes_nothing_and_closing_twice_is_harmless(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.world
 @pytest.mark.parametrize("stdout", ["full disk", "closed pipe", "closed", "ascii"])
 def test_a_run_whose_stdout_takes_nothing_more_ends_well_with_all_its_metrics(tmp_path: Path, stdout: str) -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii:strict" if stdout == "ascii" else "utf-8"}

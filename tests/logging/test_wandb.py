@@ -50,6 +50,7 @@ def run_in_a_terminal(folder: Path, mode: str) -> tuple[int, str]:
         os.close(terminal)
 
 
+@pytest.mark.world
 def test_offline_writes_a_run_and_a_continued_run_keeps_its_id(tmp_path: Path) -> None:
     code, output = run_in_a_terminal(tmp_path, "offline")
     assert (code, output) == (0, "")
@@ -59,6 +60,7 @@ def test_offline_writes_a_run_and_a_continued_run_keeps_its_id(tmp_path: Path) -
     assert all(b"train/grad_norm" in file.read_bytes() for file in files)
 
 
+@pytest.mark.world
 def test_online_without_a_key_is_one_clear_error_before_anything_is_written(tmp_path: Path) -> None:
     code, output = run_in_a_terminal(tmp_path, "online")
     assert code == 1

@@ -104,6 +104,7 @@ class ByLoops:
         return 0.0 if is_clipped else -weight * ratio * advantage
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("batch_of", [two_tokenizers, random_alignment, real_alignment])
 @pytest.mark.parametrize(("estimator", "update"), WAYS)
 def test_by_loops(batch_of, estimator, update):
@@ -144,6 +145,7 @@ def test_by_loops(batch_of, estimator, update):
         assert out.metrics["policy/ratio"].value() == pytest.approx(math.fsum(expected.ratios) / count, rel=1e-11)
 
 
+@pytest.mark.tokenizers
 def test_real_alignments_have_chunks_of_every_kind():
     batch = real_alignment()
     lists = batch.student_chunk_id.tolist(), batch.teacher_chunk_id.tolist()

@@ -22,6 +22,8 @@ from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import model_of, save
 from tests.models.world import as_rank, on_ranks
 
+pytestmark = pytest.mark.world
+
 POSITIONS = (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5]))
 """Of two ranks: from the front and from the back, as torch's ring attention deals them out."""
 KEY = "student.parallelism.cp"

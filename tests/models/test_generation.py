@@ -25,6 +25,8 @@ from tests.models.families import model_of, save
 from tests.models.one_update import USED, cut, train
 from tests.models.world import on_ranks
 
+pytestmark = pytest.mark.world
+
 RANKS = 2
 LAYOUTS = {
     "dp": Parallelism(),

@@ -17,6 +17,8 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.models.export import save_pretrained
 from tests.models.one_update import IDS, MASKS, NORMALIZER, USED, Trained, adamw, cut, train
 
+pytestmark = pytest.mark.world
+
 CUT = (
     "llama, tied",
     "qwen3, norms of heads",

@@ -25,6 +25,8 @@ from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import FAMILIES, SIZES, save
 from tests.models.world import alone, as_rank, on_ranks
 
+pytestmark = pytest.mark.world
+
 IDS = torch.arange(12).view(2, 6)
 
 

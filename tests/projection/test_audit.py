@@ -12,6 +12,7 @@ from tests.projection.conftest import SMALL
 from tests.tokenizers_fixture import real_tokenizer
 
 
+@pytest.mark.tokenizers
 def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
     """METHODS §2: Qwen3–Llama .848; Llama numerals have no exact partner in a single-digit vocabulary."""
     figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
@@ -21,6 +22,7 @@ def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
     assert sum(figures.rows_by_pieces) == 128256
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize(
     ("student", "teacher", "published"),
     [
@@ -144,6 +146,7 @@ def test_numerals_just_covered_are_no_reason_to_warn() -> None:
     assert fit_warnings(figures, "h_kl") == []
 
 
+@pytest.mark.tokenizers
 def test_a_real_pair_warns_about_numerals_only(llama_qwen: ProjectionMatrix) -> None:
     figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
     assert fit_warnings(figures, "p_kl") == []

@@ -24,6 +24,7 @@ def test_every_teacher_token(names: tuple[str, str]) -> None:
             assert phi[t] == -1 or left[phi[t]] == b""
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
 def test_real_teacher_tokens(pair: tuple[str, str]) -> None:
     left, right = (pieces_of(real_tokenizer(name)).as_list() for name in pair)

@@ -49,6 +49,7 @@ def test_a_unigram_takes_its_likeliest_pieces() -> None:
     assert tokenizer.convert_ids_to_tokens(raw_model(tokenizer).encode(b" ab")) == ["▁a", "b"]
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["llama3_1", "qwen3", "gemma3", "gpt4o"])
 def test_a_real_piece_is_its_own_spelling(name: str) -> None:
     """Of pieces reachable by merges, as all but some of Llama-3's are, which its `ignore_merges` finds."""

@@ -37,6 +37,7 @@ def test_every_token_of_both_sides(names: tuple[str, str]) -> None:
                 assert psi[token_id] == -1 or known[psi[token_id]] == b""
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("pair", [("llama3_1", "qwen3"), ("gpt4o", "gemma3")], ids="-".join)
 def test_real_tokens(pair: tuple[str, str]) -> None:
     """All tokens with bytes have a cell, as both sides have every byte; a sample has the longest."""

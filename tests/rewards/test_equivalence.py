@@ -19,6 +19,8 @@ from nemo_opd.rewards import equivalence as equivalence_module
 from nemo_opd.rewards.equivalence import MANY, Equivalence
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.world
+
 EQUAL = [
     (r"\frac12", "0.5"),
     (r"\frac{1}{2}", r"\dfrac12"),

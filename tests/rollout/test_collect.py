@@ -95,6 +95,7 @@ def test_texts_have_no_environment() -> None:
 CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}}\n</tool_call>'
 
 
+@pytest.mark.tokenizers
 def test_a_conversation_with_the_calculator() -> None:
     """Against Qwen's template of the whole conversation: ids, masks, texts, messages and the reward."""
     tokenizer = real_tokenizer("qwen3")

@@ -28,6 +28,7 @@ def tokenizer_of(name: str) -> Any:
     return real_tokenizer(name) if name in ("qwen3", "llama3_1", "gemma3") else talking(name)
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("case", CASES)
 def test_prompt_turns_and_what_is_between_are_the_whole_conversation(case: str) -> None:
     """Canonical turns: every token of the template is there once, none of the student's again."""
@@ -76,6 +77,7 @@ def test_special_tokens_in_an_answer_do_not_end_the_turn() -> None:
     assert talking("without_ends").decode(between) == "\nuser: a<|im_end|>b\U000f0000\nassistant: "
 
 
+@pytest.mark.tokenizers
 def test_template_variables_and_tools_reach_the_prompt() -> None:
     tokenizer = real_tokenizer("qwen3")
     thoughtless = ConversationRenderer(tokenizer, {"enable_thinking": False})
@@ -86,6 +88,7 @@ def test_template_variables_and_tools_reach_the_prompt() -> None:
     assert not ConversationRenderer(real_tokenizer("llama3_1")).shows_tools([TOOL])
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "tagged"])
 def test_a_dataset_response_is_what_the_template_writes(name: str) -> None:
     tokenizer = tokenizer_of(name)

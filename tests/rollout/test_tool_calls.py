@@ -21,6 +21,7 @@ def parsed(tokenizer: Any, text: str) -> list[dict[str, Any]]:
     return ToolCallParser(tokenizer)(ids, len(before), None)
 
 
+@pytest.mark.tokenizers
 @pytest.mark.parametrize("name", ["qwen3", "tagged", "strict"])
 @pytest.mark.parametrize("calls", [[CALL], [CALL, OTHER]])
 def test_what_a_template_writes_is_read_back(name: str, calls: list[dict[str, Any]]) -> None:
@@ -34,6 +35,7 @@ def test_what_a_template_writes_is_read_back(name: str, calls: list[dict[str, An
     assert parsed(tokenizer, turn) == (calls if name != "strict" else [CALL])
 
 
+@pytest.mark.tokenizers
 def test_the_form_is_the_templates() -> None:
     assert parser_of(written_call(talking("tagged"), {})) is tagged_calls
     assert parser_of(written_call(talking("strict"), {})) is bare_calls

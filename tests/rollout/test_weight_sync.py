@@ -32,6 +32,7 @@ def test_the_library_reads_every_dtype_and_shape() -> None:
         weights.file.check()
 
 
+@pytest.mark.world
 def test_it_goes_with_its_process() -> None:
     script = (
         "import os, torch; from nemo_opd.rollout.weight_sync import HeldWeights\n"

@@ -536,6 +536,7 @@ def test_room_is_estimated_by_what_a_checkpoint_has(tiny: Tiny, configure: Confi
 # The real command line
 
 
+@pytest.mark.world
 @pytest.mark.parametrize(
     ("overrides", "last_line"),
     [
@@ -569,6 +570,7 @@ def test_the_command_fails_with_one_clear_line(
     assert processes_with(mark) == []
 
 
+@pytest.mark.world
 def test_every_problem_of_a_command_has_its_line(tmp_path: Path) -> None:
     script = ROOT / "examples" / "run_off_policy_distillation.py"
     arguments = [sys.executable, str(script), "train.max_step=5", "run.seed=-1"]

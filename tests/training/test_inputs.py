@@ -103,6 +103,7 @@ def test_a_column_of_the_reward_and_of_the_evaluation() -> None:
             check_inputs(compose(key, config_name="on_policy_demo"), on_policy=True)
 
 
+@pytest.mark.world
 def test_a_wrong_path_is_refused_before_heavy_imports(tmp_path: Path) -> None:
     """Seconds of imports for a typo: what pulls them in is easily added and seen by nobody."""
     arguments = [sys.executable, "-c", SCRIPT, "data.train.arrow_files=/nowhere.arrow"]

@@ -20,6 +20,8 @@ from tests.tiny import SENTENCES, Tiny
 from tests.training.live_bytes import LiveBytes
 from tests.workers.local import first_batches, on_ranks_of, opened, plan_of, train_step
 
+pytestmark = pytest.mark.world
+
 WITHIN = 0.2
 """What the estimate promises."""
 

@@ -32,7 +32,7 @@ from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.phases import PREFIX
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
-from tests import processes
+from tests import costs, processes
 from tests.composition import DEMO, compose
 
 TIMEOUT_S = 120.0
@@ -83,6 +83,7 @@ def on_ranks_of(group: Group, function: Callable[..., Made], *arguments: Any) ->
 @contextmanager
 def opened(plan: Plan) -> Iterator[Models]:
     """The models of a run, in the processes of this world."""
+    costs.refuse("opens a run's models", "world")
     plan = in_these_processes(on_ranks(plan, Processes.started().size))
     with (
         patch.object(models_module, "StudentWorker", OpenedStudent),

@@ -11,6 +11,8 @@ from nemo_opd.models.head import Headless
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
+pytestmark = pytest.mark.world
+
 
 def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[Trained, int]:
     """Two steps, and the bytes that the model's forward passes kept for backward."""

@@ -18,6 +18,8 @@ from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, evaluate, first_batches, in_world, opened, plan_of, train_step
 
+pytestmark = pytest.mark.world
+
 STEPS = 4
 
 
