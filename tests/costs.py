@@ -1,6 +1,8 @@
 """What a test may cost, by its marker: one without any is `unit`, and computes in this process alone."""
 
+import multiprocessing.process
 import sys
+from typing import Any
 
 MARKERS = {"world", "ray", "server", "tokenizers", "nightly", "gpu"}
 PROCESSES = ("subprocess.Popen", "os.fork", "os.posix_spawn")
@@ -20,4 +22,12 @@ def _watch(event: str, arguments: object) -> None:
         refuse(f"starts a process ({arguments})", "world")
 
 
+def _start(process: Any) -> None:
+    refuse(f"starts a process ({process.name})", "world")
+    _start_unwatched(process)
+
+
+_start_unwatched: Any = multiprocessing.process.BaseProcess.start
 sys.addaudithook(_watch)
+# Those of a fork server and spawned ones are no event.
+multiprocessing.process.BaseProcess.start = _start  # type: ignore[method-assign]

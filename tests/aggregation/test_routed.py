@@ -45,6 +45,7 @@ def test_a_teacher_has_the_rows_that_name_it(tiny: Tiny, tmp_path: Path, cache: 
         assert [length > 0 for length in own] == [route == name for route in ROUTES]
 
 
+@pytest.mark.world
 def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None:
     """Bug: the route of the first run, stored with what it does not depend on."""
     first = lengths(plan_of(tiny, jsonl(tmp_path, [*ROUTES])))

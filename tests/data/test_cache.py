@@ -115,10 +115,12 @@ def fill(start: int, count: int) -> None:
         cached(str(i))
 
 
+@pytest.mark.world
 def fill_for_ever() -> None:
     fill(0, 10**9)
 
 
+@pytest.mark.world
 def test_processes_write_at_once() -> None:
     """Four writers of overlapping documents: nothing is lost, nothing fails."""
     context = multiprocessing.get_context("spawn")

@@ -137,6 +137,8 @@ def test_rewind(uninterrupted: list[list[int]]) -> None:
     assert numbers(loader, 2) == uninterrupted[:2]
 
 
+@pytest.mark.world
+@pytest.mark.world
 def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
     """Workers read ahead; a state taken from what they have read, not from what was returned, would skip batches.
 

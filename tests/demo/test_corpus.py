@@ -134,6 +134,7 @@ def test_an_unknown_split_is_explained(own_cache: Path) -> None:
         corpus.arrow_file("test")
 
 
+@pytest.mark.world
 def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[corpus.Split, bytes]]") -> None:
     os.environ["NEMO_OPD_CACHE"] = cache
     ready.wait()

@@ -67,6 +67,7 @@ def excess_on_rank(seed: int, rank: int) -> float:
     return max(shares)
 
 
+@pytest.mark.world
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
