@@ -1,22 +1,29 @@
-"""What takes a while outside of a run's steps, shown to people."""
+"""Work under way, shown to people: as a line, and now and then from a process that would otherwise be silent."""
 
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.text import Text
 
 from nemo_opd.config.logging import Console as Settings
-from nemo_opd.logging.ticker import Ticker
-from nemo_opd.logging.work_line import WorkLine, work_line
-from nemo_opd.progress import current, working
+from nemo_opd.logging.formats import amount, clock, figure
+from nemo_opd.progress import Work, current, working
 
-INTERVAL_S: float = Settings.model_fields["interval_s"].default
+EARLY = 0.9
+"""Share of an interval after which it counts as over: a busy machine wakes threads late."""
+_INTERVAL_S: float = Settings.model_fields["interval_s"].default
+_SHOWN_AFTER_S = 1.0
+"""Duration from which a live display shows work; shorter work would only flicker."""
 
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Shows inside what is being done: live in a terminal, elsewhere by a line now and then.
+    """Show inside what is being done: live in a terminal, elsewhere by a line now and then.
 
     A terminal is looked for at stderr and the lines go to stdout, so a command whose output is redirected has both.
     """
@@ -27,11 +34,84 @@ def busy(what: str) -> Iterator[None]:
         if not sys.stdout.isatty():
             with suppress(OSError):
                 print(what, flush=True)
-            stack.enter_context(Ticker(say_what_is_done, INTERVAL_S))
+            stack.enter_context(Ticker(_print_current, _INTERVAL_S))
         stack.enter_context(working(what))
         yield
 
 
-def say_what_is_done() -> None:
+def _print_current() -> None:
     if (work := current()) is not None:
         print(work_line(work), flush=True)
+
+
+def work_line(work: Work) -> str:
+    """Return a line such as `validating  12/40 batches  1.520/s  0:08  left 0:18`, without what is not known."""
+    done, elapsed_s = work.look(), work.elapsed_s
+    parts = [work.name]
+    if work.total is not None or done:
+        total = "" if work.total is None else f"/{amount(work.total)}"
+        parts.append(f"{amount(done)}{total} {work.unit}".rstrip())
+    if done and elapsed_s:
+        rate = done / elapsed_s
+        parts.append(f"{figure(rate) if rate < 100 else amount(rate)}/s")
+    parts.append(clock(elapsed_s))
+    if work.total is not None and done:
+        parts.append(f"left {clock(max(0.0, elapsed_s * (work.total - done) / done))}")
+    return "  ".join(parts)
+
+
+class WorkLine:
+    """The work under way at the moment of drawing, cut to the width; nothing where there is none."""
+
+    def __init__(self, otherwise: Callable[[], Work | None] = lambda: None) -> None:
+        """otherwise: returns what to show where no work is announced."""
+        self._otherwise = otherwise
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        work = current() or self._otherwise()
+        if work is not None and work.elapsed_s >= _SHOWN_AFTER_S:
+            yield Text(f"  {work_line(work)}", "dim", no_wrap=True, overflow="ellipsis")
+
+
+class Ticker:
+    """A thread that calls `show` before each `interval_s` of silence is over, until it is closed.
+
+    Where the output is closed it ends, and the next `touch` raises the error.
+    """
+
+    def __init__(self, show: Callable[[], None], interval_s: float) -> None:
+        self._show, self._interval_s = show, EARLY * interval_s
+        self._closed = threading.Event()
+        self._failure: BaseException | None = None
+        self.touch()
+        self._thread = threading.Thread(target=self._run, name="ticker", daemon=True)
+        self._thread.start()
+
+    def touch(self) -> None:
+        """Start the interval anew, because something else is printed. Raises what `show` has raised."""
+        if self._failure is not None:
+            raise self._failure
+        self._due = time.monotonic() + self._interval_s
+
+    def _run(self) -> None:
+        while not self._closed.wait(max(0.0, self._due - time.monotonic())):
+            if time.monotonic() < self._due:
+                continue
+            self.touch()
+            try:
+                self._show()
+            # rich answers a closed pipe by SystemExit
+            except (OSError, ValueError, SystemExit) as error:
+                self._failure = error
+                return
+
+    def close(self) -> None:
+        """Return when nothing is being printed any more."""
+        self._closed.set()
+        self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

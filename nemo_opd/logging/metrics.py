@@ -8,39 +8,35 @@ from nemo_opd.types import Metric, Metrics
 
 
 def merge(parts: Iterable[Metrics]) -> dict[str, Metric]:
-    """Pools metrics by name, in the order given; a name may be missing from some parts.
+    """Pool metrics by name, in the order given; a name may be missing from some parts.
 
     Raises TypeError where one name carries two kinds of metric.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
-        for name, metric in part.items():
-            merged[name] = _pooled(name, merged[name], metric) if name in merged else metric
+        for name, new in part.items():
+            known = merged.get(name)
+            if known is not None and type(known) is not type(new):
+                kinds = f"a {type(known).__name__} in one part and a {type(new).__name__} in another"
+                raise TypeError(f"metric {name!r} is {kinds}")
+            merged[name] = new if known is None else known.merge(new)  # type: ignore[arg-type]  # compared above
     return merged
 
 
-def _pooled(name: str, known: Metric, new: Metric) -> Metric:
-    if type(known) is not type(new):
-        raise TypeError(
-            f"metric {name!r} is a {type(known).__name__} in one part and a {type(new).__name__} in another"
-        )
-    return known.merge(new)  # type: ignore[arg-type]  # the kinds were compared above
-
-
 def values(metrics: Metrics) -> dict[str, float]:
-    """Each metric as a number. Synchronises with the device that holds it."""
+    """Return each metric as a number. Synchronises with the device that holds it."""
     return {name: metric.value() for name, metric in metrics.items()}
 
 
 class Timer:
-    """Seconds of wall-clock time by phase; a phase entered again adds up, a nested one also counts in the outer."""
+    """Wall-clock seconds by phase; a phase entered again adds up, a nested one also counts in the outer."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def span(self, phase: str) -> Iterator[None]:
-        """Counts the body's time to `phase`, also when it raises."""
+        """Add the time of the body to `phase`, also when it raises."""
         start = time.perf_counter()
         try:
             yield
@@ -48,10 +44,10 @@ class Timer:
             self._seconds[phase] = self.seconds(phase) + time.perf_counter() - start
 
     def seconds(self, phase: str) -> float:
-        """Time spent in a phase since the last `take`; 0 if it was not entered."""
+        """Return the time spent in a phase since the last `take`; 0 if it was not entered."""
         return self._seconds.get(phase, 0.0)
 
     def take(self) -> dict[str, float]:
-        """All phases, which start again from zero."""
+        """Return all phases and start again from zero."""
         taken, self._seconds = self._seconds, {}
         return taken

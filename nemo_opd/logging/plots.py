@@ -50,31 +50,19 @@ class Theme:
     def rc(self) -> dict[str, object]:
         """The theme as matplotlib settings."""
         return {
-            "figure.facecolor": self.background,
-            "axes.facecolor": self.background,
-            "savefig.facecolor": self.background,
-            "text.color": self.text,
-            "axes.labelcolor": self.muted,
-            "axes.titlecolor": self.text,
-            "axes.edgecolor": self.grid,
-            "xtick.color": self.grid,
-            "ytick.color": self.grid,
-            "xtick.labelcolor": self.muted,
-            "ytick.labelcolor": self.muted,
-            "axes.grid": True,
-            "grid.color": self.grid,
+            **dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), self.background),
+            **dict.fromkeys(("text.color", "axes.titlecolor"), self.text),
+            **dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), self.muted),
+            **dict.fromkeys(("axes.edgecolor", "xtick.color", "ytick.color", "grid.color"), self.grid),
+            **dict.fromkeys(("axes.spines.top", "axes.spines.right", "axes.spines.left", "legend.frameon"), False),
+            **dict.fromkeys(("axes.grid", "axes.axisbelow"), True),
             "grid.linewidth": 0.6,
-            "axes.spines.top": False,
-            "axes.spines.right": False,
-            "axes.spines.left": False,
             "ytick.major.size": 0,
-            "axes.axisbelow": True,
             "axes.titlelocation": "left",
             "axes.titlesize": 12,
             "axes.titleweight": "bold",
             "font.size": 11,
             "font.family": "DejaVu Sans",
-            "legend.frameon": False,
             "legend.fontsize": 10,
             "lines.linewidth": 1.8,
             "lines.solid_capstyle": "round",
@@ -141,43 +129,35 @@ def write_chart(
 
     size: width and height in inches.
     """
-    light, dark = (_png(draw, size, theme, legend_columns) for theme in (LIGHT, DARK))
-    write_atomically(path, light)
-    return Chart(title, light, dark)
-
-
-def _png(draw: Callable[[Figure, Theme], None], size: tuple[float, float], theme: Theme, legend_columns: int) -> bytes:
     import matplotlib
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
-    with matplotlib.rc_context(theme.rc):
-        figure = Figure(figsize=size, layout="constrained")
-        draw(figure, theme)
-        for axes in figure.axes:
-            _add_legend(axes, legend_columns)
-        for axes in figure.axes[-1:]:
-            _add_steps(axes)
-        buffer = io.BytesIO()
-        figure.savefig(buffer, format="png", dpi=180)
-    return buffer.getvalue()
+    images = []
+    for theme in (LIGHT, DARK):
+        with matplotlib.rc_context(theme.rc):
+            figure = Figure(figsize=size, layout="constrained")
+            draw(figure, theme)
+            for axes in figure.axes:
+                _add_legend(axes, legend_columns)
+            for axes in figure.axes[-1:]:
+                axes.set_xlabel("step")
+                axes.margins(x=0.02)
+                axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
+                axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", dpi=180)
+        images.append(buffer.getvalue())
+    write_atomically(path, images[0])
+    return Chart(title, *images)
 
 
 def _add_legend(axes: Axes, columns: int) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    if labels:
+    if axes.get_legend_handles_labels()[1]:
         axes.legend(
-            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2,
-            handlelength=1.4, columnspacing=1.4,
+            loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncol=columns, borderaxespad=0.2, handlelength=1.4,
+            columnspacing=1.4,
         )  # fmt: skip
-
-
-def _add_steps(axes: Axes) -> None:
-    from matplotlib.ticker import EngFormatter, MaxNLocator
-
-    axes.set_xlabel("step")
-    axes.margins(x=0.02)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
 
 
 def series(records: Records, key: str) -> tuple[list[float], list[float]]:

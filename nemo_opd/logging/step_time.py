@@ -1,4 +1,4 @@
-"""Where the time of a step goes: its parts, from a record of metrics."""
+"""The parts of the time of a step, from a record of metrics."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ OTHER = "other"
 PARTS: Mapping[str, tuple[str, ...]] = {
     "data": ("perf/data_wait_s",),
     "rollout": ("perf/rollout_s",),
-    # Beside a student that trains on other devices, only what it waits for them is time of the step.
+    # Of teachers that work while the student trains, only the time it waits for them is part of the step.
     "teachers": ("perf/teacher_wait_s", "perf/teacher_s"),
     "handoff": ("perf/handoff_s",),
     "forward": ("perf/student_forward_s",),
@@ -16,13 +16,13 @@ PARTS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("perf/optimizer_s",),
     "offload": ("perf/offload_s",),
 }
-"""Part → its metrics, of which the first that is there counts; in the order of a step."""
+"""Metrics of each part, of which the first that was recorded counts; in the order of a step."""
 
 
 def step_parts(record: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each part that was measured, and what none accounts for as `other`; empty where a step has no time.
+    """Return the seconds of each part that was measured, and the rest as `other`; empty where a step has no time.
 
-    On several ranks a part is that of the slowest, so the parts together may exceed the step: `other` is then 0.
+    Each part is the maximum over ranks, so their sum may exceed the step: `other` is then 0.
     """
     if STEP not in record:
         return {}
@@ -32,6 +32,6 @@ def step_parts(record: Mapping[str, float]) -> dict[str, float]:
 
 
 def shares(parts: Mapping[str, float]) -> dict[str, float]:
-    """Each part of all parts together; empty where these take no time."""
+    """Return each part divided by their sum; empty where that is 0."""
     total = sum(parts.values())
     return {name: seconds / total for name, seconds in parts.items()} if total > 0 else {}

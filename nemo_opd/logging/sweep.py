@@ -20,6 +20,7 @@ from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import Theme, series, smooth, write_chart
+from nemo_opd.logging.tables import titled_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,26 +48,12 @@ class SweptRun:
     def last(self, key: str) -> float | None:
         return next((record[key] for record in reversed(self.records) if key in record), None)
 
-    def first(self, key: str) -> float | None:
-        return next((record[key] for record in self.records if key in record), None)
-
-    @property
-    def num_steps(self) -> int:
-        return int(self.records[-1]["step"]) if self.records else 0
-
-    @property
-    def seconds(self) -> float:
-        """Time in training steps."""
-        return sum(record.get("perf/step_s", 0.0) for record in self.records)
-
     def cells(self, measures: Sequence[str]) -> list[str]:
-        """Return its row: name, each result, steps and time."""
-        return [self.name, *(self._cell(measure) for measure in measures), self._state(), clock(self.seconds)]
-
-    def _state(self) -> str:
-        if not self.has_started:
-            return "refused, or not started"
-        return f"{self.num_steps:,}" if self.page else f"{self.num_steps:,}, not complete"
+        """Return its row: name, each result, steps, and time in training steps."""
+        steps = f"{self.last('step') or 0:,.0f}{'' if self.page else ', not complete'}"
+        seconds = sum(record.get("perf/step_s", 0.0) for record in self.records)
+        results = [self._cell(measure) for measure in measures]
+        return [self.name, *results, steps if self.has_started else "refused, or not started", clock(seconds)]
 
     def _cell(self, key: str) -> str:
         value = self.last(key)
@@ -77,7 +64,7 @@ class SweptRun:
             return share(value) if low is None or high is None else score(key.removeprefix("eval/"), value, low, high)
         if key != "val/bits_per_byte":
             return figure(value)
-        before = self.first(key)
+        before = next(record[key] for record in self.records if key in record)
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
 
 
@@ -133,7 +120,7 @@ def _heads(measures: Sequence[str]) -> list[str]:
 def sweep_table(runs: Sequence[SweptRun]) -> Table:
     """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
     measures = measures_of(runs)[:2]
-    table = Table(title="Sweep", title_justify="left", title_style="bold", border_style="dim")
+    table = titled_table("Sweep")
     for i, head in enumerate(_heads(measures)):
         table.add_column(head, justify="right" if i else "left", overflow="fold")
     for run in runs:
@@ -152,13 +139,7 @@ def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
         title = f"{label[0].upper()}{label[1:]}"
         charts.append(write_chart(root / "sweep.png", title, draw, (9, 4.2), legend_columns=columns))
     page = render(
-        "sweep.html",
-        title=root.name,
-        folder=root,
-        heads=_heads(measures),
-        runs=runs,
-        measures=measures,
-        charts=charts,
+        "sweep.html", title=root.name, folder=root, heads=_heads(measures), runs=runs, measures=measures, charts=charts
     )
     write_atomically(root / "report.html", page)
     return root / "report.html"

@@ -1,4 +1,4 @@
-"""What a run is and what it achieved, as rich shows it to people."""
+"""Tables for the console: the facts of a run and its results."""
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
@@ -10,8 +10,13 @@ from nemo_opd.logging.base import ClosingTable, RunSummary
 from nemo_opd.logging.formats import change, score
 
 
+def titled_table(title: str) -> Table:
+    """Return an empty table in the style of all."""
+    return Table(title=title, title_justify="left", title_style="bold", border_style="dim")
+
+
 def header(run: RunSummary, step: int) -> Panel:
-    """What will run; `step` is where it continues, 0 for a new run."""
+    """Return the facts of a run. step: the step after which it continues, 0 for a new run."""
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim", no_wrap=True)
     facts.add_column(overflow="fold")
@@ -44,8 +49,8 @@ def _teachers(run: RunSummary) -> Group:
 
 
 def closing_table(closing: ClosingTable) -> Table:
-    """Bits per byte of the student before and after, and of its teachers."""
-    table = Table(title="Validation", title_justify="left", title_style="bold", border_style="dim")
+    """Return bits per byte of the student before and after, and of its teachers."""
+    table = titled_table("Validation")
     table.add_column("model", overflow="fold")
     table.add_column("bits per byte", justify="right", no_wrap=True)
     table.add_column("vs start", justify="right", no_wrap=True)
@@ -58,15 +63,14 @@ def closing_table(closing: ClosingTable) -> Table:
 
 
 def score_table(closing: ClosingTable) -> Table:
-    """Shares of questions, with confidence intervals: of the student before and after, and of its teachers."""
-    table = Table(title="Questions", title_justify="left", title_style="bold", border_style="dim")
+    """Return shares of questions with confidence intervals: of the student before and after, and of its teachers."""
+    table = titled_table("Questions")
     table.add_column("measure", no_wrap=True)
     table.add_column("model", overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
     for row in closing.scores:
-        for i, (model, own) in enumerate(row.by_model.items()):
-            style = "bold green" if own is row.after else ""
-            shown = score(row.measure, own.value, own.low, own.high)
-            table.add_row("" if i else row.measure, Text(model, style), Text(shown, style))
+        for i, (model, found) in enumerate(row.by_model.items()):
+            style = "bold green" if found is row.after else ""
+            table.add_row("" if i else row.measure, Text(model, style), Text(score(row.measure, *found), style))
         table.add_section()
     return table

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoardLogger(Logger):
-    """Event files in one folder; a run that continues hides what was written after its checkpoint."""
+    """Event files in one folder; a run that continues hides the events after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or offline, with its files in the run's own directory."""
+"""Weights & Biases, online or offline, with its files in the directory of the run."""
 
 import uuid
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 
 
 def check_credentials() -> None:
-    """Raises ConfigError where mode=online has no usable API key, instead of the prompt wandb would open."""
+    """Raise ConfigError where mode=online has no usable API key, instead of the prompt wandb would open."""
     import wandb
 
     remedy = "set WANDB_API_KEY, run `wandb login`, or use logging.wandb.mode=offline and `wandb sync` later"
@@ -27,7 +27,7 @@ def check_credentials() -> None:
 
 
 class WandbLogger(Logger):
-    """One wandb run for one output directory: a run that continues reports to the same id."""
+    """One wandb run for each output directory: a run that continues reports to the same id."""
 
     def __init__(self, settings: Wandb, output_dir: Path) -> None:
         if settings.mode == "online":

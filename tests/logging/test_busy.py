@@ -11,10 +11,8 @@ from rich.console import Console
 from nemo_opd import progress
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging import console as console_module
-from nemo_opd.logging.busy import busy
+from nemo_opd.logging.busy import Ticker, busy, work_line
 from nemo_opd.logging.console import ConsoleLogger
-from nemo_opd.logging.ticker import Ticker
-from nemo_opd.logging.work_line import work_line
 from nemo_opd.progress import Work, working
 from tests.logging.synthetic import record, summary
 from tests.waiting import wait_until
@@ -58,7 +56,7 @@ def test_what_is_said_begins_the_interval_anew() -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, io.StringIO]]:
     """A logger outside a terminal that says every hundredth second what is being done."""
-    monkeypatch.setattr(console_module, "LEAST_INTERVAL_S", 0.01)
+    monkeypatch.setattr(console_module, "_LEAST_INTERVAL_S", 0.01)
     output = io.StringIO()
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), Console(file=output, width=80))
     logger.start(summary(Path("/outputs/demo")), 0)
