@@ -17,7 +17,7 @@ class TeacherSummary:
     name: str
     model: str
     type: str
-    """same_tokenizer or cross_tokenizer."""
+    """Type of its configuration, such as cross_tokenizer."""
     weight: float
     loss: str
     """Type of its distillation loss, such as p_kl."""

@@ -88,7 +88,7 @@ class Ticker:
         self._thread.start()
 
     def touch(self) -> None:
-        """Start the interval anew, because something else is printed. Raises what `show` has raised."""
+        """Restart the interval, because something else is printed. Raises the error of `show`, if it has failed."""
         if self._failure is not None:
             raise self._failure
         self._due = time.monotonic() + self._interval_s

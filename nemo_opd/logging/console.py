@@ -123,7 +123,7 @@ class _Progression:
 
     def advance(self, step: int, values: Mapping[str, float]) -> None:
         now = time.monotonic()
-        # what happens before the first record, such as loading models, says nothing about the pace
+        # what happens before the first record, such as loading models, is not part of the pace
         if step > self.step and self._moved is not None:
             # validation and checkpoints between steps count too: they will come again
             pace = (now - self._moved) / (step - self.step)

@@ -105,21 +105,16 @@ def teacher_facts(config: object, records: Records) -> list[Fact]:
     teachers = _at(config, "teachers")
     if not isinstance(teachers, list):
         return []
-    named = [(str(_at(teacher, "name")), teacher) for teacher in teachers]
-    return [(name, ", ".join((*_teacher_line(teacher), *_coverage(name, records)))) for name, teacher in named]
+    return [_teacher_fact(teacher, records) for teacher in teachers]
 
 
-def _coverage(name: str, records: Records) -> Iterable[str]:
-    key = f"train/kd_coverage/{name}"
-    if finite := [record[key] for record in records if key in record and math.isfinite(record[key])]:
-        yield f"KD on {share(fmean(finite))} of the scored tokens"
-
-
-def _teacher_line(teacher: object) -> Iterable[str]:
-    for form, key in _TEACHER_KEYS:
-        value = _at(teacher, key)
-        if value is not None:
-            yield form.format(value)
+def _teacher_fact(teacher: object, records: Records) -> Fact:
+    name = str(_at(teacher, "name"))
+    line = [form.format(value) for form, key in _TEACHER_KEYS if (value := _at(teacher, key)) is not None]
+    coverage = f"train/kd_coverage/{name}"
+    if finite := [record[coverage] for record in records if math.isfinite(record.get(coverage, math.nan))]:
+        line.append(f"KD on {share(fmean(finite))} of the scored tokens")
+    return name, ", ".join(line)
 
 
 def _at(config: object, key: str) -> object:

@@ -83,7 +83,7 @@ class Loggers(Logger):
     def _try(self, logger: Logger, call: Callable[[Logger], None]) -> None:
         try:
             call(logger)
-        # rich answers a closed pipe by SystemExit, with nothing else said.
+        # rich answers a closed pipe by SystemExit and no other message.
         except (Exception, SystemExit) as error:
             if isinstance(error, OPDError) and not isinstance(error, StorageError):
                 raise

@@ -41,11 +41,7 @@ class Timer:
         try:
             yield
         finally:
-            self._seconds[phase] = self.seconds(phase) + time.perf_counter() - start
-
-    def seconds(self, phase: str) -> float:
-        """Return the time spent in a phase since the last `take`; 0 if it was not entered."""
-        return self._seconds.get(phase, 0.0)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
         """Return all phases and start again from zero."""

@@ -1,4 +1,4 @@
-"""Catches silence outside a terminal, words after the end, and a thread that outlives what it speaks for."""
+"""Catches silence outside a terminal, lines after the end, and a thread that outlives the work it reports."""
 
 import io
 import time
@@ -24,15 +24,15 @@ def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_under_way", [])
 
 
-def test_it_speaks_until_it_is_closed() -> None:
-    said: list[int] = []
-    with Ticker(lambda: said.append(1), 0.01) as ticker:
-        wait_until(lambda: len(said) >= 3, "third word", every_s=0.01)
+def test_a_ticker_prints_until_it_is_closed() -> None:
+    shown: list[int] = []
+    with Ticker(lambda: shown.append(1), 0.01) as ticker:
+        wait_until(lambda: len(shown) >= 3, "third line", every_s=0.01)
     assert not ticker._thread.is_alive()
 
 
-def test_a_pipe_that_closes_ends_it_and_is_told_to_the_caller() -> None:
-    """Bug: a traceback of a thread in the middle of a run's output; or no word of the end of all output."""
+def test_a_closed_pipe_ends_a_ticker_and_is_raised_to_the_caller() -> None:
+    """Bug: a traceback of a thread in the middle of a run's output; or no error where all output has ended."""
 
     def fail() -> None:
         raise BrokenPipeError
@@ -44,18 +44,18 @@ def test_a_pipe_that_closes_ends_it_and_is_told_to_the_caller() -> None:
     ticker.close()
 
 
-def test_what_is_said_begins_the_interval_anew() -> None:
-    said: list[int] = []
-    with Ticker(lambda: said.append(1), 3600) as ticker:
+def test_other_output_restarts_the_interval() -> None:
+    shown: list[int] = []
+    with Ticker(lambda: shown.append(1), 3600) as ticker:
         ticker._due = 0.0
         ticker.touch()
         assert ticker._due > time.monotonic() + 3000
-    assert said == []
+    assert shown == []
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ConsoleLogger, io.StringIO]]:
-    """A logger outside a terminal that says every hundredth second what is being done."""
+    """A logger outside a terminal that prints the work under way every hundredth of a second."""
     monkeypatch.setattr(console_module, "_LEAST_INTERVAL_S", 0.01)
     output = io.StringIO()
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), Console(file=output, width=80))
@@ -77,7 +77,7 @@ def test_a_long_phase_is_not_silent(impatient: tuple[ConsoleLogger, io.StringIO]
     assert "  left " in line
 
 
-def test_a_long_step_says_which_it_is(impatient: tuple[ConsoleLogger, io.StringIO]) -> None:
+def test_a_long_step_is_named(impatient: tuple[ConsoleLogger, io.StringIO]) -> None:
     logger, output = impatient
     logger.log(3, record(3))
     wait_until(lambda: "in step  4/20" in output.getvalue(), "line in the step", every_s=0.01)
@@ -96,7 +96,7 @@ def test_a_terminal_shows_work_below_the_bar() -> None:
     assert "reading weights  10/40 tensors" in console.file.getvalue()
 
 
-def test_what_is_busy_outside_a_terminal_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_work_outside_a_terminal_is_printed_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     with busy("checking settings"):
         assert capsys.readouterr().out == "checking settings\n"
 

@@ -39,7 +39,7 @@ def test_validation_marks_the_best_so_far_also_after_nan() -> None:
 
 
 def test_a_warning_stays_under_live_progress() -> None:
-    """Bug: what is said of a step in the live line is gone with the next step."""
+    """Bug: a warning in the live line disappears with the next step."""
     console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(summary(Path("/outputs/demo"), 2), 0)
@@ -62,7 +62,7 @@ def test_plain_output_fits_the_width_and_has_no_control_codes(width: int) -> Non
 
 
 def test_scores_are_by_measure_and_model() -> None:
-    """Bug: a teacher's score beside the student's name, or a line of nothing for what is not known."""
+    """Bug: a teacher's score next to the student's name, or an empty line for an unknown score."""
     text = shown(Console(file=io.StringIO(), width=80), closing=QUESTIONS).partition("Questions")[2]
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     assert rows == [
@@ -73,7 +73,7 @@ def test_scores_are_by_measure_and_model() -> None:
     ]
 
 
-def test_what_each_teacher_reached_has_a_line_where_it_was_asked() -> None:
+def test_the_scores_of_each_teacher_have_a_line_where_it_was_asked() -> None:
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(summary(Path("/outputs/demo")), 0)
@@ -95,7 +95,7 @@ def test_plain_lines_come_at_intervals_and_always_first_last_and_validated() -> 
 
 
 def test_a_line_comes_before_the_wait_for_the_next_step_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bug: most steps' lines came just behind one that only said that a step was being made."""
+    """Bug: most steps' lines came just after one on the step under way."""
     now = [0.0]
     monkeypatch.setattr("nemo_opd.logging.console.time", SimpleNamespace(monotonic=lambda: now[0]))
     console = Console(file=io.StringIO(), width=80)
@@ -109,8 +109,8 @@ def test_a_line_comes_before_the_wait_for_the_next_step_is_too_long(monkeypatch:
     assert [line.split("/")[0].split()[-1] for line in lines] == ["1", "4", "7", "10", "13", "16", "19"]
 
 
-def test_where_the_time_goes_is_said_once_and_again_when_it_moved() -> None:
-    """Bug: a second line for every step, or one that still speaks of the first steps at the end."""
+def test_shares_of_time_are_printed_once_and_again_when_they_changed() -> None:
+    """Bug: a second line for every step, or one that still shows the first steps at the end."""
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(interval_s=0), console)
     logger.start(summary(Path("/outputs/demo")), 0)

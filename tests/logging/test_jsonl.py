@@ -97,8 +97,8 @@ def test_a_line_of_another_form_is_named_with_its_key(line: bytes, reason: str, 
     path.write_bytes(b'{"step": 1, "train/loss": 2}\n' + line + b'\n{"step": 3, "train/loss": NaN}\n')
     with pytest.raises(DataError) as caught:
         read(path)
-    said = str(caught.value)
-    assert re.match(rf"{path}, line 2 is not a metrics record \({reason}.*\); remove or repair it$", said), said
+    message = str(caught.value)
+    assert re.match(rf"{path}, line 2 is not a metrics record \({reason}.*\); remove or repair it$", message), message
 
 
 @pytest.mark.world

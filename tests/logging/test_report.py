@@ -68,7 +68,7 @@ def test_the_page_holds_its_figures_and_loads_nothing(tmp_path: Path) -> None:
     assert len(images) == 2 * len(files)  # a light and a dark one each
 
 
-def test_the_page_tells_results_facts_and_config(tmp_path: Path) -> None:
+def test_the_page_shows_results_facts_and_config(tmp_path: Path) -> None:
     write_run(tmp_path, a_run())
     text = write_report(tmp_path, CLOSING).read_text()
     # 20 steps of 4,096 tokens and 2 s; bits per byte 2.0 → 1.5
@@ -109,7 +109,7 @@ def test_answers_are_right_by_the_reward_that_scores_ask_for(tmp_path: Path, giv
     assert found == ["wrong"] * (4 - right) + ["right"] * right
 
 
-def test_what_a_teacher_reaches_is_a_level_line_in_the_colour_of_its_measure() -> None:
+def test_a_teachers_score_is_a_level_line_in_the_colour_of_its_measure() -> None:
     """Bug: a teacher that is drawn as a measure, for its name ends as a bound does, or a bound drawn as a teacher."""
     figure = Figure()
     asked = {
@@ -188,10 +188,10 @@ def test_no_step_is_cut_without_a_mark(slowest_s: float, num_marks: int) -> None
         assert axes.get_ylim()[1] > slowest_s
 
 
-def test_the_page_tells_of_hardware_adapters_coverage_and_skipped_steps(tmp_path: Path) -> None:
-    """Bug: `device auto`, and nothing of what a run could not learn from."""
-    told = {"train/kd_coverage/phi4mini": 0.875, "train/skipped_steps": 3}
-    write_run(tmp_path, [line | told for line in a_run()])
+def test_the_page_shows_hardware_adapters_coverage_and_skipped_steps(tmp_path: Path) -> None:
+    """Bug: `device auto`, and no coverage and no skipped steps."""
+    more = {"train/kd_coverage/phi4mini": 0.875, "train/skipped_steps": 3}
+    write_run(tmp_path, [line | more for line in a_run()])
     lora = "lora: {rank: 8, alpha: 16, dropout: 0.1, target_modules: [q_proj, v_proj], export: merged}"
     config = CONFIG.replace("{model: llama-1b}", f"{{model: llama-1b, {lora}}}")
     (tmp_path / "config.yaml").write_text(f"{config}cluster: {{device: auto}}\n")
@@ -222,11 +222,11 @@ def test_parts_of_a_step_add_up_to_its_time() -> None:
     assert [sum(part) for part in zip(*parts.values(), strict=True)] == [2.0, 1.0]
 
 
-def test_what_a_student_waits_for_its_teachers_is_their_part_of_the_step() -> None:
-    """Bug: teachers that work beside the student, drawn on top of it."""
-    beside = record(1) | {"perf/teacher_wait_s": 0.125, "perf/step_s": 1.5}
-    assert step_parts(beside)["teachers"] == 0.125
-    assert sum(step_parts(beside).values()) == 1.5
+def test_the_wait_for_teachers_is_their_part_of_the_step() -> None:
+    """Bug: teachers that work while the student trains, drawn on top of it."""
+    at_once = record(1) | {"perf/teacher_wait_s": 0.125, "perf/step_s": 1.5}
+    assert step_parts(at_once)["teachers"] == 0.125
+    assert sum(step_parts(at_once).values()) == 1.5
     assert step_parts(record(1))["teachers"] == 0.75
 
 

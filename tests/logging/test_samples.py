@@ -71,7 +71,7 @@ def test_a_damaged_line_is_named(path: Path, line: str) -> None:
         read_samples(path)
 
 
-def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> None:
+def test_the_first_and_the_last_evaluation_are_side_by_side(path: Path) -> None:
     assert answers_by_question([]) == []
     assert answers_by_question([ONE]) == [{"student after step 0": ONE}]
     SampleLog(path).write(
@@ -93,7 +93,7 @@ def test_the_first_and_the_last_evaluation_stand_side_by_side(path: Path) -> Non
     assert "not asked" in section  # question 4 at step 0
 
 
-def test_teachers_stand_beside_the_student_and_not_in_its_place(path: Path) -> None:
+def test_teachers_have_their_own_column(path: Path) -> None:
     SampleLog(path).write(
         [
             replace(ONE, response="at the start", reward=0.0),
@@ -117,7 +117,7 @@ def test_teachers_stand_beside_the_student_and_not_in_its_place(path: Path) -> N
 
 
 def test_answers_that_name_no_one_are_the_students(path: Path) -> None:
-    """As in files of versions that asked no teacher."""
+    """Files of versions that asked no teacher lack the key."""
     SampleLog(path).write([replace(ONE, response="2")])
     record = json.loads(path.read_text(encoding="utf-8"))
     assert record.pop("teacher") is None

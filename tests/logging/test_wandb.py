@@ -26,12 +26,12 @@ for step in (0, 2):
         loggers.summary(CLOSING)
 """
 ROOT = Path(__file__).parents[2]
-# A proxy nobody listens at: whatever needs the network fails.
+# A proxy that does not exist: requests to the network fail.
 NO_NETWORK = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"), "http://127.0.0.1:9")
 
 
 def run_in_a_terminal(folder: Path, mode: str) -> tuple[int, str]:
-    """Exit status and output of a run without key and network, at a terminal where nobody answers a prompt."""
+    """Return exit status and output of a run without key and network, at a terminal where a prompt gets no answer."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
     home = folder / "home"
     home.mkdir()
