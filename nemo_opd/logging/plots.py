@@ -240,20 +240,24 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
     axes.set_ylabel("bits per byte")
 
 
+def question_measures(records: Records) -> list[str]:
+    """Return the metrics that are scores of the student: they have an interval, and names of teachers a third part."""
+    known = _keys(records, _QUESTIONS)
+    return [key for key in known if f"{key}_low" in known and key.count("/") == 1]
+
+
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     """Draw shares of questions over the run, with their confidence intervals; each teacher's as level lines."""
     from matplotlib.ticker import PercentFormatter
 
     axes = figure.subplots()
-    known = _keys(records, _QUESTIONS)
-    names = [key for key in known if f"{key}_low" in known and key.count("/") == 1]
-    colours = dict(zip(names, cycle(theme.cycle), strict=False))
+    colours = dict(zip(question_measures(records), cycle(theme.cycle), strict=False))
     for key, colour in colours.items():
         steps, values = series(records, key)
         axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(_QUESTIONS))
         low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
         axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-    teachers = sorted({key.split("/")[2] for key in known if key.count("/") == 2})
+    teachers = sorted({key.split("/")[2] for key in _keys(records, _QUESTIONS) if key.count("/") == 2})
     for teacher, dashes in zip(teachers, cycle(_DASHES), strict=False):
         axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
         for key, colour in colours.items():

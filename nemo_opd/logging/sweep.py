@@ -19,7 +19,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
-from nemo_opd.logging.plots import Theme, series, smooth, write_chart
+from nemo_opd.logging.plots import Theme, question_measures, series, smooth, write_chart
 from nemo_opd.logging.tables import titled_table
 
 if TYPE_CHECKING:
@@ -106,9 +106,9 @@ def _evaluation_record(results: Path) -> dict[str, float]:
 
 def measures_of(runs: Sequence[SweptRun]) -> list[str]:
     """Return the metrics that have a column: validation, questions, or the training loss where there is neither."""
-    known = {key for run in runs for record in run.records for key in record}
-    asked = sorted(key for key in known if key.startswith("eval/") and f"{key}_low" in known and key.count("/") == 1)
-    found = [key for key in ("val/bits_per_byte",) if key in known] + asked
+    records = [record for run in runs for record in run.records]
+    known = {key for record in records for key in record}
+    found = [key for key in ("val/bits_per_byte",) if key in known] + question_measures(records)
     return found or [key for key in ("train/loss",) if key in known]
 
 
