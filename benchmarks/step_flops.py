@@ -14,10 +14,8 @@ softmaxes, the losses themselves, the optimizer, padding, and what activation ch
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
 from nemo_opd.training.memory import ModelSize
-from nemo_opd.training.memory.size import LayerSize
 
 DENSE_BF16_PEAK = 989e12
 """FLOP/s of an H100 or H200 (SXM)."""
@@ -39,16 +37,9 @@ class Flops:
 
 def forward(size: ModelSize, lengths: Sequence[int], head_rows: int) -> Flops:
     """Of texts with so many tokens each, of which the head is applied to `head_rows`."""
-    weights = sum(active(layer, shape) for layer in size.layers for shape in layer.shapes)
+    weights = sum(layer.active_weights for layer in size.layers)
     attention = sum(layer.query_width * scores(length, layer.window) for layer in size.layers for length in lengths)
     return Flops(2 * weights * sum(lengths), 2 * size.hidden_size * size.vocab_size * head_rows, 4 * attention)
-
-
-def active(layer: LayerSize, shape: tuple[int, ...]) -> int:
-    """Weights of a parameter that a token is multiplied by: vectors are none, and of experts only those it sees."""
-    if len(shape) < 2:
-        return 0
-    return prod(shape[1:]) * layer.num_experts if len(shape) == 3 else prod(shape)
 
 
 def scores(length: int, window: int | None) -> int:

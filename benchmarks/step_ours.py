@@ -28,8 +28,6 @@ from nemo_opd.training.session import Session
 from nemo_opd.types import Batch
 
 GIB = 2**30
-NOT_TENSORS = ("CUDA", "free, but kept by PyTorch")
-"""Parts of the estimate that PyTorch's allocator does not count as allocated."""
 LIBRARIES = "import psutil, ray, nemo_opd.workers.student; print(psutil.Process().memory_info().rss)"
 
 
@@ -157,7 +155,7 @@ class Ours:
 
 def of_owner(memory: Memory, owner: str) -> int:
     """The most that one process of a rank holds in tensors."""
-    parts = [part for part in memory.parts if part.owner == owner and part.name not in NOT_TENSORS]
+    parts = [part for part in memory.parts if part.owner == owner and part.name != "CUDA"]
     phases = {phase for part in parts for phase in part.num_bytes}
     return max(sum(part.at(phase) for part in parts) for phase in phases)
 

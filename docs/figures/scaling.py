@@ -29,14 +29,13 @@ from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
     ModelSize,
+    Part,
     Phase,
     Situation,
     model_size,
     settle_memory,
 )
-from nemo_opd.training.memory.estimate import Part
-from nemo_opd.training.memory.rollout import rollouts
-from nemo_opd.training.memory.sampling import PART_NAMES
+from nemo_opd.training.memory.sampling import PART_NAMES, rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -158,11 +157,8 @@ def check(example: Example) -> Checked:
         sizes=[shape.size for shape in every],
         vocab_sizes=[shape.vocab_size for shape in every],
         layouts=(student, *teachers),
+        lengths=(config.train.max_length, *lengths),
         machine=Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node),
-        transport="cuda_ipc",
-        lookahead=lookahead,
-        headless=config.handoff.type == "hidden_states",
-        gives_back=not placement.is_separate,
         arriving=arriving_bytes(deliveries, 1 + lookahead),
     )
     config, memory = settle_memory(config, situation)
@@ -320,7 +316,7 @@ def sampled_row(example: Example, found: Checked, owner: str, layout: Layout, ro
         f"{found.names[0]} ← {found.names[1]}",
         shown(layout),
         str(rows),
-        *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES[:-1]),
+        *(f"{parts[name] / GIB:.1f}" for name in PART_NAMES),
         f"{memory.total(phase) / GIB:.0f}",
         f"{others / GIB:.0f}",
         found.offloaded,

@@ -86,10 +86,6 @@ def preflight(config: RunConfig) -> Plan:
         layouts=(student_layout, *teacher_layouts),
         lengths=(config.train.max_length, *found.widths),
         machine=machine,
-        transport=transport,
-        lookahead=config.cluster.prefetch if placement.is_separate else 0,
-        headless=config.handoff.type == "hidden_states",
-        gives_back=not placement.is_separate,
         arriving=arriving_bytes(deliveries, 1 + (config.cluster.prefetch if placement.is_separate else 0)),
     )
     config, memory = settle_memory(config, situation)

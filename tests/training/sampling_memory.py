@@ -19,8 +19,8 @@ from nemo_opd.training.memory.report import memory_report
 from tests.tiny import Tiny
 
 BATCH = ("train.global_batch_size=96", "train.max_length=100", "rollout.max_new_tokens=30", "train.micro_batch_size=1")
-WITHIN = 0.05
-"""The brief ops that no part tells of: norms, masks in the making, flags."""
+WITHIN = 0.15
+"""Not in the estimate: masks, rotated copies, and what FSDP2 copies out while it gathers the whole model."""
 
 
 def shape(width: int, **others: Any) -> dict[str, Any]:
@@ -68,11 +68,8 @@ def situation(
         sizes=[model_size(each) for each in models],
         vocab_sizes=[each.vocab_size for each in models],
         layouts=[layout] * len(models),
+        lengths=[config.train.max_length] * len(models),
         machine=Machine(device, None, None, layout.size),
-        transport="cuda_ipc" if device == "cuda" else "shared_memory",
-        lookahead=0,
-        headless=True,
-        gives_back=True,
     )
 
 

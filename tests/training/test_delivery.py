@@ -15,7 +15,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.reach import Traffic
 from nemo_opd.training import layout as module
 from nemo_opd.training.delivery import resolve_layouts
-from nemo_opd.training.memory.estimate import Phase
+from nemo_opd.training.memory import Phase
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.summary import batch_grid
 from tests.composition import compose

@@ -12,10 +12,9 @@ from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, Phase, Situation, estimate
-from nemo_opd.training.memory.advice import advice, of_answers
-from nemo_opd.training.memory.answers import answers
+from nemo_opd.training.memory.advice import advice, variants
 from nemo_opd.training.memory.sampling import PART_NAMES, Drawing
-from nemo_opd.training.memory.situation import teacher_jobs
+from nemo_opd.training.memory.teacher import answers, teacher_jobs
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -216,4 +215,5 @@ def test_advice_is_to_ask_less() -> None:
     assert (first.setting, second.setting) == ("evaluation.teachers=false", "evaluation.teacher_batch_size=4096")
 
     one = changed(two_teachers(), "evaluation", teacher_batch_size=1)
-    assert [setting for setting, _ in of_answers(one)] == ["evaluation.teachers=false"]
+    asked = [setting for setting, _, _ in variants(one, around()) if setting.startswith("evaluation")]
+    assert asked == ["evaluation.teachers=false"]

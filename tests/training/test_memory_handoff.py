@@ -13,10 +13,8 @@ from nemo_opd.handoff.plan import Readers, Sides, filled
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.training.memory.estimate import Part, Phase
-from nemo_opd.training.memory.process import ModelSetup
-from nemo_opd.training.memory.size import ModelSize, model_size
-from nemo_opd.training.memory.teacher import TeacherJob, handed_over, window_bytes
+from nemo_opd.training.memory import ModelSetup, ModelSize, Part, Phase, model_size
+from nemo_opd.training.memory.teacher import TeacherJob
 from tests.composition import compose
 from tests.handoff.counting import CountingReceiver, CountingSender
 
@@ -39,15 +37,15 @@ def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1
         f"train.micro_batch_size={micro}",
         "teachers.0.dtype=float32",
         f"handoff.type={kind}",
+        *([f"cluster.prefetch={buffers - 1}", "cluster.placement=separate"] if buffers > 1 else []),
     )
-    setup = ModelSetup(size, VOCAB, layout, sequence_parallel=False)
-    return TeacherJob(config, config.teachers[0], setup, "cpu", "shared_memory", buffers)
+    return TeacherJob(config, config.teachers[0], ModelSetup(size, VOCAB, layout), "cpu", 0)
 
 
-def written(of: TeacherJob, rank: int, reader: int = 0) -> HiddenStatesWriter | LogitsWriter:
+def written(of: TeacherJob, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:
     """What a rank of the teacher makes of its rows, all positions of them, and its columns."""
-    layout, columns = of.setup.layout, range(rank % of.setup.layout.tp * of.columns, VOCAB)[: of.columns]
-    more = {"columns": columns, "readers": Readers((reader,), (reader,)), "num_slots": of.buffers}
+    layout, columns = of.setup.layout, range(rank % of.setup.layout.tp * of.setup.columns, VOCAB)[: of.setup.columns]
+    more = {"columns": columns, "readers": Readers((reader,), (reader,)), "num_slots": buffers}
     writer: HiddenStatesWriter | LogitsWriter
     if of.config.handoff.type == "logits":
         writer = LogitsWriter(CountingSender, VOCAB, torch.float32, **more)
@@ -56,7 +54,7 @@ def written(of: TeacherJob, rank: int, reader: int = 0) -> HiddenStatesWriter | 
         writer = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, **more)
         made = HeadLogits(torch.zeros(of.rows, LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
     assert layout.size > rank
-    for slot in range(of.buffers):
+    for slot in range(buffers):
         writer.begin(of.rows, LENGTH, slot)
         writer.write(0, made)
     return writer
@@ -76,8 +74,8 @@ def estimated(parts: tuple[Part, ...]) -> int:
 def test_buffers_are_what_is_estimated(size: ModelSize, layout: Layout, kind: str, buffers: int) -> None:
     """Bug: hidden states divided by cp, although each of its ranks hands all over."""
     of = job(size, layout, kind, micro=4, buffers=buffers)
-    writer = written(of, rank=0)
-    assert held(writer.senders) == estimated(handed_over(of))
+    writer = written(of, rank=0, buffers=buffers)
+    assert held(writer.senders) == estimated(of.handed_over())
     writer.close()
 
 
@@ -99,7 +97,7 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
             before = receiver.copied_bytes
             window.hidden.read(receiver, slice(start, start + micro), LENGTH)
             most = max(most, receiver.copied_bytes - before)
-    assert most == window_bytes(of)
+    assert most == of.window_bytes
     assert (most > 0) == (8 % micro > 0)
     for writer in writers:
         writer.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_opd.training.memory import Phase
-from nemo_opd.training.memory.estimate import STUDENT_PHASES
+from nemo_opd.training.memory.parts import STUDENT_PHASES
 from nemo_opd.training.plan import Plan
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker

@@ -12,11 +12,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.training.memory import Memory, MemoryEstimate, Phase, estimate, model_size
+from nemo_opd.training.memory import Memory, MemoryEstimate, ModelSetup, Phase, estimate, model_size
 from nemo_opd.training.memory.advice import variants
-from nemo_opd.training.memory.process import ModelSetup
-from nemo_opd.training.memory.rollout import rollouts
-from nemo_opd.training.memory.sampling import Drawing, SamplingJob, full_cache, prompt_cache
+from nemo_opd.training.memory.sampling import Drawing, cache_bytes, rollouts
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -139,34 +137,19 @@ def test_ranks_hold_what_was_estimated(name: str, layout: Layout, world: int, ti
 @pytest.mark.parametrize("model", [LLAMA, FUSED, EAGER, WINDOWS], ids=lambda model: model.model_type)
 def test_the_cache_is_that_of_transformers(model: PretrainedConfig) -> None:
     """Its tensors to the byte, after the prompts and at the end. Bug: windows that are cut while a prompt is read."""
-    drawing = Drawing(rows=3, prompt=24, new=6, is_warped=False)
-    job = sampling_job(model, drawing)
+    setup, rows, prompt, new = ModelSetup(model_size(model), model.vocab_size, Layout(1)), 3, 24, 6
     network = AutoModelForCausalLM.from_config(model).eval()
-    ids = torch.ones(drawing.rows, drawing.prompt, dtype=torch.long)
+    ids = torch.ones(rows, prompt, dtype=torch.long)
     with torch.no_grad():
         cache = network(ids, use_cache=True).past_key_values
-        assert stored(cache) == prompt_cache(job)
-        for _ in range(drawing.new - 1):
+        assert stored(cache) == cache_bytes(setup, 4, rows, prompt, is_read=False)
+        for _ in range(new - 1):
             cache = network(ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
-    assert stored(cache) == full_cache(job)
-
-
-def sampling_job(model: PretrainedConfig, drawing: Drawing, tp: int = 1) -> SamplingJob:
-    """In fp32."""
-    setup = ModelSetup(model_size(model), model.vocab_size, Layout(1, 1, tp))
-    return SamplingJob("student", Phase.ROLLOUT, setup, 4, drawing)
+    assert stored(cache) == cache_bytes(setup, 4, rows, prompt + new - 1)
 
 
 def stored(cache: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in (layer.keys, layer.values))
-
-
-def test_tensor_parallel_ranks_have_their_heads() -> None:
-    """But all of them where queries, keys and values come out of one matrix, which is made whole before it is cut."""
-    for model, share in ((LLAMA, 2), (FUSED, 1)):
-        drawing = Drawing(rows=4, prompt=24, new=6, is_warped=False)
-        one, two = (sampling_job(model, drawing, tp) for tp in (1, 2))
-        assert full_cache(one) == share * full_cache(two)
 
 
 # What is sampled at a time

@@ -1,9 +1,9 @@
 """What a rank will hold in memory, from the models' configurations alone; and what is offloaded because of it."""
 
-from nemo_opd.training.memory.estimate import Advice, Memory, MemoryEstimate, Part, Phase
+from nemo_opd.training.memory.estimate import estimate
 from nemo_opd.training.memory.offload import settle_memory
-from nemo_opd.training.memory.process import ModelSetup
-from nemo_opd.training.memory.situation import Machine, Situation, estimate
+from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase
+from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation
 from nemo_opd.training.memory.size import ModelSize, model_size, size_of
 
 __all__ = [

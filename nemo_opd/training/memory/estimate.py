@@ -1,101 +1,44 @@
-"""What a rank holds in which phase of a run, before anything loads."""
+"""Every rank's memory in every phase."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
+from nemo_opd.config.rollout import HFRollout
+from nemo_opd.config.run import RunConfig
+from nemo_opd.training.memory.parts import Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.training.memory.situation import Situation
+from nemo_opd.training.memory.student import student_process
+from nemo_opd.training.memory.teacher import are_asked, teacher_processes
 
-USABLE = 0.95
-"""Share of a memory that can be planned with: allocators leave gaps, and libraries have buffers of their own."""
-
-
-class Phase(StrEnum):
-    LOADING = "loading"
-    ANSWERS = "answers"
-    """A teacher answers the evaluation's questions, before the first step; one at a time where they share a device."""
-    ROLLOUT = "rollout"
-    """The student samples, in its own workers."""
-    TEACHERS = "teachers"
-    """The teachers' forward passes, all at the same time."""
-    LOSS = "forward, loss"
-    """The student's forward pass up to the gradient of its logits or last hidden states."""
-    BACKWARD = "backward"
-    OPTIMIZER = "optimizer"
+CONTEXT_BYTES = 512 * 2**20
+"""GPU memory of CUDA and its libraries in each process."""
 
 
-STUDENT_PHASES = (Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
+    """Return the bytes on one rank by part and phase, with the settings as they are; `offload: auto` counts as no.
+
+    Parameters, gradients, optimizer state, handoff buffers and caches are exact; activations are estimated. Processes
+    that share a GPU return to it what PyTorch caches, so each phase counts what is alive.
+    """
+    machine = situation.machine
+    processes = [student_process(config, situation), *teacher_processes(config, situation)]
+    host = tuple(part for process in processes for part in process.host)
+    if machine.device == "cpu":
+        parts = [part for process in processes for part in process.device]
+        memories = [("main memory for each rank", (*parts, *host), machine.host_share)]
+    else:
+        devices = [_with_context(process) for process in processes]
+        if config.cluster.placement == "colocated":
+            memories = [("each GPU", sum(devices, ()), machine.device_bytes)]
+        else:
+            names = ("the student", *config.active_names)
+            memories = [
+                (f"each GPU of {name}", parts, machine.device_bytes) for name, parts in zip(names, devices, strict=True)
+            ]
+        memories.append(("main memory for each GPU", host, machine.host_share))
+    there = {Phase.ANSWERS: are_asked(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
+    phases = tuple(phase for phase in Phase if there.get(phase, True))
+    return MemoryEstimate(tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    owner: str
-    """The student, or a teacher's name."""
-    name: str
-    num_bytes: Mapping[Phase, int]
-    """Where a phase is missing there is nothing of it."""
-
-    def __str__(self) -> str:
-        return f"{self.owner}: {self.name}"
-
-    def at(self, phase: Phase) -> int:
-        return self.num_bytes.get(phase, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """One memory of a rank: its share of a GPU, or of a machine's main memory."""
-
-    name: str
-    parts: tuple[Part, ...]
-    capacity: int | None
-    """Bytes there are for a rank; None: not known."""
-    phases: tuple[Phase, ...] = tuple(Phase)
-    """Those of the run."""
-
-    def total(self, phase: Phase) -> int:
-        return sum(part.at(phase) for part in self.parts)
-
-    @property
-    def peak_phase(self) -> Phase:
-        return max(self.phases, key=self.total)
-
-    @property
-    def peak(self) -> int:
-        """The most at any time."""
-        return self.total(self.peak_phase)
-
-    @property
-    def shortage(self) -> int:
-        """Bytes by which the peak is more than can be planned with; 0 where it fits or nobody knows."""
-        return 0 if self.capacity is None else max(0, self.peak - int(USABLE * self.capacity))
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """A change of settings, and what it would bring."""
-
-    setting: str
-    saved_bytes: int
-    """Of the peak of the memory that is short."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryEstimate:
-    memories: tuple[Memory, ...]
-    """The devices first, then the host."""
-    advice: tuple[Advice, ...] = ()
-    """Where it does not fit, best first."""
-
-    @property
-    def shortest(self) -> Memory:
-        """The memory that is missing most, or is used most."""
-        return max(self.memories, key=lambda memory: (memory.shortage, memory.peak))
-
-    @property
-    def fits(self) -> bool:
-        return not self.shortest.shortage
-
-
-def during(num_bytes: int, *phases: Phase) -> dict[Phase, int]:
-    return dict.fromkeys(phases, num_bytes)
+def _with_context(process: Process) -> tuple[Part, ...]:
+    return (*process.device, part(process.device[0].owner, "CUDA", CONTEXT_BYTES, *Phase))

@@ -1,4 +1,4 @@
-"""The estimate for people: part by phase, what there is, and what would help."""
+"""The estimate as text: part by phase, the memory available, and settings that would help."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from rich.text import Text
 
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
-from nemo_opd.training.memory.advice import gib
-from nemo_opd.training.memory.estimate import USABLE, Memory, MemoryEstimate
+from nemo_opd.training.memory.parts import USABLE, Memory, MemoryEstimate
 
 NUM_LARGEST = 3
 SERVER = (
@@ -19,36 +18,47 @@ SERVER = (
 )
 
 
-def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
-    """How each memory that anything is held in is used at its peak, and advice where it does not fit.
+def gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB"
 
-    The table part by phase comes with `logging.console.memory_table`. Also what is offloaded, and what is not counted;
-    `config` is the one that the estimate has settled.
+
+def mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
+
+
+def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table | Text]:
+    """Yield each memory's peak and largest parts, what is offloaded, what is not counted, and advice.
+
+    The table part by phase comes with `logging.console.memory_table`. config: the one that the estimate has settled.
     """
     for memory in estimate.memories:
         if memory.peak:
             if config.logging.console.memory_table:
-                yield memory_table(memory)
-            yield verdict(memory)
+                yield _table(memory)
+            yield _verdict(memory)
             yield Text(f"  most of it: {largest_parts(memory)}", "dim")
     names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
-    if config.student.offload is True:
-        names.append("student")
+    names += ["student"] if config.student.offload is True else []
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
-    rollout = config.rollout
-    if isinstance(rollout, ServerRollout) and rollout.url is None:
+    if isinstance(config.rollout, ServerRollout) and config.rollout.url is None:
         yield Text(SERVER)
     for one in estimate.advice:
         yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")
 
 
-def memory_table(memory: Memory) -> Table:
-    """In MiB; the phase of the peak is in bold."""
+def largest_parts(memory: Memory) -> str:
+    """Return the largest parts at the peak, such as `student: activations 40 MiB, …`."""
+    phase = memory.peak_phase
+    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:NUM_LARGEST]
+    return ", ".join(f"{part} {mib(part.at(phase))} MiB" for part in parts if part.at(phase))
+
+
+def _table(memory: Memory) -> Table:
+    """Return parts by phases in MiB, the phase of the peak in bold."""
     title = f"Memory estimate, {memory.name} (MiB)"
-    table = Table("part", *(phase.value for phase in memory.phases), title=title, title_justify="left")
-    for column, phase in zip(table.columns[1:], memory.phases, strict=True):
-        column.justify = "right"
-        column.style = "bold" if phase is memory.peak_phase else ""
+    table = Table("part", title=title, title_justify="left")
+    for phase in memory.phases:
+        table.add_column(phase.value, justify="right", style="bold" if phase is memory.peak_phase else "")
     for part in memory.parts:
         if any(part.num_bytes.values()):
             table.add_row(str(part), *(mib(part.at(phase)) for phase in memory.phases))
@@ -57,18 +67,7 @@ def memory_table(memory: Memory) -> Table:
     return table
 
 
-def largest_parts(memory: Memory) -> str:
-    """At the peak, such as `student: activations 40 MiB, …`."""
-    phase = memory.peak_phase
-    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:NUM_LARGEST]
-    return ", ".join(f"{part} {mib(part.at(phase))} MiB" for part in parts if part.at(phase))
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
-
-
-def verdict(memory: Memory) -> Text:
+def _verdict(memory: Memory) -> Text:
     peak = f"{memory.name}: {gib(memory.peak)} at the peak ({memory.peak_phase.value})"
     if memory.capacity is None:
         return Text(f"{peak}; how much there is is not known here")

@@ -1,4 +1,4 @@
-"""What a teacher's process holds."""
+"""A teacher's process, and what the student makes of its output."""
 
 from __future__ import annotations
 
@@ -7,36 +7,53 @@ from math import ceil
 
 import torch
 
+from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
-from nemo_opd.logits.blocks import BLOCK_BYTES, CPU_BLOCK_BYTES
-from nemo_opd.training.memory.activations import Work, forward_temporaries
-from nemo_opd.training.memory.estimate import Part, Phase, during
-from nemo_opd.training.memory.process import OTHERS_PHASES, ModelSetup, Process, after_reading, largest
-from nemo_opd.training.memory.size import shard_numel
+from nemo_opd.training.memory.activations import working_bytes
+from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
+from nemo_opd.training.memory.sampling import Drawing, is_warped, sampling_parts
+from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
+
+_IDLE_PHASES = (Phase.ROLLOUT, *STUDENT_PHASES)
+"""Phases in which no teacher works."""
+
+
+def are_asked(config: RunConfig) -> bool:
+    """Return whether teachers answer the evaluation's questions."""
+    return config.evaluation is not None and config.evaluation.teachers and bool(config.active_teachers)
+
+
+def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
+    """Return every teacher's process. Where teachers share a device, only the one that needs most for it answers."""
+    jobs = teacher_jobs(config, situation)
+    if not are_asked(config):
+        return [_process(job, answering=False) for job in jobs]
+    if situation.machine.device != "cpu" and config.cluster.placement == "separate":
+        return [_process(job, answering=True) for job in jobs]
+    needs = [_on_device(_process(job, answering=True)) - _on_device(_process(job, answering=False)) for job in jobs]
+    return [_process(job, answering=i == needs.index(max(needs))) for i, job in enumerate(jobs)]
+
+
+def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
+    """Return the phases with teachers' output: from the first batch on, which with validation precedes the answers."""
+    return (Phase.TEACHERS, *_IDLE_PHASES, *((Phase.ANSWERS,) if config.data.validation.given else ()))
+
+
+def window_bytes(config: RunConfig, situation: Situation) -> int:
+    """Return the bytes of all teachers' output of a microbatch that a student's rank has to copy together."""
+    return sum(job.window_bytes for job in teacher_jobs(config, situation))
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherJob:
-    """What a teacher has to do on one rank."""
+    """The work of one rank of a teacher."""
 
     config: RunConfig
     settings: Teacher
     setup: ModelSetup
     device: str
-    transport: str
-    buffers: int
-    """Batches whose output it holds: the one being learned from and, where it works ahead, the next."""
-    answers: bool = False
-    """Questions, in the phase of that name; else it waits there."""
-
-    @property
-    def works_in(self) -> tuple[Phase, ...]:
-        return (Phase.ANSWERS, Phase.TEACHERS) if self.answers else (Phase.TEACHERS,)
-
-    @property
-    def waits_in(self) -> tuple[Phase, ...]:
-        return OTHERS_PHASES if self.answers else (Phase.ANSWERS, *OTHERS_PHASES)
+    block_bytes: int
 
     @property
     def item_bytes(self) -> int:
@@ -44,108 +61,104 @@ class TeacherJob:
         return dtype.itemsize
 
     @property
-    def width(self) -> int:
-        """Positions of a sequence of a batch."""
-        stretch = self.setup.stretch
-        return self.asked_width if stretch is None else ceil(stretch * self.config.train.max_length)
-
-    @property
-    def asked_width(self) -> int:
-        """Positions of a question with its answer."""
-        own = self.settings.max_length if isinstance(self.settings, CrossTokenizerTeacher) else None
-        return own or self.config.train.max_length
-
-    @property
     def rows(self) -> int:
         """Sequences of a batch."""
         return -(-self.config.train.global_batch_size // self.setup.layout.dp)
 
     @property
-    def work(self) -> Work:
-        layout, rows = self.setup.layout, min(self.rows, self.config.train.micro_batch_size)
-        return Work(rows, self.width, layout.cp, layout.tp, self.setup.sequence_parallel, self.item_bytes)
+    def width(self) -> int:
+        """Positions of a sequence of a batch."""
+        return ceil(self.setup.stretch * self.config.train.max_length)
 
     @property
-    def columns(self) -> int:
-        """Of its tokenizer's ids, those of this rank."""
-        return -(-self.setup.vocab_size // self.setup.layout.tp)
+    def question_width(self) -> int:
+        """Positions of a question with its answer."""
+        own = self.settings.max_length if isinstance(self.settings, CrossTokenizerTeacher) else None
+        return own or self.config.train.max_length
+
+    @property
+    def window_bytes(self) -> int:
+        """Output of a microbatch, where a rank's rows end in the middle of one; else it is read where it is."""
+        micro, t = self.config.train.micro_batch_size, self.item_bytes
+        if self.rows % micro == 0:
+            return 0
+        is_logits = self.config.handoff.type == "logits"
+        return micro * self.width * t * (self.setup.vocab_size if is_logits else self.setup.size.hidden_size)
+
+    def forward_bytes(self) -> int:
+        """Return the activations of a layer, or at the end the hidden states and logits of a microbatch.
+
+        A soft cap makes two more tensors of logits. Aggregations with a score form logits a block at a time.
+        """
+        size, t = self.setup.size, self.item_bytes
+        rows = min(self.rows, self.config.train.micro_batch_size)
+        work = self.setup.work(self.settings, rows, self.width, t)
+        end = work.tokens * size.hidden_size * t
+        if self.config.handoff.type == "logits":
+            end += self.setup.logits(work.tokens) * t * (3 if size.has_soft_cap else 1)
+        if self.config.aggregation.score is not None:
+            end += self.block_bytes
+        return max(working_bytes(size, work), end)
+
+    def handed_over(self) -> tuple[Part, ...]:
+        """Return the buffers of all batches in flight: this rank's rows and columns, all positions even under cp."""
+        name, t, width = self.settings.name, self.item_bytes, self.setup.size.hidden_size
+        positions = (1 + teachers_ahead(self.config)) * self.rows * self.width
+        phases = reading_phases(self.config)
+        if self.config.handoff.type == "logits":
+            return (part(name, "logits handed over", positions * self.setup.columns * t, *phases),)
+        return (
+            part(name, "hidden states handed over", positions * width * t, *phases),
+            part(name, "head handed over", self.setup.columns * width * t, *phases),
+        )
 
 
-def teacher_process(job: TeacherJob) -> Process:
-    name, offload = job.settings.name, job.settings.offload is True
-    shard = job.item_bytes * shard_numel(job.setup.size.shapes, job.setup.layout)
-    here = job.works_in if offload else (*job.works_in, *job.waits_in)
-    handed = handed_over(job)
-    on_device = job.device == "cpu" or job.transport == "cuda_ipc"
-    parts = (
-        Part(name, "parameters", during(shard, Phase.LOADING, *here)),
-        *forward_parts(job, offload),
-        *(handed if on_device else ()),
-    )
-    read = Part(
-        name,
-        "largest tensor, read from the file",
-        during(job.item_bytes * largest(job.setup.size.shapes), Phase.LOADING),
-    )
-    away = (Part(name, "parameters", during(shard, *job.waits_in)),) if offload else ()
-    return Process(parts, (read, *away, *(() if on_device else handed)), (Phase.TEACHERS,), is_offloaded=offload)
-
-
-def forward_parts(job: TeacherJob, offload: bool) -> list[Part]:
-    """Of the two high points of a forward pass the higher: in a layer, or where logits are made.
-
-    FSDP2 leaves embedding and head gathered after it, until the model moves.
-    """
-    setup, name, t = job.setup, job.settings.name, job.item_bytes
-    rest = t * setup.rest
-    in_layer = {
-        "gathered parameters": rest + t * setup.gathered_layers,
-        "activations": forward_temporaries(setup.size, job.work),
-    }
-    at_head = {"gathered parameters": rest, "activations": logits_bytes(job)}
-    highest = max(in_layer, at_head, key=lambda parts: sum(parts.values()))
-    left = {"gathered parameters": 0 if offload else rest, "activations": 0}
-    waiting = [phase for phase in after_reading(job.config) if phase in job.waits_in]
+def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
+    device, block_bytes = situation.machine.device, situation.machine.block_bytes
     return [
-        Part(name, part, during(left[part], *waiting) | {Phase.TEACHERS: num_bytes})
-        for part, num_bytes in highest.items()
+        TeacherJob(config, settings, setup, device, block_bytes)
+        for settings, setup in zip(config.active_teachers, situation.teachers, strict=True)
     ]
 
 
-def logits_bytes(job: TeacherJob) -> int:
-    """Hidden states, and logits of a microbatch where they are handed over; a cap makes two more of them.
+def answers(job: TeacherJob) -> Drawing:
+    """Return the largest batch of questions, in the teacher's tokens: as much longer as its sequences may be.
 
-    Where the aggregation asks for scores they are formed from logits, a chunk at a time.
+    A later turn's prompt may be all but one token.
     """
-    size, t = job.setup.size, job.item_bytes
-    num_bytes = job.work.tokens * size.hidden_size * t
-    if job.config.handoff.type == "logits":
-        columns = -(-size.vocab_size // job.setup.layout.tp)
-        num_bytes += job.work.tokens * columns * t * (3 if size.has_soft_cap else 1)
-    if job.config.aggregation.score is not None:
-        num_bytes += BLOCK_BYTES if job.device == "cuda" else CPU_BLOCK_BYTES
-    return num_bytes
-
-
-def handed_over(job: TeacherJob) -> tuple[Part, ...]:
-    """Buffers that stay from the first batch on: of this rank's rows and columns; of all positions, under cp too."""
-    name, t, size = job.settings.name, job.item_bytes, job.setup.size
-    positions, phases = job.buffers * job.rows * job.width, (Phase.TEACHERS, *after_reading(job.config))
-    if job.config.handoff.type == "logits":
-        return (Part(name, "logits handed over", during(positions * job.columns * t, *phases)),)
-    return (
-        Part(name, "hidden states handed over", during(positions * size.hidden_size * t, *phases)),
-        Part(name, "head handed over", during(job.columns * size.hidden_size * t, *phases)),
+    config, longest = job.config, job.question_width
+    questions, rollout = config.evaluation, config.rollout
+    assert questions is not None
+    assert rollout is not None
+    scaled = -(-longest_prompt(config) * longest // config.train.max_length)
+    return Drawing(
+        rows=questions.teacher_batch_size,
+        prompt=min(longest - 1, scaled) if config.environment is None else longest - 1,
+        new=min(questions.max_new_tokens or rollout.max_new_tokens, longest - 1),
+        is_warped=is_warped(questions),
     )
 
 
-def window_bytes(job: TeacherJob) -> int:
-    """Output of a microbatch that a student's rank puts together, where a teacher's ranks end in the midst of one.
+def _process(job: TeacherJob, *, answering: bool) -> Process:
+    name, t, setup = job.settings.name, job.item_bytes, job.setup
+    offload = job.settings.offload is True
+    working = (Phase.ANSWERS, Phase.TEACHERS) if answering else (Phase.TEACHERS,)
+    waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
+    # FSDP2 leaves embedding and head gathered until the model moves.
+    left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
+    gathered = {Phase.TEACHERS: t * setup.gathered, **dict.fromkeys(left, t * setup.rest)}
+    device = (
+        part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
+        Part(name, "gathered parameters", gathered),
+        part(name, "activations", job.forward_bytes(), Phase.TEACHERS),
+        *job.handed_over(),
+        *(sampling_parts(name, Phase.ANSWERS, setup, t, answers(job)) if answering else ()),
+    )
+    away = (part(name, "parameters", t * setup.shard, *waiting),) if offload else ()
+    return Process(
+        device, (part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING), *away)
+    )
 
-    Else it is read where it is, on another device as well.
-    """
-    micro = job.config.train.micro_batch_size
-    if job.rows % micro == 0:
-        return 0
-    columns = job.setup.vocab_size if job.config.handoff.type == "logits" else job.setup.size.hidden_size
-    return micro * job.width * columns * job.item_bytes
+
+def _on_device(process: Process) -> int:
+    return sum(each.at(Phase.ANSWERS) for each in process.device)

@@ -1,0 +1,108 @@
+"""The estimate: bytes on a rank by part and phase."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+USABLE = 0.95
+"""Share of a memory that can be planned with: allocators leave gaps, and libraries have buffers."""
+
+
+class Phase(StrEnum):
+    LOADING = "loading"
+    ANSWERS = "answers"
+    """A teacher answers the evaluation's questions, before the first step; one at a time where they share a device."""
+    ROLLOUT = "rollout"
+    """The student samples in its own workers."""
+    TEACHERS = "teachers"
+    """All teachers' forward passes at the same time."""
+    LOSS = "forward, loss"
+    """The student's forward pass up to the gradient of its logits or last hidden states."""
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+STUDENT_PHASES = (Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    owner: str
+    """`student` or a teacher's name."""
+    name: str
+    num_bytes: Mapping[Phase, int]
+    """Bytes by phase; a missing phase has none."""
+
+    def __str__(self) -> str:
+        return f"{self.owner}: {self.name}"
+
+    def at(self, phase: Phase) -> int:
+        return self.num_bytes.get(phase, 0)
+
+
+def part(owner: str, name: str, num_bytes: int, *phases: Phase) -> Part:
+    """Return a part that is equally large in these phases."""
+    return Part(owner, name, dict.fromkeys(phases, num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """Parts of one worker."""
+
+    device: tuple[Part, ...]
+    host: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """One memory of a rank: its share of a GPU, or of a machine's main memory."""
+
+    name: str
+    parts: tuple[Part, ...]
+    capacity: int | None
+    """Bytes available to a rank; None if unknown."""
+    phases: tuple[Phase, ...] = tuple(Phase)
+    """Phases of the run."""
+
+    def total(self, phase: Phase) -> int:
+        return sum(part.at(phase) for part in self.parts)
+
+    @property
+    def peak_phase(self) -> Phase:
+        return max(self.phases, key=self.total)
+
+    @property
+    def peak(self) -> int:
+        return self.total(self.peak_phase)
+
+    @property
+    def shortage(self) -> int:
+        """Bytes by which the peak exceeds what can be planned with; 0 where it fits or the capacity is unknown."""
+        return 0 if self.capacity is None else max(0, self.peak - int(USABLE * self.capacity))
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """A setting that lowers the peak of the memory that is short."""
+
+    setting: str
+    saved_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    memories: tuple[Memory, ...]
+    """The devices first, then the host."""
+    advice: tuple[Advice, ...] = ()
+    """Where the run does not fit, largest saving first."""
+
+    @property
+    def shortest(self) -> Memory:
+        """The memory with the largest shortage, or else the largest peak."""
+        return max(self.memories, key=lambda memory: (memory.shortage, memory.peak))
+
+    @property
+    def fits(self) -> bool:
+        return not self.shortest.shortage
