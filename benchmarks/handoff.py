@@ -22,12 +22,11 @@ import torch
 from demo import ROOT, commit, hardware
 from rich.console import Console
 
-from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
-from nemo_opd.handoff.plan import Sides, colocated
-from nemo_opd.handoff.reach import Payload, planned_readers
-from nemo_opd.handoff.shards import chunk_sizes, contiguous, vocabulary_columns
+from nemo_opd.handoff.plan import Sides, vocabulary_columns
+from nemo_opd.handoff.traffic import Payload, planned_readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.logits.head import Head, HeadLogits
@@ -103,15 +102,16 @@ def teacher(pipe: Connection, shape: Shape, kind: str, tokens: int, repeats: int
     weight = torch.randn(shape.vocab_size, shape.hidden_size).to(DEVICE, torch.bfloat16)
     made: HeadLogits | TensorLogits = HeadLogits(hidden, Head(weight))
     writer: HiddenStatesWriter | LogitsWriter
+    columns = range(shape.vocab_size)
     if kind == "logits":
         made = TensorLogits(torch.randn(1, tokens, shape.vocab_size, dtype=torch.bfloat16, device=DEVICE))
-        writer = LogitsWriter(new_sender, shape.vocab_size, torch.bfloat16)
+        writer = LogitsWriter(new_sender, shape.vocab_size, torch.bfloat16, columns=columns)
     else:
-        writer = HiddenStatesWriter(new_sender, shape.vocab_size, shape.hidden_size, torch.bfloat16)
+        writer = HiddenStatesWriter(new_sender, shape.vocab_size, shape.hidden_size, torch.bfloat16, columns=columns)
     for _ in range(repeats):
         began = time.perf_counter()
         writer.begin(1, tokens)
-        writer.write(0, made)  # type: ignore[arg-type]
+        writer.write(0, made)
         handle = writer.handle()
         pipe.send((handle, time.perf_counter() - began))
         pipe.recv()
@@ -126,13 +126,14 @@ def measure(shape: Shape, kind: str, tokens: int, repeats: int) -> Row:
     # Otherwise a sender that fails would leave this end waiting.
     theirs.close()
     _, new_receiver = TRANSPORTS[TRANSPORT]
+    sides = colocated(Layout(1), Layout(1))
     writes, reads = [], []
     with new_receiver() as receiver:
         for _ in range(repeats):
             handle, seconds = ours.recv()
             writes.append(seconds)
             began = time.perf_counter()
-            handle.rows(receiver, slice(None), tokens)
+            windows([handle], sides)[0].rows(receiver, slice(None), tokens)
             reads.append(time.perf_counter() - began)
             ours.send("done")
     process.join()
@@ -152,13 +153,13 @@ def measure(shape: Shape, kind: str, tokens: int, repeats: int) -> Row:
 def num_bytes(handle: HiddenStatesHandle | LogitsHandle) -> tuple[int, int]:
     """Of a batch, and once."""
     if isinstance(handle, LogitsHandle):
-        return handle.logits.num_bytes, 0
+        return handle.output.num_bytes, 0
     assert handle.head is not None
-    return handle.hidden.num_bytes, handle.head.weight.num_bytes
+    return handle.output.num_bytes, handle.head.weight.num_bytes
 
 
 def copies(shape: Shape, kind: str, student: Layout, teacher: Layout, tokens: int, repeats: int) -> Copies:
-    sides = colocated(student, teacher, ranks_per_node=student.size)
+    sides = colocated(student, teacher)
     _, new_receiver = TRANSPORTS["shared_memory"]
     with ExitStack() as stack:
         receivers = [stack.enter_context(new_receiver(rank)) for rank in range(student.size)]
@@ -183,31 +184,33 @@ def written(stack: ExitStack, shape: Shape, kind: str, sides: Sides, tokens: int
     """What each of the teacher's ranks hands over of a batch; zeros, which are copied like any number."""
     layout, length = sides.teacher, tokens // NUM_TEXTS
     new_sender, _ = TRANSPORTS["shared_memory"]
-    payload = Payload(
-        NUM_TEXTS, length, shape.vocab_size, None if kind == "logits" else shape.hidden_size, 2, cut_positions=True
-    )
-    shards = vocabulary_columns(chunk_sizes(shape.vocab_size, layout.tp), shape.vocab_size)
+    payload = Payload(NUM_TEXTS, length, shape.vocab_size, None if kind == "logits" else shape.hidden_size, 2)
+    shards = vocabulary_columns(shape.vocab_size, layout.tp)
     zero, handles = torch.zeros((), dtype=torch.bfloat16), []
     for rank, readers in enumerate(planned_readers(sides, payload)):
-        _, c, t = layout.coordinates(rank)
-        positions, columns, rows = contiguous(length, layout.cp)[c], shards[t], NUM_TEXTS // layout.dp
-        width = sum(map(len, positions))
+        _, _, t = layout.coordinates(rank)
+        columns, rows = shards[t], NUM_TEXTS // layout.dp
         writer: HiddenStatesWriter | LogitsWriter
         made: HeadLogits | TensorLogits
         if kind == "logits":
             writer = LogitsWriter(new_sender, shape.vocab_size, zero.dtype, columns=columns, readers=readers)
-            made = TensorLogits(zero.expand(rows, width, len(columns)))
+            made = TensorLogits(zero.expand(rows, length, len(columns)))
         else:
             writer = HiddenStatesWriter(
                 new_sender, shape.vocab_size, shape.hidden_size, zero.dtype, columns=columns, readers=readers
             )
             head = Head(zero.expand(len(columns), shape.hidden_size))
-            made = HeadLogits(zero.expand(rows, width, shape.hidden_size), head)
+            made = HeadLogits(zero.expand(rows, length, shape.hidden_size), head)
         stack.enter_context(closing(writer))
-        writer.begin(rows, width)
-        writer.write(0, made, positions)  # type: ignore[arg-type]
+        writer.begin(rows, length)
+        writer.write(0, made)
         handles.append(writer.handle())
     return handles
+
+
+def colocated(student: Layout, teacher: Layout) -> Sides:
+    """Return both on the devices of one node, rank by rank."""
+    return Sides(student, teacher, *(tuple(Place(0, i) for i in range(each.size)) for each in (student, teacher)))
 
 
 def named(layout: Layout) -> str:

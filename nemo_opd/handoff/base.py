@@ -1,6 +1,6 @@
 """The contract of a transport: a sender owns a buffer that persists across steps, receivers map it.
 
-Receivers are told apart by number, the student's rank: a sender knows from the start who will map its buffer.
+Receivers are identified by number, the student's rank: a sender knows from the start who will map its buffer.
 Ownership: the sender's `close` releases the memory, and a receiver closes before its sender. A buffer has no name on
 disk or in /dev/shm, so none outlives the processes, however they end.
 """
@@ -11,7 +11,7 @@ import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Self
 
@@ -19,82 +19,41 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.parcel import Parcel
+from nemo_opd.handoff.handle import Handle, Message
 
 _senders: weakref.WeakValueDictionary[str, Sender] = weakref.WeakValueDictionary()
-"""Those of this process, by identity."""
+"""Senders of this process by identity."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnMemory:
-    """The token of a receiver in the sender's process, which reads the buffer itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What travels instead of a tensor."""
-
-    sender: str
-    """Identity of the sender."""
-    allocation: int
-    """Which of the sender's buffers; a new one is a new mapping."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    tokens: tuple[tuple[int, object], ...] = field(repr=False, compare=False)
-    """By receiver: what the transport needs to map the buffer, good for one mapping."""
-
-    @property
-    def num_bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def token(self, receiver: int) -> object:
-        """Raises HandoffError for a receiver that the sender has not been told of."""
-        for number, token in self.tokens:
-            if number == receiver:
-                return token
-        numbers = [number for number, _ in self.tokens]
-        raise HandoffError(
-            f"a teacher's buffer was exported to student ranks {numbers}, not to {receiver}, which is to read it; the "
-            "sender must be given every rank that reads it when it is made"
-        )
-
-    def for_receiver(self, number: int) -> Handle:
-        """The same without the tokens of others, so that it stays small on its way. Raises HandoffError."""
-        return replace(self, tokens=((number, self.token(number)),))
-
-    def sent_to(self, number: int, parcel: Parcel, place: int = 0) -> Handle:
-        """To what a receiver on another node has of it, once it was sent.
-
-        place: among the parcels of this buffer to this receiver, which has memory for each.
-        """
-        box = parcel.box
-        shape = self.shape if box is None else (len(box.rows), len(box.positions), len(box.columns))
-        return Handle(f"{self.sender}/{place}", self.allocation, shape, self.dtype, ((number, parcel),))
+class _SameProcess:
+    """Token of a receiver in the sender's process, which reads the buffer directly."""
 
 
 class Sender(ABC):
-    """One buffer, reallocated only when a larger tensor is asked for."""
+    """One buffer, reallocated only when a larger tensor is needed."""
 
     def __init__(self, receivers: Sequence[int] = (0,), own: int | None = None) -> None:
-        """receivers: the numbers of those that read the buffer; maybe none. own: the one among them that is in this
-        process. The others map it, each once for every allocation.
+        """Store who will map the buffer, each once for every allocation.
+
+        receivers: numbers of the receivers, possibly none. own: the receiver in this process, which does not map it.
         """
         self.identity = uuid.uuid4().hex
         _senders[self.identity] = self
         self.allocation = 0
         self.receivers = tuple(number for number in receivers if number != own)
-        """Those in other processes."""
-        self._own = tuple((number, OwnMemory()) for number in receivers if number == own)
+        """Receivers in other processes."""
+        self._own = tuple((number, _SameProcess()) for number in receivers if number == own)
         self._buffer: Tensor | None = None
         self._tokens: tuple[object, ...] = ()
         self._shape: tuple[int, ...] = ()
         self._dtype = torch.uint8
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor in the buffer, to be written before `handle` is called.
+        """Return an uninitialised tensor in the buffer, to be written before `handle` is called.
 
         Overwrites what an earlier call returned: every receiver must be done with it.
-        Raises HandoffError when the memory is not there.
+        Raises HandoffError where there is not enough memory.
         """
         num_bytes = prod(shape) * dtype.itemsize
         if self._buffer is None or self._buffer.numel() < num_bytes:
@@ -102,18 +61,18 @@ class Sender(ABC):
             self.allocation += 1
             self._buffer, self._tokens = self._allocate(max(1, num_bytes))
         self._shape, self._dtype = tuple(shape), dtype
-        return view(self._buffer, self._shape, dtype)
+        return self.last
 
     @property
     def last(self) -> Tensor:
-        """What `tensor` returned, which must have been called. Whoever keeps it keeps the memory."""
+        """The tensor that `tensor` last returned; a reference to it keeps the memory."""
         assert self._buffer is not None
-        return view(self._buffer, self._shape, self._dtype)
+        return _view(self._buffer, self._shape, self._dtype)
 
     def handle(self) -> Handle:
-        """A handle to the last tensor; all that was written to it is visible to whoever maps it.
+        """Return a handle to the last tensor, once all that was written to it is visible to receivers.
 
-        Raises HandoffError where there is none.
+        Raises HandoffError before the first call of `tensor`.
         """
         if self._buffer is None:
             raise HandoffError("handle() before tensor(): there is no buffer to hand over")
@@ -135,49 +94,52 @@ class Sender(ABC):
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        """A flat uint8 tensor and, for each receiver, the token by which it maps it."""
+        """Return a flat uint8 tensor and, for each receiver, the token by which it maps the tensor."""
 
     @abstractmethod
     def _release(self) -> None:
-        """Give back what the buffer, already dropped, was in."""
+        """Free the memory of the buffer, which is already dropped."""
 
     @abstractmethod
-    def _flush(self) -> None: ...
+    def _flush(self) -> None:
+        """Wait until all writes to the buffer are visible to other processes."""
 
 
 class Receiver(ABC):
-    """Maps buffers, each once per allocation."""
+    """Mapped buffers, each mapped once per allocation, and the memory for messages from other nodes."""
 
     def __init__(self, number: int = 0) -> None:
-        """number: which of its senders' receivers it is."""
+        """Take the number by which senders identify this receiver."""
         self.number = number
         self.copied_bytes = 0
-        """Out of mapped buffers, by whoever reads them through this receiver; reading a view of them copies none."""
+        """Bytes copied out of mapped buffers by whoever reads them through this receiver; views count as none."""
         self._mapped: dict[str, tuple[int, Tensor]] = {}
         self._copies: dict[str, tuple[int, Tensor]] = {}
-        self._rooms: dict[str, Tensor] = {}
+        self._received: dict[str, Tensor] = {}
 
-    def room(self, handle: Handle, device: str) -> Tensor:
-        """Memory of this process for what is sent to it, contiguous and uninitialised, where `tensor` then finds it.
+    def receive_buffer(self, handle: Handle, device: str) -> Tensor:
+        """Return contiguous, uninitialised memory for a message, where `tensor` finds it.
 
-        It persists across steps like a sender's buffer, and is overwritten in the same way.
+        It persists across steps and is overwritten, as a sender's buffer is.
         """
-        room = self._rooms.get(handle.sender)
-        if room is None or room.numel() < handle.num_bytes:
-            self._rooms.pop(handle.sender, None)
-            room = self._rooms[handle.sender] = torch.empty(max(1, handle.num_bytes), dtype=torch.uint8, device=device)
-        return view(room, handle.shape, handle.dtype)
+        buffer = self._received.get(handle.sender)
+        if buffer is None or buffer.numel() < handle.num_bytes:
+            del buffer
+            self._received.pop(handle.sender, None)
+            buffer = torch.empty(max(1, handle.num_bytes), dtype=torch.uint8, device=device)
+            self._received[handle.sender] = buffer
+        return _view(buffer, handle.shape, handle.dtype)
 
     def tensor(self, handle: Handle) -> Tensor:
-        """The sender's tensor, not a copy; valid until the sender writes the next.
+        """Return the sender's tensor, not a copy; valid until the sender writes the next.
 
-        It can be computed with on this process' device, wherever the buffer is. Raises HandoffError when the sender is
-        gone, the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
+        This process' device can compute with it, wherever the buffer is. Raises HandoffError where the sender is gone,
+        the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
         """
         token = handle.token(self.number)
-        if isinstance(token, Parcel):
-            return self._arrived(handle)
-        if isinstance(token, OwnMemory):
+        if isinstance(token, Message):
+            return self._from_message(handle)
+        if isinstance(token, _SameProcess):
             return _senders[handle.sender].last
         allocation, buffer = self._mapped.get(handle.sender, (0, None))
         if buffer is None or allocation != handle.allocation:
@@ -185,16 +147,16 @@ class Receiver(ABC):
             del buffer
             buffer = self._map(handle)
             self._mapped[handle.sender] = (handle.allocation, buffer)
-        return view(buffer, handle.shape, handle.dtype)
+        return _view(buffer, handle.shape, handle.dtype)
 
     def constant(self, handle: Handle) -> Tensor:
-        """The sender's tensor for many reads, where the sender writes it once for each allocation.
+        """Return the sender's tensor for many reads, where the sender writes it once for each allocation.
 
-        The mapping itself, or, of a buffer on another device, a copy on this one that is made once and kept. Raises
-        HandoffError as `tensor` does.
+        This is the mapping itself or, for a buffer on another device, a copy on this one that is made once and kept.
+        Raises HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
-        if isinstance(handle.token(self.number), Parcel | OwnMemory) or self._is_near(handle):
+        if isinstance(handle.token(self.number), Message | _SameProcess) or self._is_near(handle):
             return mapped
         allocation, copy = self._copies.get(handle.sender, (0, None))
         if copy is None or allocation != handle.allocation:
@@ -204,19 +166,19 @@ class Receiver(ABC):
             self._copies[handle.sender] = (handle.allocation, copy)
         return copy
 
-    def _arrived(self, handle: Handle) -> Tensor:
-        if handle.sender not in self._rooms:
+    def _from_message(self, handle: Handle) -> Tensor:
+        if handle.sender not in self._received:
             raise HandoffError(
-                f"student rank {self.number} is to read a teacher's buffer on another node before it was sent; whoever "
-                "hands out the windows must have them sent first"
+                f"student rank {self.number} is to read a teacher's buffer on another node before it was sent; send "
+                "what windows need (ExchangePlanner) before they are read"
             )
-        return view(self._rooms[handle.sender], handle.shape, handle.dtype)
+        return _view(self._received[handle.sender], handle.shape, handle.dtype)
 
     def close(self) -> None:
-        """Drop every mapping and what was sent; may be called again."""
+        """Drop every mapping and every message; may be called again."""
         self._mapped.clear()
         self._copies.clear()
-        self._rooms.clear()
+        self._received.clear()
         self._collect()
 
     def __enter__(self) -> Self:
@@ -227,16 +189,17 @@ class Receiver(ABC):
 
     @abstractmethod
     def _map(self, handle: Handle) -> Tensor:
-        """The whole buffer as a flat uint8 tensor."""
+        """Return the whole buffer as a flat uint8 tensor."""
 
     @abstractmethod
     def _is_near(self, handle: Handle) -> bool:
-        """Whether the buffer is as fast to read as this process' own memory."""
+        """Return whether the buffer is as fast to read as this process' own memory."""
 
     @abstractmethod
-    def _collect(self) -> None: ...
+    def _collect(self) -> None:
+        """Free what dropped mappings leave."""
 
 
-def view(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """The first bytes of a flat uint8 tensor as a tensor of `shape` and `dtype`."""
+def _view(buffer: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the first bytes of a flat uint8 tensor as a tensor of `shape` and `dtype`."""
     return buffer[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)

@@ -1,17 +1,17 @@
 """CUDA IPC between processes of one node: receivers read the sender's device memory, with no copy.
 
-PyTorch counts what it exports: each token is one more reference to the buffer, which whoever maps it gives back when it
-drops the mapping. So there is a token for each receiver, and each maps once per allocation. The sender's `close` gives
-the memory back once all of them have dropped their mappings; a receiver that died, or never mapped what was exported to
-it, cannot, and the memory is then held until the sender's process ends.
+PyTorch counts references to what it exports: each token is one more, which its receiver releases when it drops the
+mapping. So there is a token for each receiver, and each maps once per allocation. The sender's `close` frees the memory
+once all receivers have dropped their mappings; a receiver that died, or never mapped what was exported to it, cannot,
+and the memory is then held until the sender's process ends.
 
-A buffer may be on another GPU of the node than the receiver computes on. It is then opened on the receiver's own
-device, which reads it through peer access, also where the sender's device is not visible to the receiver (each of
-Ray's actors sees its own only): kernels of the receiver can read it like its own memory, at the speed of the link. A
-loss moves the rows of a chunk that way as it reads them; the head, which every chunk reads whole, is copied once.
+A buffer may be on another GPU of the node than the receiver's. It is then opened on the receiver's device, which reads
+it through peer access, also where the sender's device is not visible to the receiver (each Ray actor sees only its
+own): the receiver's kernels can read it like local memory, at the speed of the link. A loss moves the rows of a chunk
+that way as it reads them; the head, which every chunk reads whole, is copied once.
 
 The counters are in a file in /dev/shm (80 kB), which the sender removes in the end; where it died before, its receivers
-do. Only where all of them are killed does it stay.
+do. It stays only where all of them are killed.
 """
 
 import os
@@ -27,17 +27,18 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.handle import Handle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceMemory:
+class _DeviceMemory:
     """One reference to a buffer, for one receiver."""
 
     pid: int
-    """The sender's."""
+    """Process of the sender."""
     device: str
-    """The GPU's own identifier: indices mean different devices in different processes."""
+    """The GPU's UUID: indices mean different devices in different processes."""
     rebuild: Callable[..., Tensor]
     arguments: tuple[Any, ...]
 
@@ -51,7 +52,7 @@ class CudaIpcSender(Sender):
                 f"no {num_bytes / 2**30:.2f} GiB of GPU memory for a teacher's output; lower "
                 "train.global_batch_size or train.max_length, or set offload=true for the teachers or the student"
             ) from error
-        return buffer, tuple(DeviceMemory(os.getpid(), own_device(), *reduce_tensor(buffer)) for _ in self.receivers)
+        return buffer, tuple(_DeviceMemory(os.getpid(), _own_device(), *reduce_tensor(buffer)) for _ in self.receivers)
 
     def _release(self) -> None:
         torch.cuda.ipc_collect()
@@ -65,14 +66,14 @@ class CudaIpcReceiver(Receiver):
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
         self._counters: dict[Path, int] = {}
-        """Files, and the processes that they belong to."""
+        """File of the counters → process of its sender."""
 
     def _map(self, handle: Handle) -> Tensor:
         token = handle.token(self.number)
-        assert isinstance(token, DeviceMemory)
+        assert isinstance(token, _DeviceMemory)
         call = signature(token.rebuild).bind(*token.arguments)
         call.arguments["storage_device"] = torch.cuda.current_device()
-        # The sender has waited for its device before it gave the handle; its event may be of a device not visible here.
+        # The sender has waited for its device before it made the handle; its event may be of a device not visible here.
         call.arguments["event_sync_required"] = False
         counters = os.fsdecode(call.arguments["ref_counter_handle"])
         self._counters[Path("/dev/shm") / counters.lstrip("/")] = token.pid
@@ -80,16 +81,16 @@ class CudaIpcReceiver(Receiver):
             return token.rebuild(*call.args)
         except RuntimeError as error:
             raise HandoffError(
-                f"the teacher's GPU buffer on {token.device} cannot be mapped on {own_device()} ({error}): its process "
-                "has died, or the GPUs are not of one node or have no peer access to each other; "
+                f"the teacher's GPU buffer on {token.device} cannot be mapped on {_own_device()} ({error}): its "
+                "process has died, or the GPUs are not of one node or have no peer access to each other; "
                 "handoff.transport=cuda_ipc needs student and teacher on the same GPU, or on GPUs of one node that "
                 "have (nvidia-smi topo -p2p r)"
             ) from error
 
     def _is_near(self, handle: Handle) -> bool:
         token = handle.token(self.number)
-        assert isinstance(token, DeviceMemory)
-        return token.device == own_device()
+        assert isinstance(token, _DeviceMemory)
+        return token.device == _own_device()
 
     def _collect(self) -> None:
         torch.cuda.ipc_collect()
@@ -99,6 +100,6 @@ class CudaIpcReceiver(Receiver):
         self._counters.clear()
 
 
-def own_device() -> str:
-    """The identifier of the GPU that this process computes on."""
+def _own_device() -> str:
+    """Return the UUID of the GPU that this process computes on."""
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,20 +1,18 @@
-"""Final hidden states for every batch, and the head once: W / E times less than logits (METHODS §9)."""
+"""Handoff of final hidden states for every batch, and of the head once: W / E times less than logits (METHODS §9)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
-from nemo_opd.handoff.parcel import Parcel
-from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.plan import ONE_READER, Readers, within_vocabulary
 from nemo_opd.handoff.region import Region
-from nemo_opd.handoff.shards import within_vocabulary
-from nemo_opd.handoff.written import Written, WrittenRows
+from nemo_opd.handoff.writer import NewSender, OutputWriter
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, TensorLogits
@@ -22,124 +20,90 @@ from nemo_opd.logits.rows import LogitRows, TensorLogits
 
 @dataclass(frozen=True, slots=True)
 class HeadHandle:
-    """To a rank's shard of the head."""
+    """Reference to a rank's shard of the head."""
 
     weight: Handle
-    """[its columns, E]"""
+    """[columns, E]"""
     bias: Handle | None
     scale: float
     soft_cap: float | None
 
     def head(self, receiver: Receiver) -> Head:
-        """Raises HandoffError for a buffer that cannot be mapped."""
+        """Return the shard. Raises HandoffError for a buffer that cannot be mapped."""
         bias = None if self.bias is None else receiver.constant(self.bias)
         return Head(receiver.constant(self.weight), bias, self.scale, self.soft_cap)
 
-    def for_receiver(self, number: int) -> HeadHandle:
-        """Raises HandoffError for one that it was not exported to."""
-        return self._through(lambda handle: handle.for_receiver(number))
-
-    def sent_to(self, number: int, teacher_rank: int) -> HeadHandle:
-        """To what a receiver on another node has of it, once it was sent."""
-        return self._through(lambda handle: handle.sent_to(number, Parcel(handle.sender, teacher_rank)))
-
-    def _through(self, change: Callable[[Handle], Handle]) -> HeadHandle:
-        bias = None if self.bias is None else change(self.bias)
-        return HeadHandle(change(self.weight), bias, self.scale, self.soft_cap)
+    def map(self, function: Callable[[Handle], Handle]) -> HeadHandle:
+        """Apply a function to the handles."""
+        bias = None if self.bias is None else function(self.bias)
+        return replace(self, weight=function(self.weight), bias=bias)
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesHandle:
-    """To the final hidden states [b, its positions, E] that a teacher's rank has of a batch, and to its head shard."""
+    """Reference to a teacher rank's final hidden states [rows, positions, E] of a batch, and to its head shard."""
 
-    hidden: Handle
+    output: Handle
     head: HeadHandle | None
-    """None where nobody reads this rank's."""
+    """None where no student rank reads this rank's shard."""
     columns: range
-    """Of the tokenizer's vocabulary, that the shard is of."""
-    written: tuple[Written, ...]
-
-    def rows(self, receiver: Receiver, texts: slice, width: int) -> LogitRows:
-        """Of buffers that are a window as they are: see `HiddenStatesWindow.rows`."""
-        window = HiddenStatesWindow(Region.whole(self.hidden), (self.head_for(receiver.number),))
-        return window.rows(receiver, texts, width)
-
-    def head_for(self, receiver: int, sent_by: int | None = None) -> HeadHandle:
-        """As exported to one receiver, or as sent by a rank on another node. Raises HandoffError where it was not."""
-        if self.head is None:
-            raise HandoffError(
-                f"a teacher's rank was made without readers of its head, and student rank {receiver} is to read it; "
-                "the writer must be given every rank that reads it when it is made"
-            )
-        return self.head.for_receiver(receiver) if sent_by is None else self.head.sent_to(receiver, sent_by)
+    """Columns of the tokenizer's vocabulary that the shard has."""
 
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesWindow:
-    """The hidden states [B, T, E] of a student rank's rows, and the head, wherever they are."""
+    """The hidden states [B, T, E] of a student rank's rows, and the head."""
 
     hidden: Region
     head: tuple[HeadHandle, ...]
-    """Shards, one after another in columns."""
+    """Shards, of consecutive columns."""
 
-    def rows(self, receiver: Receiver, texts: slice, width: int) -> LogitRows:
-        """Of some texts, up to `width` positions: logits that are made when a loss reads them.
+    def rows(self, receiver: Receiver, rows: slice, width: int) -> LogitRows:
+        """Return the logits of some rows, up to `width` positions; they are computed when a loss reads them.
 
-        Hidden states are a view where one buffer has them, else copied together; shards of the head stay apart and
+        Hidden states are a view where one buffer has them, else copied together; shards of the head stay separate and
         their columns are read side by side. Raises HandoffError for a buffer that cannot be mapped.
         """
-        hidden = self.hidden.read(receiver, texts, width)
+        hidden = self.hidden.read(receiver, rows, width)
         shards = [HeadLogits(hidden, shard.head(receiver)) for shard in self.head]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
-class HiddenStatesWriter:
-    """Collects the hidden states of a batch, microbatch by microbatch, in a buffer; the head has buffers of its own."""
+class HiddenStatesWriter(OutputWriter):
+    """Writer of a teacher rank's hidden states; the head has separate buffers."""
 
     def __init__(
         self,
-        new_sender: Callable[[Sequence[int]], Sender],
+        new_sender: NewSender,
         vocab_size: int,
         hidden_size: int,
         dtype: torch.dtype,
         *,
-        columns: range | None = None,
+        columns: range,
         readers: Readers = ONE_READER,
         num_slots: int = 1,
     ) -> None:
-        """columns: of the vocabulary, that this rank's shard of the head is of; by default all. Rows of the head beyond
-        `vocab_size` are left out, so a shard may become empty. dtype: of the buffer, and of the head. readers: who will
-        map them. num_slots: batches whose hidden states are kept at once.
+        """Make the senders.
+
+        columns: of the vocabulary, that the rank's shard of the head has. Rows of the head beyond `vocab_size` are left
+        out, so a shard may become empty. dtype: of the buffer and of the head. num_slots: batches whose hidden states
+        are kept at once.
         """
-        self._slots = [new_sender(readers.output) for _ in range(num_slots)]
-        self._hidden = self._slots[0]
+        super().__init__(new_sender, hidden_size, dtype, readers, num_slots)
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
         self._columns = within_vocabulary(columns, vocab_size)
-        self._hidden_size, self._dtype = hidden_size, dtype
         self._is_head_read = bool(readers.head) or readers.sends_head
         self._head: HeadHandle | None = None
 
-    def begin(self, num_texts: int, width: int, slot: int = 0) -> None:
-        """width: positions of this rank, the most that a microbatch has. slot: whose batch is overwritten."""
-        self._hidden = self._slots[slot]
-        self._hidden.tensor((num_texts, width, self._hidden_size), self._dtype)
-        self._written = WrittenRows(num_texts, width)
-
-    def write(self, start: int, made: TensorLogits | HeadLogits, positions: Sequence[range] | None = None) -> None:
-        """Put a microbatch's hidden states at row `start`.
-
-        positions: those that they are of, under context parallelism; by default from 0 on. Positions beyond the
-        microbatch's own width stay as they are: they are padding to every reader.
-        """
+    def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
+        """Put a microbatch's hidden states at the rows from `start` on; the first call also hands the head over."""
         assert isinstance(made, HeadLogits)
         if self._head is None and self._is_head_read:
             self._hand_over(made.head)
-        rows, width, _ = made.hidden.shape
-        self._hidden.last[start : start + rows, :width].copy_(made.hidden)
-        self._written.note(start, rows, positions)
+        self._put(start, made.hidden)
 
     def handle(self) -> HiddenStatesHandle:
-        return HiddenStatesHandle(self._hidden.handle(), self._head, self._columns, self._written.all())
+        return HiddenStatesHandle(self._output.handle(), self._head, self._columns)
 
     @property
     def senders(self) -> tuple[Sender, ...]:
@@ -147,8 +111,7 @@ class HiddenStatesWriter:
 
     def close(self) -> None:
         """Release the buffers; may be called again."""
-        for sender in self.senders:
-            sender.close()
+        super().close()
         self._head = None
 
     def _hand_over(self, head: Head) -> None:

@@ -1,8 +1,8 @@
 """Between nodes: tensors sent from a teacher's ranks to the student's by torch.distributed.
 
-Communicates point to point, over NCCL on GPUs and gloo on CPUs, in a world of its own for each teacher: the student's
-ranks first, then the teacher's. Sender and receiver each name the same tensors in the same order, and wait until all of
-a call have gone over; between calls nothing is under way. The two worlds that workers compute in know nothing of it.
+Communicates point to point, over NCCL on GPUs and gloo on CPUs, in a separate world for each teacher: the student's
+ranks first, then the teacher's. Sender and receiver each name the same tensors in the same order, and wait until all
+tensors of a call are transferred. The two worlds that workers compute in are not involved.
 """
 
 from __future__ import annotations
@@ -17,68 +17,97 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.distributed.process_group import BACKENDS, connect_store
+from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.handle import Handle, Message
 
-PREFIX = "handoff"
-"""Of the keys in a store that others use as well."""
+_PREFIX = "handoff"
+"""Prefix of the keys in a store that others use as well."""
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
-    """Where and as how many the ranks of a link find each other."""
+class Rendezvous:
+    """Address at which the ranks of a link find each other, and their number."""
 
     host: str
     port: int
-    """Of a store that is served as long as the link is made."""
+    """Port of a store that is served while the link is made."""
     num_students: int
     num_teachers: int
     timeout_s: float
-    """Of making the link and of each call."""
-
-    def student(self, rank: int) -> int:
-        """In the world of the link."""
-        return rank
-
-    def teacher(self, rank: int) -> int:
-        return self.num_students + rank
+    """Limit of making the link and of each call."""
 
 
 class Link:
-    """One rank's end."""
+    """One rank's end of a link between the student and a teacher."""
 
-    def __init__(self, meeting: Meeting, rank: int, device: str) -> None:
-        """rank: in the world of the link. Every rank must make it."""
-        self.meeting, self.device = meeting, device
-        store = dist.PrefixStore(PREFIX, connect_store(meeting.host, meeting.port, meeting.timeout_s))
-        size = meeting.num_students + meeting.num_teachers
-        self._group: World | None = new_world(store, rank, size, device, meeting.timeout_s)
+    def __init__(self, rendezvous: Rendezvous, device: str, *, student: int | None = None, teacher: int = 0) -> None:
+        """Join the link as this rank of the student or else of the teacher; every rank must do so."""
+        self._device, self._num_students = device, rendezvous.num_students
+        store = connect_store(rendezvous.host, rendezvous.port, rendezvous.timeout_s)
+        rank = self._num_students + teacher if student is None else student
+        size = rendezvous.num_students + rendezvous.num_teachers
+        prefixed = dist.PrefixStore(_PREFIX, store)
+        self._group: _Backend | None = _new_backend(prefixed, rank, size, device, rendezvous.timeout_s)
 
     def send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Contiguous tensors, each to a student's rank. Raises RuntimeError where the other side is gone."""
-        self._run([(tensor, self.meeting.student(rank)) for tensor, rank in tensors], is_sending=True)
+        """Send contiguous tensors, each to a student rank. Raises RuntimeError where the other side is gone."""
+        assert self._group is not None
+        # All are started before any is waited for, so that no order of pairs can deadlock.
+        self._wait([self._group.send([_flat_bytes(tensor)], rank, 0) for tensor, rank in tensors if tensor.numel()])
 
     def receive(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Fill contiguous tensors, each from a teacher's rank. Raises RuntimeError where the other side is gone."""
-        self._run([(tensor, self.meeting.teacher(rank)) for tensor, rank in tensors], is_sending=False)
-
-    def _run(self, tensors: Sequence[tuple[Tensor, int]], *, is_sending: bool) -> None:
+        """Fill contiguous tensors, each from a teacher rank. Raises RuntimeError where the other side is gone."""
         assert self._group is not None
-        run = self._group.send if is_sending else self._group.recv
-        # All are under way before any is waited for, so that no order of pairs can be a circle.
-        works = [run([flat_bytes(tensor)], peer, 0) for tensor, peer in tensors if tensor.numel()]
+        first = self._num_students
+        self._wait(
+            [self._group.recv([_flat_bytes(tensor)], first + rank, 0) for tensor, rank in tensors if tensor.numel()]
+        )
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
         for work in works:
             work.wait()
-        if self.device == "cuda":
+        if self._device == "cuda":
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Without the other ends, which may be gone; may be called again."""
+        """Leave the link without waiting for the other ends, which may be gone; may be called again."""
         if self._group is not None:
             self._group.abort()
             self._group = None
 
 
-class World(Protocol):
-    """What backends of torch.distributed have besides what their stubs say."""
+class StudentLinks:
+    """A student rank's ends of the links to teachers on other nodes, whose messages it puts into its receiver."""
+
+    def __init__(self, receiver: Receiver, device: str) -> None:
+        self._receiver, self._device = receiver, device
+        self._links: list[Link | None] = []
+
+    def join(self, rendezvous: Sequence[Rendezvous | None]) -> None:
+        """Join the link of each teacher; None: it sends nothing. Every rank must call it."""
+        rank = self._receiver.number
+        self._links = [None if each is None else Link(each, self._device, student=rank) for each in rendezvous]
+
+    def receive(self, by_teacher: Sequence[Sequence[Handle]]) -> None:
+        """Receive the messages that these handles read. Raises RuntimeError where a teacher's rank is gone."""
+        for link, handles in zip(self._links, by_teacher, strict=True):
+            if link is not None:
+                link.receive([self._target(handle) for handle in handles])
+
+    def _target(self, handle: Handle) -> tuple[Tensor, int]:
+        message = handle.token(self._receiver.number)
+        assert isinstance(message, Message)
+        return self._receiver.receive_buffer(handle, self._device), message.teacher_rank
+
+    def close(self) -> None:
+        """Leave all links; may be called again."""
+        for link in self._links:
+            if link is not None:
+                link.close()
+
+
+class _Backend(Protocol):
+    """Methods of torch.distributed's backends that its stubs omit."""
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
 
@@ -87,16 +116,16 @@ class World(Protocol):
     def abort(self) -> None: ...
 
 
-def new_world(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> World:
-    """Beside the default one, of which torch.distributed's functions know: a backend of its own, called directly."""
+def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s: float) -> _Backend:
+    """Make a backend in addition to the default world, which torch.distributed's functions would use."""
     timeout = timedelta(seconds=timeout_s)
     if BACKENDS[device] == "gloo":
-        return cast("World", dist.ProcessGroupGloo(store, rank, size, timeout))
+        return cast("_Backend", dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast("World", dist.ProcessGroupNCCL(store, rank, size, options))
+    return cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
 
 
-def flat_bytes(tensor: Tensor) -> Tensor:
-    """Of any dtype, of which backends know some."""
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    """Return a view as bytes: backends do not know every dtype."""
     return tensor.view(-1).view(torch.uint8)

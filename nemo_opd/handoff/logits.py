@@ -1,17 +1,16 @@
-"""Full-vocabulary logits: the reference mode (METHODS §9)."""
+"""Handoff of full-vocabulary logits: the reference mode (METHODS §9)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from nemo_opd.handoff.base import Handle, Receiver, Sender
-from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.plan import ONE_READER, Readers, within_vocabulary
 from nemo_opd.handoff.region import Region
-from nemo_opd.handoff.shards import within_vocabulary
-from nemo_opd.handoff.written import Written, WrittenRows
+from nemo_opd.handoff.writer import NewSender, OutputWriter
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.logits.rows import LogitRows, TensorLogits
@@ -19,82 +18,56 @@ from nemo_opd.logits.rows import LogitRows, TensorLogits
 
 @dataclass(frozen=True, slots=True)
 class LogitsHandle:
-    """To the logits that a teacher's rank has of a batch: [b, its positions, its columns]."""
+    """Reference to a teacher rank's logits of a batch: [rows, positions, columns]."""
 
-    logits: Handle
+    output: Handle
     columns: range
-    """Of the tokenizer's vocabulary."""
-    written: tuple[Written, ...]
-
-    def rows(self, receiver: Receiver, texts: slice, width: int) -> LogitRows:
-        """Of a buffer that is a window as it is: see `LogitsWindow.rows`."""
-        return LogitsWindow((Region.whole(self.logits),)).rows(receiver, texts, width)
+    """Columns of the tokenizer's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitsWindow:
-    """The logits [B, T, W] of a student rank's rows, wherever they are."""
+    """The logits [B, T, W] of a student rank's rows."""
 
     shards: tuple[Region, ...]
-    """One after another in columns."""
+    """Consecutive columns of the vocabulary."""
 
-    def rows(self, receiver: Receiver, texts: slice, width: int) -> LogitRows:
-        """Of some texts, up to `width` positions.
+    def rows(self, receiver: Receiver, rows: slice, width: int) -> LogitRows:
+        """Return the logits of some rows, up to `width` positions.
 
-        A view of the buffer where one has them; shards of the columns are read side by side where they are; rows or
-        positions of several buffers are copied together. Raises HandoffError for a buffer that cannot be mapped.
+        They are a view where one buffer has them; shards of the columns are read side by side where they are; rows of
+        several buffers are copied together. Raises HandoffError for a buffer that cannot be mapped.
         """
-        shards = [TensorLogits(shard.read(receiver, texts, width)) for shard in self.shards]
+        shards = [TensorLogits(shard.read(receiver, rows, width)) for shard in self.shards]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
-class LogitsWriter:
-    """Collects the logits of a batch, microbatch by microbatch, in a buffer."""
+class LogitsWriter(OutputWriter):
+    """Writer of a teacher rank's logits."""
 
     def __init__(
         self,
-        new_sender: Callable[[Sequence[int]], Sender],
+        new_sender: NewSender,
         vocab_size: int,
         dtype: torch.dtype,
         *,
-        columns: range | None = None,
+        columns: range,
         readers: Readers = ONE_READER,
         num_slots: int = 1,
     ) -> None:
-        """columns: of the vocabulary, that this rank's logits are of; by default all. Those beyond `vocab_size`, which
-        a padded head has, are left out. dtype: of the buffer. readers: who will map it. num_slots: batches whose logits
-        are kept at once.
+        """Make the senders.
+
+        columns: of the vocabulary, that the rank's logits have; those beyond `vocab_size` are left out. dtype: of the
+        buffer. num_slots: batches that are kept at once.
         """
-        self._slots = [new_sender(readers.output) for _ in range(num_slots)]
-        self._sender, self._dtype = self._slots[0], dtype
         self._columns = within_vocabulary(columns, vocab_size)
+        super().__init__(new_sender, len(self._columns), dtype, readers, num_slots)
 
-    def begin(self, num_texts: int, width: int, slot: int = 0) -> None:
-        """width: positions of this rank, the most that a microbatch has. slot: whose batch is overwritten."""
-        self._sender = self._slots[slot]
-        self._sender.tensor((num_texts, width, len(self._columns)), self._dtype)
-        self._written = WrittenRows(num_texts, width)
-
-    def write(self, start: int, made: TensorLogits | HeadLogits, positions: Sequence[range] | None = None) -> None:
-        """Put a microbatch's logits at row `start`.
-
-        positions: those that they are of, under context parallelism; by default from 0 on. Positions beyond the
-        microbatch's own width stay as they are: they are padding to every reader.
-        """
+    def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
+        """Put a microbatch's logits at the rows from `start` on."""
         assert isinstance(made, TensorLogits)
         (logits_bTW,) = made.leaves
-        rows, width, _ = logits_bTW.shape
-        self._sender.last[start : start + rows, :width].copy_(logits_bTW[..., : len(self._columns)])
-        self._written.note(start, rows, positions)
+        self._put(start, logits_bTW[..., : len(self._columns)])
 
     def handle(self) -> LogitsHandle:
-        return LogitsHandle(self._sender.handle(), self._columns, self._written.all())
-
-    @property
-    def senders(self) -> tuple[Sender, ...]:
-        return tuple(self._slots)
-
-    def close(self) -> None:
-        """Release the buffers; may be called again."""
-        for sender in self.senders:
-            sender.close()
+        return LogitsHandle(self._output.handle(), self._columns)

@@ -1,23 +1,24 @@
-"""Which cells of which teacher ranks' buffers make up a student rank's window: pure, no I/O and no torch.
+"""Which rows of which teacher ranks' buffers make up a student rank's window: pure, no I/O and no torch.
 
-A cell is (row of the global batch, position, column). A window is a student rank's rows with all positions and all
-columns. The head is planned as an output of one row and one position, which every data- and context-parallel rank has.
+A teacher's output has rows of the global batch, positions and columns. Each of its ranks holds some rows and columns of
+it and all positions; a student rank's window has some rows, all positions and all columns. The head is planned as an
+output of one row, which every data- and context-parallel rank has.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.shards import Ranges, equal_parts
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The student and one teacher, and where the ranks of each are."""
+    """Layouts of the student and of one teacher, and the places of their ranks."""
 
     student: Layout
     teacher: Layout
@@ -33,208 +34,156 @@ class Sides:
             )
 
     def distance(self, student_rank: int, teacher_rank: int) -> int:
-        """0: one device; 1: one node; 2: over the network."""
-        ours, theirs = self.student_places[student_rank], self.teacher_places[teacher_rank]
-        if ours.node != theirs.node:
+        """Return 0 for one device, 1 for one node, 2 for two nodes."""
+        student, teacher = self.student_places[student_rank], self.teacher_places[teacher_rank]
+        if student.node != teacher.node:
             return 2
-        return 0 if ours.device == theirs.device else 1
+        return 0 if student.device == teacher.device else 1
 
     def crosses(self, student_rank: int, teacher_rank: int) -> bool:
-        """Whether they are on different nodes."""
+        """Return whether the ranks are on different nodes."""
         return self.distance(student_rank, teacher_rank) == 2
 
-    def nearest(self, student_rank: int, replicas: Sequence[Block]) -> Block:
-        """Of blocks with the same content: on the own device, else the lowest rank of the own node.
+    def nearest(self, student_rank: int, replicas: Sequence[Shard]) -> Shard:
+        """Return the replica on the same device, else the one with the lowest rank on the same node.
 
-        From other nodes ranks of the student take turns, so that not all of them load one rank's network.
+        For replicas on other nodes the student's ranks take turns, so that they do not all load one rank's network.
         """
-        least = min(self.distance(student_rank, block.rank) for block in replicas)
-        near = sorted((b for b in replicas if self.distance(student_rank, b.rank) == least), key=lambda b: b.rank)
+        least = min(self.distance(student_rank, shard.rank) for shard in replicas)
+        near = sorted((s for s in replicas if self.distance(student_rank, s.rank) == least), key=lambda s: s.rank)
         return near[student_rank % len(near)] if least == 2 else near[0]
 
 
-def colocated(student: Layout, teacher: Layout, ranks_per_node: int) -> Sides:
-    """Both on the same devices, rank by rank, nodes filled one after another."""
-    return Sides(student, teacher, *(filled(layout.size, ranks_per_node) for layout in (student, teacher)))
-
-
-def filled(num_ranks: int, ranks_per_node: int, first: int = 0) -> tuple[Place, ...]:
-    """Places of consecutive ranks, one a device, from the `first` device of the cluster on."""
-    return tuple(Place(*divmod(device, ranks_per_node)) for device in range(first, first + num_ranks))
-
-
 @dataclass(frozen=True, slots=True)
-class Box:
-    """Cells: rows × positions × columns."""
-
-    rows: range
-    positions: range
-    columns: range
-
-    @property
-    def num_cells(self) -> int:
-        return len(self.rows) * len(self.positions) * len(self.columns)
-
-    @property
-    def slices(self) -> tuple[slice, slice, slice]:
-        """To index a tensor with."""
-        return _slice(self.rows), _slice(self.positions), _slice(self.columns)
-
-    def meet(self, other: Box) -> Box:
-        """The cells of both; maybe none."""
-        return Box(
-            overlap(self.rows, other.rows),
-            overlap(self.positions, other.positions),
-            overlap(self.columns, other.columns),
-        )
-
-    @property
-    def at_origin(self) -> Box:
-        """Where the cells are in a copy that has no others."""
-        return self.shifted(-self.rows.start, -self.positions.start, -self.columns.start)
-
-    def shifted(self, rows: int, positions: int, columns: int) -> Box:
-        return Box(_shifted(self.rows, rows), _shifted(self.positions, positions), _shifted(self.columns, columns))
-
-
-def overlap(one: range, other: range) -> range:
-    start = max(one.start, other.start)
-    return range(start, max(start, min(one.stop, other.stop)))
-
-
-def _slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop)
-
-
-def _shifted(numbers: range, by: int) -> range:
-    return range(numbers.start + by, numbers.stop + by)
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Consecutive rows of a teacher rank's buffer."""
+class Shard:
+    """Part of a teacher's output that one of its ranks holds."""
 
     rank: int
-    first_row: int
-    """Of the buffer."""
     rows: range
-    """Of the global batch."""
-    positions: Ranges
-    """One range after another in the buffer, from its first position on."""
+    """Rows of the global batch."""
     columns: range
-    """Of the vocabulary (or all of the hidden width); the buffer has no others."""
-
-    def boxes(self) -> Iterator[tuple[Box, tuple[int, int, int]]]:
-        """The cells that it has, a range of positions at a time, and by how much they are shifted in the buffer."""
-        before = 0
-        for positions in self.positions:
-            shift = self.first_row - self.rows.start, before - positions.start, -self.columns.start
-            yield Box(self.rows, positions, self.columns), shift
-            before += len(positions)
+    """Columns of the vocabulary, or of the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Cells that a student rank reads from one buffer."""
+    """Rows that a student rank reads from one teacher rank's buffer, with all positions and columns of the buffer."""
 
     rank: int
-    """The teacher's, whose buffer it is."""
-    source: Box
-    """Where they are in the buffer."""
-    target: Box
-    """Where they belong in the window."""
+    """Rank of the teacher."""
+    buffer_rows: range
+    window_rows: range
+    columns: range
+    """Columns of the output that the buffer holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """The student ranks that map a teacher rank's buffers."""
+    """Student ranks that map a teacher rank's buffers."""
 
     output: tuple[int, ...] = (0,)
-    """Hidden states or logits."""
+    """Readers of hidden states or logits."""
     head: tuple[int, ...] = (0,)
     sends_head: bool = False
-    """The head is also sent to ranks on other nodes."""
+    """True where the head is also sent to ranks on other nodes."""
 
 
 ONE_READER = Readers()
-"""Every teacher rank has a student rank of its own, with a receiver of its own."""
+"""The only reader is receiver 0."""
 
 
-def output_blocks(
-    teacher: Layout, num_rows: int, positions: Sequence[Ranges], columns: Sequence[range]
-) -> tuple[Block, ...]:
-    """What each rank has of a batch: positions by context-parallel, columns by tensor-parallel rank.
+def output_shards(teacher: Layout, num_rows: int, columns: Sequence[range]) -> list[Shard]:
+    """Return each teacher rank's shard of a batch's output; columns: by tensor-parallel index.
 
-    Hidden states are planned with the same columns for every one, the hidden width. Raises ConfigError where the rows
-    cannot be cut into dp equal parts.
+    Raises ConfigError where the rows cannot be cut into dp equal parts.
     """
     parts = equal_parts(num_rows, teacher.dp)
-    blocks = []
+    shards = []
     for rank in range(teacher.size):
-        d, c, t = teacher.coordinates(rank)
-        blocks.append(Block(rank, 0, parts[d], positions[c], columns[t]))
-    return tuple(blocks)
+        d, _, t = teacher.coordinates(rank)
+        shards.append(Shard(rank, parts[d], columns[t]))
+    return shards
 
 
-def head_blocks(teacher: Layout, columns: Sequence[range]) -> tuple[Block, ...]:
-    """What each rank has of the head: the columns of its place along tensor parallelism."""
-    return tuple(
-        Block(rank, 0, range(1), (range(1),), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)
-    )
+def output_pieces(sides: Sides, shards: Sequence[Shard], num_rows: int) -> list[list[Piece]]:
+    """Return the pieces of each student rank's window, in the order of rows, then columns.
 
-
-def output_pieces(
-    sides: Sides, blocks: Sequence[Block], num_rows: int, num_columns: int
-) -> tuple[tuple[Piece, ...], ...]:
-    """By student rank: the pieces of its window, in the order of rows, positions, columns.
-
-    Cells that no block has (padding behind a part's longest sequence) are in no piece. Raises ConfigError where the
-    rows cannot be cut into dp equal parts.
+    Raises ConfigError where the rows cannot be cut into dp equal parts.
     """
     parts = equal_parts(num_rows, sides.student.dp)
-    width = max((positions.stop for block in blocks for positions in block.positions), default=0)
-    copies = replicas(blocks)
-    return tuple(
-        _pieces(sides, rank, copies, Box(parts[sides.student.coordinates(rank)[0]], range(width), range(num_columns)))
-        for rank in range(sides.student.size)
-    )
+    windows = [parts[sides.student.coordinates(rank)[0]] for rank in range(sides.student.size)]
+    return _pieces(sides, shards, windows)
 
 
-def head_pieces(sides: Sides, columns: Sequence[range]) -> tuple[tuple[Piece, ...], ...]:
-    """By student rank: whose shards of the head it reads, in the order of columns; all of each."""
-    window = Box(range(1), range(1), range(max(each.stop for each in columns)))
-    copies = replicas(head_blocks(sides.teacher, columns))
-    return tuple(_pieces(sides, rank, copies, window) for rank in range(sides.student.size))
+def head_pieces(sides: Sides, columns: Sequence[range]) -> list[list[Piece]]:
+    """Return the head shards that each student rank reads, in the order of columns; columns: by tensor-parallel index.
+
+    A shard is one row, and is always read whole.
+    """
+    teacher = sides.teacher
+    shards = [Shard(rank, range(1), columns[teacher.coordinates(rank)[2]]) for rank in range(teacher.size)]
+    return _pieces(sides, shards, [range(1)] * sides.student.size)
 
 
-def replicas(blocks: Sequence[Block]) -> tuple[tuple[Block, ...], ...]:
-    """Blocks with the same cells, by what they hold: hidden states over tp (and cp), a head's shard over dp and cp."""
-    groups: dict[tuple[range, Ranges, range], list[Block]] = defaultdict(list)
-    for block in blocks:
-        groups[block.rows, block.positions, block.columns].append(block)
-    return tuple(map(tuple, groups.values()))
+def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> list[list[Piece]]:
+    """Return the pieces of each student rank's window, which are read from the nearest replica of each shard."""
+    # Hidden states are replicated over tp and cp, logits over cp, a head's shard over dp and cp.
+    replicas: dict[tuple[range, range], list[Shard]] = defaultdict(list)
+    for shard in shards:
+        if shard.columns:
+            replicas[shard.rows, shard.columns].append(shard)
+    in_order = sorted(replicas, key=lambda key: (key[0].start, key[1].start))
+    pieces: list[list[Piece]] = []
+    for student_rank, window in enumerate(windows):
+        pieces.append([])
+        for rows, columns in in_order:
+            if shared := overlap(rows, window):
+                rank = sides.nearest(student_rank, replicas[rows, columns]).rank
+                pieces[-1].append(Piece(rank, shifted(shared, -rows.start), shifted(shared, -window.start), columns))
+    return pieces
 
 
-def _pieces(sides: Sides, student_rank: int, copies: Sequence[Sequence[Block]], window: Box) -> tuple[Piece, ...]:
-    pieces: list[Piece] = []
-    for same in copies:
-        if overlap(same[0].rows, window.rows):
-            block = sides.nearest(student_rank, same)
-            pieces.extend(_in_window(block, window))
-    return tuple(sorted(pieces, key=lambda piece: tuple(where.start for where in piece.target.slices)))
+def reading_ranks(pieces: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> list[tuple[int, ...]]:
+    """Return, by teacher rank, the student ranks that have a piece of its buffer."""
+    readers: list[dict[int, None]] = [{} for _ in range(num_teacher_ranks)]
+    for student_rank, own in enumerate(pieces):
+        for piece in own:
+            readers[piece.rank][student_rank] = None
+    return [tuple(each) for each in readers]
 
 
-def _in_window(block: Block, window: Box) -> Iterator[Piece]:
-    for box, shift in block.boxes():
-        cells = box.meet(window)
-        if cells.num_cells:
-            yield Piece(block.rank, cells.shifted(*shift), cells.shifted(-window.rows.start, 0, 0))
+def overlap(one: range, other: range) -> range:
+    """Return the numbers in both ranges."""
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
 
 
-def reading_ranks(by_student: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """By teacher rank: the student ranks that have a piece of its buffer."""
-    ranks: list[list[int]] = [[] for _ in range(num_teacher_ranks)]
-    for student_rank, pieces in enumerate(by_student):
-        for rank in sorted({piece.rank for piece in pieces}):
-            ranks[rank].append(student_rank)
-    return tuple(map(tuple, ranks))
+def shifted(numbers: range, by: int) -> range:
+    """Return the range with `by` added to each number."""
+    return range(numbers.start + by, numbers.stop + by)
+
+
+def equal_parts(num_rows: int, dp: int) -> list[range]:
+    """Cut the rows of the padded global batch for data parallelism. Raises ConfigError where parts would differ."""
+    if num_rows % dp:
+        raise ConfigError(
+            f"a global batch of {num_rows} rows cannot be cut into dp={dp} equal parts; pad it to a multiple of the dp "
+            "of the student and of every teacher"
+        )
+    size = num_rows // dp
+    return [range(d * size, (d + 1) * size) for d in range(dp)]
+
+
+def vocabulary_columns(vocab_size: int, tp: int) -> list[range]:
+    """Return the columns of each tensor-parallel rank, whose shard of the head is a chunk of DTensor's `Shard(0)`.
+
+    The last shards may be smaller or empty.
+    """
+    chunk = -(-vocab_size // tp)
+    bounds = (min(bound, vocab_size) for bound in accumulate([chunk] * tp, initial=0))
+    return [range(begin, end) for begin, end in pairwise(bounds)]
+
+
+def within_vocabulary(columns: range, vocab_size: int) -> range:
+    """Return the columns without those beyond the tokenizer's vocabulary, which a padded head has."""
+    return range(vocab_size)[columns.start : columns.stop]

@@ -1,8 +1,8 @@
 """Shared memory between processes of one machine.
 
-Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and reached through the
-owner's file descriptor in /proc, so no name exists that a killed process could leave behind: the kernel frees the pages
-when the last mapping is gone.
+Any number of processes may map a buffer, any number of times. The memory is anonymous (memfd) and is reached through
+the owner's file descriptor in /proc, so a killed process leaves no name: the kernel frees the pages with the last
+mapping.
 """
 
 import errno
@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.handle import Handle
 
 
 @dataclass(frozen=True, slots=True)
 class FileDescriptor:
-    """A memfd of a process; the name tells a reused process id or descriptor from the real one."""
+    """A memfd of a process; its name distinguishes it from a reused process id or descriptor."""
 
     pid: int
     number: int
@@ -31,25 +32,25 @@ class FileDescriptor:
         return f"/proc/{self.pid}/fd/{self.number}"
 
     def check(self) -> None:
-        """Raises OSError where there is no such process on this machine, or it has another file there."""
+        """Raise OSError where this machine has no such process, or the descriptor is another file."""
         if self.name not in os.readlink(self.path):
             raise FileNotFoundError(errno.ENOENT, "replaced by another file")
 
 
 class SharedMemorySender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
-        # The kernel would rather kill a process than refuse pages, so what cannot be had must not be asked for.
+        # The kernel would kill a process rather than refuse pages, so check before asking.
         available = psutil.virtual_memory().available
         if num_bytes > available:
-            raise no_memory(num_bytes, f"{available / 2**30:.2f} GiB are free")
+            raise _no_memory(num_bytes, f"{available / 2**30:.2f} GiB are free")
         name = f"nemo_opd-{self.identity}-{self.allocation}"
         number = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(number, 0, num_bytes)
-            buffer = map_file(number, num_bytes)
+            buffer = _map_file(number, num_bytes)
         except OSError as error:
             os.close(number)
-            raise no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
+            raise _no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
         self._number = number
         return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
 
@@ -57,7 +58,7 @@ class SharedMemorySender(Sender):
         os.close(self._number)
 
     def _flush(self) -> None:
-        """Writes of a CPU tensor are visible at once."""
+        """Do nothing: writes of a CPU tensor are visible at once."""
 
 
 class SharedMemoryReceiver(Receiver):
@@ -76,7 +77,7 @@ class SharedMemoryReceiver(Receiver):
             size = os.fstat(number).st_size
             if size < handle.num_bytes:
                 raise HandoffError(f"the teacher's buffer holds {size} bytes, its handle says {handle.num_bytes}")
-            return map_file(number, size)
+            return _map_file(number, size)
         finally:
             os.close(number)
 
@@ -84,16 +85,16 @@ class SharedMemoryReceiver(Receiver):
         return True
 
     def _collect(self) -> None:
-        """Mappings go with their tensors."""
+        """Do nothing: a mapping ends with its tensor."""
 
 
-def no_memory(num_bytes: int, reason: str) -> HandoffError:
+def _no_memory(num_bytes: int, reason: str) -> HandoffError:
     return HandoffError(
         f"no {num_bytes / 2**30:.2f} GiB of shared memory for a teacher's output ({reason}); lower "
         "train.global_batch_size or train.max_length, or free memory"
     )
 
 
-def map_file(number: int, num_bytes: int) -> Tensor:
-    """A flat uint8 tensor over a file's pages; unmapped with the tensor."""
+def _map_file(number: int, num_bytes: int) -> Tensor:
+    """Map a file as a flat uint8 tensor, which unmaps it when it is freed."""
     return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)

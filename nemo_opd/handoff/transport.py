@@ -1,4 +1,4 @@
-"""Picks the transport of a run."""
+"""The transports by name."""
 
 from nemo_opd.config.handoff import HandoffBase
 from nemo_opd.errors import ConfigError
@@ -13,7 +13,7 @@ TRANSPORTS: dict[str, tuple[type[Sender], type[Receiver]]] = {
 
 
 def transport_for(handoff: HandoffBase, device: str) -> str:
-    """The transport's name; `auto` follows the device. Raises ConfigError where the device cannot do what is asked."""
+    """Return the transport's name; `auto` follows the device. Raises ConfigError for one of another device."""
     natural = "cuda_ipc" if device == "cuda" else "shared_memory"
     if handoff.transport not in ("auto", natural):
         raise ConfigError(

@@ -4,82 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
-from nemo_opd.handoff.base import Handle
-from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWindow
+from nemo_opd.errors import HandoffError
+from nemo_opd.handoff.handle import Handle, Message
+from nemo_opd.handoff.hidden_states import HeadHandle, HiddenStatesHandle, HiddenStatesWindow
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWindow
-from nemo_opd.handoff.parcel import Parcel
-from nemo_opd.handoff.plan import Block, Piece, Sides, head_pieces, output_pieces
-from nemo_opd.handoff.region import Part, Region
+from nemo_opd.handoff.plan import Piece, Sides, head_pieces, output_pieces, output_shards
+from nemo_opd.handoff.region import Region, RegionPart
 
 OutputHandle = HiddenStatesHandle | LogitsHandle
 Window = HiddenStatesWindow | LogitsWindow
 
 
 def windows(handles: Sequence[OutputHandle], sides: Sides) -> list[Window]:
-    """One teacher's handles by its rank → windows by student rank, each with its own exports of the buffers it needs.
+    """Return the windows by student rank for one teacher's handles by rank.
 
-    What is on another node is read where it arrives, and must be sent first (`Post` says what).
-    The rows of a data-parallel part are those of its buffers. Raises ConfigError where they cannot be cut into as many
-    equal parts as the student has, HandoffError where a buffer was not exported to a rank that reads it.
+    Each window has the tokens of its rank alone. It reads buffers on other nodes from messages, which must be exchanged
+    first (`ExchangePlanner`). Raises ConfigError where the rows cannot be cut into as many equal parts as the student
+    has, HandoffError where a buffer was not exported to a rank that reads it.
     """
-    if isinstance(handles[0], LogitsHandle):
-        return list(_logits([handle for handle in handles if isinstance(handle, LogitsHandle)], sides))
-    return list(_hidden_states([handle for handle in handles if isinstance(handle, HiddenStatesHandle)], sides))
-
-
-def _hidden_states(handles: Sequence[HiddenStatesHandle], sides: Sides) -> Sequence[HiddenStatesWindow]:
-    hidden_size = handles[0].hidden.shape[2]
-    buffers = [handle.hidden for handle in handles]
-    blocks = _blocks(handles, buffers, [range(hidden_size)] * len(handles), sides)
-    num_rows = _num_rows(buffers, sides)
-    columns = [handles[sides.teacher.rank(0, 0, t)].columns for t in range(sides.teacher.tp)]
-    found = []
-    outputs, heads = output_pieces(sides, blocks, num_rows, hidden_size), head_pieces(sides, columns)
-    for student_rank, (output, head) in enumerate(zip(outputs, heads, strict=True)):
-        reader = _Reader(student_rank, sides)
-        hidden = reader.region(output, buffers, num_rows // sides.student.dp, range(hidden_size))
-        shards = tuple(handles[piece.rank].head_for(student_rank, reader.sent_by(piece.rank)) for piece in head)
-        found.append(HiddenStatesWindow(hidden, shards))
-    return found
-
-
-def _logits(handles: Sequence[LogitsHandle], sides: Sides) -> Sequence[LogitsWindow]:
-    buffers = [handle.logits for handle in handles]
-    blocks = _blocks(handles, buffers, [handle.columns for handle in handles], sides)
-    num_rows = _num_rows(buffers, sides)
-    vocab_size = max(handle.columns.stop for handle in handles)
-    found = []
-    for student_rank, pieces in enumerate(output_pieces(sides, blocks, num_rows, vocab_size)):
-        own_rows = num_rows // sides.student.dp
-        by_columns = groupby(sorted(pieces, key=_first_column), key=lambda piece: piece.target.columns)
-        reader = _Reader(student_rank, sides)
-        shards = (reader.region(list(part), buffers, own_rows, columns) for columns, part in by_columns)
-        found.append(LogitsWindow(tuple(shards)))
-    return found
-
-
-def _first_column(piece: Piece) -> int:
-    return piece.target.columns.start
-
-
-def _num_rows(buffers: Sequence[Handle], sides: Sides) -> int:
-    """Of the global batch."""
-    return sum(buffers[sides.teacher.rank(d)].shape[0] for d in range(sides.teacher.dp))
-
-
-def _blocks(
-    handles: Sequence[OutputHandle], buffers: Sequence[Handle], columns: Sequence[range], sides: Sides
-) -> list[Block]:
-    blocks = []
-    own_rows = _num_rows(buffers, sides) // sides.teacher.dp
-    for rank, handle in enumerate(handles):
-        first = sides.teacher.coordinates(rank)[0] * own_rows
-        for written in handle.written:
-            rows = range(first + written.rows.start, first + written.rows.stop)
-            blocks.append(Block(rank, written.rows.start, rows, written.positions, columns[rank]))
-    return blocks
+    teacher = sides.teacher
+    num_rows = sum(handles[teacher.rank(d)].output.shape[0] for d in range(teacher.dp))
+    columns = [handles[teacher.rank(0, 0, t)].columns for t in range(teacher.tp)]
+    heads = [handle.head for handle in handles if isinstance(handle, HiddenStatesHandle)]
+    output_columns = [range(handles[0].output.shape[2])] * teacher.tp if heads else columns
+    pieces = output_pieces(sides, output_shards(teacher, num_rows, output_columns), num_rows)
+    readers = [_Reader(rank, num_rows // sides.student.dp, sides) for rank in range(sides.student.size)]
+    outputs = [handle.output for handle in handles]
+    if not heads:
+        return [reader.logits(outputs, own) for reader, own in zip(readers, pieces, strict=True)]
+    return [
+        HiddenStatesWindow(reader.region(outputs, own), reader.head(heads, shards))
+        for reader, own, shards in zip(readers, pieces, head_pieces(sides, columns), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,20 +46,40 @@ class _Reader:
     """A student rank."""
 
     rank: int
+    num_rows: int
+    """Rows of its window."""
     sides: Sides
 
-    def sent_by(self, teacher_rank: int) -> int | None:
-        """The rank itself where it is on another node; None: its buffers are mapped."""
-        return teacher_rank if self.sides.crosses(self.rank, teacher_rank) else None
+    def logits(self, outputs: Sequence[Handle], pieces: Sequence[Piece]) -> LogitsWindow:
+        by_column = groupby(sorted(pieces, key=_first_column), _first_column)
+        return LogitsWindow(tuple(self.region(outputs, list(own)) for _, own in by_column))
 
-    def region(self, pieces: Sequence[Piece], buffers: Sequence[Handle], num_rows: int, columns: range) -> Region:
-        """Pieces of a window, in the buffers of teacher ranks; `columns` of the window make up the region."""
-        parts = tuple(self._part(place, piece, buffers[piece.rank], columns) for place, piece in enumerate(pieces))
-        return Region(num_rows, len(columns), parts)
+    def region(self, outputs: Sequence[Handle], pieces: Sequence[Piece]) -> Region:
+        parts = []
+        for piece in pieces:
+            handle = self._reachable(outputs[piece.rank], piece.rank, piece.buffer_rows)
+            # A message has no other rows.
+            first_row = 0 if self.sides.crosses(self.rank, piece.rank) else piece.buffer_rows.start
+            parts.append(RegionPart(handle, first_row, piece.window_rows))
+        return Region(self.num_rows, tuple(parts))
 
-    def _part(self, place: int, piece: Piece, buffer: Handle, columns: range) -> Part:
-        target = piece.target.shifted(0, 0, -columns.start)
-        if self.sent_by(piece.rank) is None:
-            return Part(buffer.for_receiver(self.rank), piece.source, target)
-        parcel = Parcel(buffer.sender, piece.rank, piece.source)
-        return Part(buffer.sent_to(self.rank, parcel, place), piece.source.at_origin, target)
+    def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[Piece]) -> tuple[HeadHandle, ...]:
+        found = []
+        for shard in shards:
+            if (head := heads[shard.rank]) is None:
+                raise HandoffError(
+                    f"teacher rank {shard.rank} was made without readers of its head, and student rank {self.rank} is "
+                    "to read it; give the writer every rank that reads it when it is made"
+                )
+            found.append(head.map(partial(self._reachable, teacher_rank=shard.rank)))
+        return tuple(found)
+
+    def _reachable(self, handle: Handle, teacher_rank: int, rows: range | None = None) -> Handle:
+        """Return this reader's handle: to the buffer on its node, else to a message with `rows`, by default all."""
+        if not self.sides.crosses(self.rank, teacher_rank):
+            return handle.for_receiver(self.rank)
+        return handle.sent_as(Message(handle.sender, teacher_rank, self.rank, rows or range(handle.shape[0])))
+
+
+def _first_column(piece: Piece) -> int:
+    return piece.columns.start

@@ -9,7 +9,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Sides
-from nemo_opd.handoff.reach import Payload, check_reach, planned_readers, planned_traffic
+from nemo_opd.handoff.traffic import Payload, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.training.layout import resolve_layout
 from nemo_opd.training.plan import Delivery
 from nemo_opd.training.side import Side
@@ -39,7 +39,7 @@ def check_deliveries(
     """
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         payload = payload_of(config, settings, teacher, config.train.max_length)
-        check_reach(transport, settings.name, sides_of(i, placement, layouts), payload)
+        check_stays_on_node(transport, settings.name, sides_of(i, placement, layouts), payload)
 
 
 def plan_deliveries(

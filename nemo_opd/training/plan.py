@@ -8,7 +8,7 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Readers, Sides
-from nemo_opd.handoff.reach import Traffic
+from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory import MemoryEstimate

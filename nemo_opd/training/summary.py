@@ -13,7 +13,7 @@ from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config.secrets import without_secrets
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
-from nemo_opd.handoff.reach import Traffic
+from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.logging import RunSummary, TeacherSummary
 from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table

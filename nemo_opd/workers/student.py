@@ -20,9 +20,8 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
-from nemo_opd.handoff.arrivals import Arrivals
-from nemo_opd.handoff.base import Handle
-from nemo_opd.handoff.link import Meeting
+from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.link import Rendezvous, StudentLinks
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
@@ -142,7 +141,7 @@ class StudentWorker:
         self.end_ids = end_ids
         _, receiver = TRANSPORTS[transport]
         self.receiver = receiver(dist.get_rank())
-        self.arrivals = Arrivals(self.receiver, device)
+        self.links = StudentLinks(self.receiver, device)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """One optimizer step; the metrics are this rank's share.
@@ -334,19 +333,19 @@ class StudentWorker:
     def release_weights(self) -> None:
         self.exports.release()
 
-    def join_links(self, meetings: Sequence[Meeting | None]) -> None:
-        """By teacher; None: all that is read of it can be mapped. Every rank must call it."""
-        self.arrivals.join(meetings)
+    def join_links(self, rendezvous: Sequence[Rendezvous | None]) -> None:
+        """Join the link to each teacher; None: all that is read of it can be mapped. Every rank must call it."""
+        self.links.join(rendezvous)
 
-    def receive(self, arrivals: Sequence[Sequence[Handle]]) -> None:
-        """By teacher, what its ranks on other nodes send now, to be read through windows afterwards."""
+    def receive(self, by_teacher: Sequence[Sequence[Handle]]) -> None:
+        """Receive the messages of each teacher's ranks on other nodes, to be read through windows afterwards."""
         with needs_memory(ARRIVALS):
-            self.arrivals.receive(arrivals)
+            self.links.receive(by_teacher)
 
     def close(self) -> None:
         """Drop the mappings of teachers' buffers, so that their owners can free them, and what it holds itself."""
         self.exports.release()
-        self.arrivals.close()
+        self.links.close()
         self.receiver.close()
 
 

@@ -15,12 +15,13 @@ from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
-from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWriter
-from nemo_opd.handoff.link import Link, Meeting
-from nemo_opd.handoff.logits import LogitsHandle, LogitsWriter
-from nemo_opd.handoff.plan import Readers
-from nemo_opd.handoff.post import Sending
+from nemo_opd.handoff.handle import Message
+from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.link import Link, Rendezvous
+from nemo_opd.handoff.logits import LogitsWriter
+from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.transport import TRANSPORTS
+from nemo_opd.handoff.window import OutputHandle
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
@@ -30,8 +31,6 @@ from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Mean, SequenceScores, TokenRows
 from nemo_opd.workers.memory import handoff_buffer, loading_teacher, needs_memory, teacher_answers, teacher_forward
 from nemo_opd.workers.offload import place, resident
-
-OutputHandle = HiddenStatesHandle | LogitsHandle
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +101,7 @@ class TeacherWorker:
                 trainable=False,
             )
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
-        own_readers = Readers() if readers is None else readers[dist.get_rank()]
+        own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.logit_rows: Headless | WithHead
         """Ids [B, T] → logits [B, T, own columns], of the kind that `writer` takes."""
         self.writer: HiddenStatesWriter | LogitsWriter
@@ -176,17 +175,16 @@ class TeacherWorker:
         with needs_memory(self._answers_task), self._with_model(), ready:
             return sampler.generate(requests, sampling, version=0)
 
-    def join_link(self, meeting: Meeting) -> None:
-        """To the student's ranks, all of which join it, as all of the teacher's do."""
-        self.link = Link(meeting, meeting.teacher(dist.get_rank()), self.device)
+    def join_link(self, rendezvous: Rendezvous) -> None:
+        """Join the link to the student, as all ranks of both must."""
+        self.link = Link(rendezvous, self.device, teacher=dist.get_rank())
 
-    def send(self, sendings: Sequence[Sending]) -> None:
-        """Cells of what `forward` has written, to ranks that receive them now."""
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send rows of what `forward` has written to ranks that receive them now."""
         assert self.link is not None
         buffers = {sender.identity: sender for sender in self.writer.senders}
-        parcels = [(each.parcel, each.student_rank) for each in sendings]
         with needs_memory(self._buffer_task):
-            self.link.send([(parcel.cells(buffers[parcel.sender].last), rank) for parcel, rank in parcels])
+            self.link.send([(each.payload(buffers[each.sender].last), each.student_rank) for each in messages])
 
     def close(self) -> None:
         """Release the buffers; the student must have dropped its mappings."""

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import HandoffError
-from nemo_opd.handoff.base import Handle, Receiver, Sender
+from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.handoff.handle import Handle
 
 TOKENS = count()
 EXPORTED: dict[int, Tensor] = {}

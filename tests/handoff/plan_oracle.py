@@ -7,19 +7,17 @@ from math import lcm
 from hypothesis import strategies as st
 
 from nemo_opd.distributed.layout import Layout, Place
-from nemo_opd.handoff.plan import Block, Piece, Sides
+from nemo_opd.handoff.plan import Piece, Shard, Sides
 
-Cell = tuple[int, int, int]
+Cell = tuple[int, int]
 Buffer = dict[Cell, Cell]
-"""Row, position and column of the buffer → of the global batch."""
+"""Row and column of the buffer → of the global batch."""
 
 
 @dataclass(frozen=True)
 class Case:
     sides: Sides
     num_rows: int
-    positions: list[list[tuple[range, ...]]]
-    """By data- and context-parallel index."""
     columns: list[range]
     """By tensor-parallel index."""
 
@@ -27,22 +25,18 @@ class Case:
     def num_columns(self) -> int:
         return max(each.stop for each in self.columns)
 
-    def blocks(self) -> list[Block]:
+    def shards(self) -> list[Shard]:
         teacher, size = self.sides.teacher, self.num_rows // self.sides.teacher.dp
-        result = []
-        for rank in range(teacher.size):
-            d, c, t = teacher.coordinates(rank)
-            rows = range(d * size, (d + 1) * size)
-            result.append(Block(rank, 0, rows, self.positions[d][c], self.columns[t]))
-        return result
+        coordinates = [teacher.coordinates(rank) for rank in range(teacher.size)]
+        return [
+            Shard(rank, range(d * size, (d + 1) * size), self.columns[t]) for rank, (d, _, t) in enumerate(coordinates)
+        ]
 
     def buffer(self, rank: int) -> Buffer:
-        d, c, t = self.sides.teacher.coordinates(rank)
+        d, _, t = self.sides.teacher.coordinates(rank)
         size = self.num_rows // self.sides.teacher.dp
-        positions = [position for each in self.positions[d][c] for position in each]
         return {
-            (i, j, k): (d * size + i, positions[j], self.columns[t][k])
-            for i, j, k in product(range(size), range(len(positions)), range(len(self.columns[t])))
+            (i, k): (d * size + i, self.columns[t][k]) for i, k in product(range(size), range(len(self.columns[t])))
         }
 
 
@@ -58,11 +52,10 @@ def cases(draw: st.DrawFn, *, replicated: bool) -> Case:
         tuple(draw(st.lists(places, min_size=teacher.size, max_size=teacher.size))),
     )
     num_rows = lcm(student.dp, teacher.dp) * draw(st.integers(1, 2))
-    positions = [draw(cut(draw(st.integers(1, 6)), teacher.cp)) for _ in range(teacher.dp)]
     if replicated:
-        return Case(sides, num_rows, positions, [range(2)] * teacher.tp)
+        return Case(sides, num_rows, [range(2)] * teacher.tp)
     bounds = [0, *sorted(draw(st.lists(st.integers(0, 4), min_size=teacher.tp - 1, max_size=teacher.tp - 1))), 4]
-    return Case(sides, num_rows, positions, [range(*pair) for pair in pairwise(bounds)])
+    return Case(sides, num_rows, [range(*pair) for pair in pairwise(bounds)])
 
 
 @st.composite
@@ -70,16 +63,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     return Layout(draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2])))
 
 
-@st.composite
-def cut(draw: st.DrawFn, length: int, cp: int) -> list[tuple[range, ...]]:
-    """Positions dealt out in runs, in any order: contiguous and head-tail are among them."""
-    bounds = sorted({0, length, *draw(st.lists(st.integers(0, length), max_size=4))})
-    runs = [range(*pair) for pair in pairwise(bounds)]
-    owners = draw(st.lists(st.integers(0, cp - 1), min_size=len(runs), max_size=len(runs)))
-    return [tuple(run for run, owner in zip(runs, owners, strict=True) if owner == c) for c in range(cp)]
-
-
-def check(case: Case, by_student: tuple[tuple[Piece, ...], ...]) -> None:
+def check(case: Case, by_student: list[list[Piece]]) -> None:
     """Every cell that some teacher rank has is read once, from the right place, of the nearest that has it."""
     sides = case.sides
     buffers = [case.buffer(rank) for rank in range(sides.teacher.size)]
@@ -91,18 +75,16 @@ def check(case: Case, by_student: tuple[tuple[Piece, ...], ...]) -> None:
         expected = {cell for buffer in buffers for cell in buffer.values() if cell[0] in own_rows}
         read: list[Cell] = []
         for piece in pieces:
-            for source, target in zip(cells(piece.source), cells(piece.target), strict=True):
-                cell = (target[0] + first, target[1], target[2])
-                assert buffers[piece.rank][source] == cell
+            source = product(piece.buffer_rows, range(len(piece.columns)))
+            target = product(piece.window_rows, piece.columns)
+            for place, (row, column) in zip(source, target, strict=True):
+                cell = (row + first, column)
+                assert buffers[piece.rank][place] == cell
                 read.append(cell)
                 holders = [rank for rank, buffer in enumerate(buffers) if cell in buffer.values()]
                 assert piece.rank in nearest(sides, student_rank, holders)
         assert len(read) == len(set(read))
         assert set(read) == expected
-
-
-def cells(box) -> list[Cell]:
-    return list(product(box.rows, box.positions, box.columns))
 
 
 def nearest(sides: Sides, student_rank: int, holders: list[int]) -> list[int]:

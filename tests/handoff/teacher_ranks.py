@@ -13,14 +13,13 @@ from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import Readers, Sides
-from nemo_opd.handoff.reach import Payload, planned_readers
-from nemo_opd.handoff.shards import chunk_sizes, head_tail, vocabulary_columns
+from nemo_opd.handoff.traffic import Payload, planned_readers
 from nemo_opd.handoff.window import OutputHandle, Window
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import LogitRows, TensorLogits
 from tests.handoff.counting import CountingReceiver, CountingSender
 
-NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 14, 3
+NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 12, 3
 Kind = Literal["hidden_states", "logits"]
 LAYOUTS = [
     (Layout(2), Layout(2)),
@@ -66,19 +65,16 @@ class Ranks:
     kind: Kind
     sides: Sides
     writers: list[HiddenStatesWriter | LogitsWriter]
-    is_cut: bool
-    """Whether a context-parallel rank hands over its own positions only."""
 
     @classmethod
-    def start(cls, kind: Kind, sides: Sides, *, num_slots: int = 1, is_cut: bool = True) -> "Ranks":
+    def start(cls, kind: Kind, sides: Sides, *, num_slots: int = 1) -> "Ranks":
         hidden_size = HIDDEN if kind == "hidden_states" else None
-        payload = Payload(NUM_ROWS, LENGTH, VOCAB, hidden_size, 8, PADDED_VOCAB, is_cut)
-        shards = vocabulary_columns(chunk_sizes(PADDED_VOCAB, sides.teacher.tp), PADDED_VOCAB)
+        payload = Payload(NUM_ROWS, LENGTH, VOCAB, hidden_size, 8)
         writers: list[HiddenStatesWriter | LogitsWriter] = []
         for rank, readers in enumerate(planned_readers(sides, payload)):
-            columns = shards[sides.teacher.coordinates(rank)[2]]
+            columns = head_columns(sides.teacher, rank)
             writers.append(cls._writer(kind, columns, readers, num_slots))
-        return cls(kind, sides, writers, is_cut)
+        return cls(kind, sides, writers)
 
     @staticmethod
     def _writer(kind: Kind, columns: range, readers: Readers, num_slots: int) -> HiddenStatesWriter | LogitsWriter:
@@ -91,30 +87,31 @@ class Ranks:
         """What each rank has of it, as a forward pass over microbatches gives it."""
         teacher = self.sides.teacher
         own_rows = len(whole.hidden) // teacher.dp
-        shards = vocabulary_columns(chunk_sizes(PADDED_VOCAB, teacher.tp), PADDED_VOCAB)
         for rank, writer in enumerate(self.writers):
-            d, c, t = teacher.coordinates(rank)
-            positions = head_tail(LENGTH, teacher.cp)[c] if self.is_cut else (range(LENGTH),)
-            writer.begin(own_rows, sum(map(len, positions)), slot)
+            d, _, _ = teacher.coordinates(rank)
+            writer.begin(own_rows, LENGTH, slot)
             for start in range(0, own_rows, micro_batch_size):
                 rows = slice(d * own_rows + start, d * own_rows + min(start + micro_batch_size, own_rows))
-                made = self._made(whole, rows, positions, shards[t])
-                writer.write(start, made, positions if self.is_cut and teacher.cp > 1 else None)
+                writer.write(start, self._made(whole, rows, head_columns(teacher, rank)))
         return [writer.handle() for writer in self.writers]
 
-    def _made(self, whole: Output, rows: slice, positions: tuple[range, ...], columns: range):
-        where = [position for each in positions for position in each]
+    def _made(self, whole: Output, rows: slice, columns: range) -> TensorLogits | HeadLogits:
         cut = slice(columns.start, columns.stop)
         if self.kind == "logits":
-            return TensorLogits(whole.logits[rows][:, where][..., cut])
+            return TensorLogits(whole.logits[rows][..., cut])
         head = whole.head
-        return HeadLogits(
-            whole.hidden[rows][:, where], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap)
-        )
+        return HeadLogits(whole.hidden[rows], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap))
 
     def close(self) -> None:
         for writer in self.writers:
             writer.close()
+
+
+def head_columns(teacher: Layout, rank: int) -> range:
+    """The columns of a rank's shard of the padded head, as torch cuts it."""
+    chunks = torch.arange(PADDED_VOCAB).chunk(teacher.tp)
+    own = chunks[teacher.coordinates(rank)[2]].tolist()
+    return range(own[0], own[-1] + 1)
 
 
 def receivers(stack: ExitStack, number: int) -> list[CountingReceiver]:

@@ -1,46 +1,48 @@
-"""Which cells of which buffers a student rank reads."""
+"""Which rows of which buffers a student rank reads."""
 
 import pickle
 
 import pytest
+import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.plan import (
-    Box,
-    Place,
+    Piece,
     Sides,
-    colocated,
-    filled,
     head_pieces,
-    output_blocks,
     output_pieces,
+    output_shards,
     reading_ranks,
+    vocabulary_columns,
 )
-from nemo_opd.handoff.shards import contiguous, vocabulary_columns
+from tests.handoff.places import colocated, filled
 from tests.handoff.plan_oracle import Case, cases, check, nearest
 
 
 @given(case=cases(replicated=False))
 @settings(max_examples=60)
 def test_logits_are_read_cell_by_cell_as_the_oracle_says(case: Case) -> None:
-    check(case, output_pieces(case.sides, case.blocks(), case.num_rows, case.num_columns))
+    shards = output_shards(case.sides.teacher, case.num_rows, case.columns)
+    assert shards == case.shards()
+    check(case, output_pieces(case.sides, shards, case.num_rows))
 
 
 @given(case=cases(replicated=True))
 @settings(max_examples=60)
 def test_hidden_states_are_read_from_the_nearest_rank_that_has_them(case: Case) -> None:
-    check(case, output_pieces(case.sides, case.blocks(), case.num_rows, case.num_columns))
+    check(case, output_pieces(case.sides, case.shards(), case.num_rows))
 
 
 @given(case=cases(replicated=False))
 @settings(max_examples=40)
 def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: Case) -> None:
-    """Planned as an output of dp = cp = 1 per copy, cell by cell."""
+    """Its shards are read in the order of columns, each whole from the nearest rank that has it."""
     sides = case.sides
     for student_rank, pieces in enumerate(head_pieces(sides, case.columns)):
-        assert [column for piece in pieces for column in piece.target.columns] == list(range(case.num_columns))
+        assert [column for piece in pieces for column in piece.columns] == list(range(case.num_columns))
         for piece in pieces:
             t = sides.teacher.coordinates(piece.rank)[2]
             same = [
@@ -48,8 +50,7 @@ def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: C
                 for rank in range(sides.teacher.size)
                 if case.columns[sides.teacher.coordinates(rank)[2]] == case.columns[t]
             ]
-            assert piece.target.columns == case.columns[t]
-            assert piece.source.columns == range(len(case.columns[t]))
+            assert piece.columns == case.columns[t]
             assert piece.rank in nearest(sides, student_rank, same)
 
 
@@ -57,65 +58,72 @@ def test_a_head_is_one_row_that_every_data_and_context_parallel_rank_has(case: C
 def test_equal_layouts_read_their_own_device_and_nothing_is_put_together(layout: Layout) -> None:
     """One piece, as large as the window, is a view: zero copies."""
     sides = colocated(layout, layout, ranks_per_node=2)
-    blocks = output_blocks(layout, 8, contiguous(6, layout.cp), [range(5)] * layout.tp)
 
-    for rank, pieces in enumerate(output_pieces(sides, blocks, 8, 5)):
-        (piece,) = pieces
-        assert piece.rank == rank
-        assert piece.source == piece.target == Box(range(8 // layout.dp), range(6), range(5))
+    by_student = output_pieces(sides, output_shards(layout, 8, [range(5)] * layout.tp), 8)
+
+    own_rows = range(8 // layout.dp)
+    assert by_student == [[Piece(rank, own_rows, own_rows, range(5))] for rank in range(layout.size)]
 
 
 def test_a_head_s_shards_are_taken_from_the_own_device_then_the_own_node() -> None:
     """Catches reading the head of rank 0 from everywhere, which crosses nodes and loads one link with all of it."""
     layout = Layout(2, 1, 2)
-    sides = colocated(layout, layout, ranks_per_node=2)
-
-    by_student = head_pieces(sides, vocabulary_columns((3, 3), 5))
+    by_student = head_pieces(colocated(layout, layout, ranks_per_node=2), vocabulary_columns(5, 2))
 
     assert [[piece.rank for piece in pieces] for pieces in by_student] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert reading_ranks(by_student, 4) == ((0, 1), (0, 1), (2, 3), (2, 3))
+    assert reading_ranks(by_student, 4) == [(0, 1), (0, 1), (2, 3), (2, 3)]
 
 
 def test_an_empty_shard_of_the_vocabulary_is_not_read() -> None:
     sides = colocated(Layout(3), Layout(1, 1, 3), ranks_per_node=3)
 
-    by_student = head_pieces(sides, vocabulary_columns((4, 4, 4), 5))
+    by_student = head_pieces(sides, vocabulary_columns(4, 3))
 
-    assert reading_ranks(by_student, 3) == ((0, 1, 2), (0, 1, 2), ())
+    assert reading_ranks(by_student, 3) == [(0, 1, 2), (0, 1, 2), ()]
 
 
 def test_batches_that_do_not_divide_are_read_from_both_sides_of_a_cut() -> None:
     sides = Sides(Layout(3), Layout(2), filled(3, 8), filled(2, 8, first=3))
-    blocks = output_blocks(Layout(2), 6, contiguous(1, 1), [range(1)])
+    one = range(1)
 
-    by_student = output_pieces(sides, blocks, 6, 1)
+    by_student = output_pieces(sides, output_shards(Layout(2), 6, [one]), 6)
 
-    rows = [[(piece.rank, piece.source.rows, piece.target.rows) for piece in pieces] for pieces in by_student]
-    assert rows == [
-        [(0, range(2), range(2))],
-        [(0, range(2, 3), range(1)), (1, range(1), range(1, 2))],
-        [(1, range(1, 3), range(2))],
+    assert by_student == [
+        [Piece(0, range(2), range(2), one)],
+        [Piece(0, range(2, 3), range(1), one), Piece(1, range(1), range(1, 2), one)],
+        [Piece(1, range(1, 3), range(2), one)],
     ]
 
 
 def test_a_plan_is_small_to_send() -> None:
-    sides = colocated(Layout(8), Layout(4, 1, 2), ranks_per_node=8)
-    blocks = output_blocks(Layout(4, 1, 2), 64, contiguous(4096, 1), [range(2560)] * 2)
+    teacher = Layout(4, 1, 2)
+    sides = colocated(Layout(8), teacher, ranks_per_node=8)
 
-    by_student = output_pieces(sides, blocks, 64, 2560)
+    by_student = output_pieces(sides, output_shards(teacher, 64, [range(2560)] * 2), 64)
 
     assert pickle.loads(pickle.dumps(by_student)) == by_student
     assert len(pickle.dumps(by_student[0])) < 1000
 
 
 def test_rows_that_cannot_be_cut_are_refused() -> None:
-    sides = colocated(Layout(4), Layout(2, 1, 2), ranks_per_node=4)
-    blocks = output_blocks(Layout(2, 1, 2), 6, contiguous(1, 1), [range(1)] * 2)
+    teacher = Layout(2, 1, 2)
+    sides = colocated(Layout(4), teacher, ranks_per_node=4)
 
     with pytest.raises(ConfigError, match="6 rows cannot be cut into dp=4"):
-        output_pieces(sides, blocks, 6, 1)
+        output_pieces(sides, output_shards(teacher, 6, [range(1)] * 2), 6)
+    with pytest.raises(ConfigError, match="7 rows cannot be cut into dp=2"):
+        output_shards(teacher, 7, [range(1)] * 2)
 
 
 def test_every_rank_needs_a_place() -> None:
     with pytest.raises(ConfigError, match="2 student and 1 teacher ranks"):
         Sides(Layout(2), Layout(1), (Place(0, 0),), (Place(0, 0),))
+
+
+@given(vocab_size=st.integers(1, 40), tp=st.integers(1, 9))
+def test_columns_are_chunks_as_of_dtensor(vocab_size: int, tp: int) -> None:
+    chunks = [chunk.tolist() for chunk in torch.arange(vocab_size).chunk(tp)]
+
+    columns = [list(each) for each in vocabulary_columns(vocab_size, tp)]
+
+    assert columns == [*chunks, *[[]] * (tp - len(chunks))]

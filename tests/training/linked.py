@@ -3,12 +3,10 @@
 import torch
 import torch.distributed as dist
 
-from nemo_opd.handoff.arrivals import Arrivals
-from nemo_opd.handoff.base import Handle
+from nemo_opd.handoff.handle import Handle, Message
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle, HiddenStatesWindow, HiddenStatesWriter
-from nemo_opd.handoff.link import Link, Meeting
+from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
 from nemo_opd.handoff.plan import Readers
-from nemo_opd.handoff.post import Sending
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_opd.logits.head import Head, HeadLogits
 from tests.training.faulty_rank import die
@@ -23,7 +21,9 @@ def hidden(batch: int) -> torch.Tensor:
 class Teaching:
     def __init__(self) -> None:
         readers = Readers((), (), sends_head=True)
-        self.writer = HiddenStatesWriter(SharedMemorySender, VOCAB, SHAPE[2], torch.float32, readers=readers)
+        self.writer = HiddenStatesWriter(
+            SharedMemorySender, VOCAB, SHAPE[2], torch.float32, columns=range(VOCAB), readers=readers
+        )
 
     def forward(self, batch: int, dies: bool) -> HiddenStatesHandle:
         self.dies = dies
@@ -31,14 +31,14 @@ class Teaching:
         self.writer.write(0, HeadLogits(hidden(batch), Head(torch.ones(VOCAB, SHAPE[2]))))
         return self.writer.handle()
 
-    def join_link(self, meeting: Meeting) -> None:
-        self.link = Link(meeting, meeting.teacher(dist.get_rank()), "cpu")
+    def join_link(self, rendezvous: Rendezvous) -> None:
+        self.link = Link(rendezvous, "cpu", teacher=dist.get_rank())
 
-    def send(self, sendings: list[Sending]) -> None:
+    def send(self, messages: list[Message]) -> None:
         if self.dies:
             die()
         buffers = {sender.identity: sender.last for sender in self.writer.senders if sender.allocation}
-        self.link.send([(each.parcel.cells(buffers[each.parcel.sender]), each.student_rank) for each in sendings])
+        self.link.send([(each.payload(buffers[each.sender]), each.student_rank) for each in messages])
 
     def close(self) -> None:
         self.writer.close()
@@ -47,13 +47,13 @@ class Teaching:
 class Learning:
     def __init__(self) -> None:
         self.receiver = SharedMemoryReceiver(dist.get_rank())
-        self.arrivals = Arrivals(self.receiver, "cpu")
+        self.links = StudentLinks(self.receiver, "cpu")
 
-    def join_links(self, meetings: list[Meeting | None]) -> None:
-        self.arrivals.join(meetings)
+    def join_links(self, rendezvous: list[Rendezvous | None]) -> None:
+        self.links.join(rendezvous)
 
-    def receive(self, arrivals: list[list[Handle]]) -> None:
-        self.arrivals.receive(arrivals)
+    def receive(self, by_teacher: list[list[Handle]]) -> None:
+        self.links.receive(by_teacher)
 
     def read(self, window: HiddenStatesWindow) -> torch.Tensor:
         rows = window.rows(self.receiver, slice(None), SHAPE[1])

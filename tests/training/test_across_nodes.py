@@ -13,7 +13,7 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ClusterError
 from nemo_opd.handoff.plan import Readers, Sides
-from nemo_opd.handoff.reach import Traffic
+from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.handoff.window import windows
 from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Delivery

@@ -12,7 +12,7 @@ from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.reach import Traffic
+from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.training import layout as module
 from nemo_opd.training.delivery import resolve_layouts
 from nemo_opd.training.memory import Phase

@@ -9,7 +9,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Sender
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
-from nemo_opd.handoff.plan import Readers, Sides, filled
+from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
@@ -17,6 +17,7 @@ from nemo_opd.training.memory import ModelSetup, ModelSize, Part, Phase, model_s
 from nemo_opd.training.memory.teacher import TeacherJob
 from tests.composition import compose
 from tests.handoff.counting import CountingReceiver, CountingSender
+from tests.handoff.places import filled
 
 HIDDEN, VOCAB, LENGTH, ROWS = 16, 60, 12, 24
 
@@ -87,7 +88,9 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
     writers = [written(of, rank, reader=rank // 2) for rank in range(3)]
     # The middle one's rows are read by both.
     writers[1].close()
-    writers[1] = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, readers=Readers((0, 1), (0, 1)))
+    writers[1] = HiddenStatesWriter(
+        CountingSender, VOCAB, HIDDEN, torch.float32, columns=range(VOCAB), readers=Readers((0, 1), (0, 1))
+    )
     writers[1].begin(8, LENGTH)
     writers[1].write(0, HeadLogits(torch.zeros(8, LENGTH, HIDDEN), Head(torch.zeros(VOCAB, HIDDEN))))
     most = 0

@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.hidden_states import HiddenStatesHandle
+from nemo_opd.handoff.plan import Sides
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
+from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TokenRows
-from nemo_opd.workers.teacher import OutputHandle, TeacherWorker
+from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import Tiny
 from tests.workers.local import first_batches, in_world, on_ranks_of, opened, plan_of, rank_zero
 
 pytestmark = pytest.mark.world
+ALONE = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(0, 0),))
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ def score(job: Scoring) -> Scored:
                 )
             )
             made = [
-                handle.rows(receiver, slice(None), rows.tokens.ids.shape[1])
+                windows([handle], ALONE)[0].rows(receiver, slice(None), rows.tokens.ids.shape[1])
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
             ]
             logits.append([whole(rows, size) for rows, size in zip(made, sizes, strict=True)])
@@ -121,10 +125,7 @@ def test_buffer_persists_across_steps(scoring) -> None:
     """Bug: memory that is mapped anew in every step. A larger batch is a new allocation, a smaller one is not."""
     _, _, scored = scoring
     for teacher in (0, 1):
-        handles = [
-            handle.hidden if isinstance(handle, HiddenStatesHandle) else handle.logits
-            for handle in (of_batch[teacher] for of_batch in scored.handles)
-        ]
+        handles = [of_batch[teacher].output for of_batch in scored.handles]
         sizes = [handle.num_bytes for handle in handles]
         growths = sum(size > max(sizes[:i], default=0) for i, size in enumerate(sizes))
         assert handles[-1].allocation == growths

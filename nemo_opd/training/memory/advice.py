@@ -95,7 +95,7 @@ def _more_tensor_parallel(config: RunConfig, situation: Situation) -> Iterator[t
         if layout.dp % 2 or (i == 0 and config.student.lora is not None):
             continue
         wider = replace(setup, layout=replace(layout, dp=layout.dp // 2, tp=2 * layout.tp))
-        student, *teachers = [*models[:i], wider, *models[i + 1 :]]
+        student, *teachers = (wider if j == i else each for j, each in enumerate(models))
         changed = replace(situation, student=student, teachers=tuple(teachers))
         key = f"teachers.{i - 1}" if i else "student"
         yield f"{key}.parallelism.tp={2 * layout.tp}", config, changed

@@ -1,24 +1,18 @@
-"""What crosses nodes, known before anything loads: hidden states are sent, logits refused with a layout that works."""
+"""What crosses nodes, known before anything loads: hidden states are sent, logits are refused."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.plan import Readers, Sides, colocated, filled
-from nemo_opd.handoff.reach import Payload, Traffic, check_reach, planned_readers, planned_traffic
+from nemo_opd.handoff.plan import Readers, Sides
+from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
+from tests.handoff.places import colocated, filled
 
 PAYLOAD = Payload(num_rows=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)
 LOGITS = replace(PAYLOAD, hidden_size=None)
 NODE = 8
-
-
-def advised(message: str, side: str = "parallelism") -> tuple[int, int]:
-    """(tp, cp) of a message."""
-    tp, cp = (int(number) for number in re.findall(rf"(?<![\w.]){side}\.(?:tp|cp)=(\d+)", message))
-    return tp, cp
 
 
 @pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
@@ -28,37 +22,39 @@ def advised(message: str, side: str = "parallelism") -> tuple[int, int]:
         (Layout(16), Layout(16)),
         (Layout(16), Layout(2, 1, 8)),
         (Layout(4, 1, 4), Layout(8, 2, 1)),
+        (Layout(16), Layout(1, 4, 4)),  # each context-parallel rank has all positions
     ],
     ids=str,
 )
 def test_groups_that_fit_a_node_pass(transport: str, student: Layout, teacher: Layout) -> None:
     sides = colocated(student, teacher, NODE)
-    check_reach(transport, "big", sides, LOGITS)
+    check_stays_on_node(transport, "big", sides, LOGITS)
     assert not any(planned_traffic(sides, PAYLOAD))
 
 
-@pytest.mark.parametrize(
-    ("teacher", "cut_positions"), [(Layout(1, 1, 16), False), (Layout(1, 4, 4), True)], ids=["tp", "cp"]
-)
-def test_a_window_over_two_nodes_is_refused_with_a_layout_that_passes(teacher: Layout, cut_positions: bool) -> None:
-    sides = colocated(Layout(16), teacher, NODE)
-    payload = replace(LOGITS, cut_positions=cut_positions)
-
+def test_a_window_over_two_nodes_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"logits by cuda_ipc.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1.*type=hidden_states, "
-    ) as refused:
-        check_reach("cuda_ipc", "big", sides, payload)
+    ):
+        check_stays_on_node("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), LOGITS)
 
-    tp, cp = advised(str(refused.value))
-    assert tp * cp == NODE
-    check_reach("cuda_ipc", "big", replace(sides, teacher=Layout(16 // (tp * cp), cp, tp)), payload)
+
+@pytest.mark.parametrize(("cp", "tp"), [(cp, tp) for cp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if cp * tp <= NODE])
+def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
+    """On the same devices, with the same tp and cp, whose product divides the ranks of a node."""
+    sides = Sides(Layout(16), Layout(16), filled(16, NODE), filled(16, NODE, first=16))
+    with pytest.raises(ConfigError, match=r"or cluster\.placement=colocated with the same parallelism\.tp and "):
+        check_stays_on_node("cuda_ipc", "big", sides, LOGITS)
+
+    layout = Layout(32 // (cp * tp), cp, tp)
+    check_stays_on_node("cuda_ipc", "big", colocated(layout, layout, NODE), LOGITS)
 
 
 def test_the_bytes_are_those_of_rows_and_head() -> None:
     """Student rank 0 has 64/16 rows; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
     sides = colocated(Layout(16), Layout(1, 1, 16), NODE)
     with pytest.raises(ConfigError) as refused:
-        check_reach("cuda_ipc", "big", sides, LOGITS)
+        check_stays_on_node("cuda_ipc", "big", sides, LOGITS)
 
     logits = 64 / 16 * 4096 * 151_936 / 16 * 2 / 2**30
     assert f"student rank 0 on node 0 reads {logits:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)
@@ -72,32 +68,6 @@ def test_hidden_states_that_cross_are_counted() -> None:
     sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
 
     assert set(planned_traffic(sides, PAYLOAD)) == {Traffic(64 // 2 * 4096 * 2560 * 2, 0)}
-
-
-def test_where_only_the_student_can_change_it_says_so() -> None:
-    """A student over two nodes reads all rows on both, and each sees only half of the teacher's."""
-    sides = colocated(Layout(1, 1, 16), Layout(16), NODE)
-
-    with pytest.raises(ConfigError) as refused:
-        check_reach("cuda_ipc", "big", sides, LOGITS)
-
-    tp, cp = advised(str(refused.value), side=r"student\.parallelism")
-    both = Layout(16 // (tp * cp), cp, tp)
-    check_reach("cuda_ipc", "big", replace(sides, student=both, teacher=both), LOGITS)
-
-
-def test_where_no_layout_works_it_is_a_matter_of_places() -> None:
-    sides = Sides(Layout(8), Layout(8), filled(8, NODE), filled(8, NODE, first=8))
-
-    with pytest.raises(ConfigError, match=r"\(cluster\.placement=colocated\): no other layout"):
-        check_reach("cuda_ipc", "big", sides, LOGITS)
-
-
-def test_logits_are_read_from_every_shard() -> None:
-    """Without a head there is no head to read, and columns of another node are refused all the same."""
-    check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(2, 1, 8), NODE), LOGITS)
-    with pytest.raises(ConfigError, match="node 1"):
-        check_reach("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), LOGITS)
 
 
 def test_readers_are_known_before_the_first_batch() -> None:

@@ -10,18 +10,18 @@ import torch
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.base import Receiver
-from nemo_opd.handoff.parcel import Parcel
-from nemo_opd.handoff.plan import Sides, filled
-from nemo_opd.handoff.post import Post, Round
-from nemo_opd.handoff.reach import Payload, Traffic, planned_traffic
+from nemo_opd.handoff.exchange import Exchange, ExchangePlanner
+from nemo_opd.handoff.handle import Message
+from nemo_opd.handoff.plan import Sides
+from nemo_opd.handoff.traffic import Payload, Traffic, planned_traffic
 from nemo_opd.handoff.window import windows
 from tests.handoff.counting import EXPORTED
+from tests.handoff.places import filled
 from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
     LENGTH,
     NUM_ROWS,
-    PADDED_VOCAB,
     VOCAB,
     Output,
     Ranks,
@@ -45,42 +45,41 @@ def stack() -> Iterator[ExitStack]:
         yield entered
 
 
-def carry(sent: Round, ranks: Ranks, reading: Sequence[Receiver]) -> int:
-    """As a link does: the sender's parcels to a reader are its arrivals from there, in one order; bytes that went."""
+def carry(exchange: Exchange, ranks: Ranks, reading: Sequence[Receiver]) -> int:
+    """Transfer messages as a link does, in the same order on both sides of a pair of ranks, and count their bytes."""
     num_bytes = 0
-    for teacher_rank, (sendings, writer) in enumerate(zip(sent.sendings, ranks.writers, strict=True)):
+    for teacher_rank, (messages, writer) in enumerate(zip(exchange.sends, ranks.writers, strict=True)):
         senders = {sender.identity: sender for sender in writer.senders}
         for student_rank, receiver in enumerate(reading):
-            rooms = [
-                receiver.room(handle, "cpu")
-                for handle in sent.arrivals[student_rank]
-                if isinstance(parcel := handle.token(student_rank), Parcel) and parcel.rank == teacher_rank
+            targets = [
+                receiver.receive_buffer(handle, "cpu")
+                for handle in exchange.receives[student_rank]
+                if isinstance(message := handle.token(student_rank), Message) and message.teacher_rank == teacher_rank
             ]
-            own = [each.parcel for each in sendings if each.student_rank == student_rank]
-            for room, parcel in zip(rooms, own, strict=True):
-                cells = parcel.cells(senders[parcel.sender].last)
-                assert cells.is_contiguous()
-                num_bytes += cells.nbytes
-                room.copy_(cells)
+            own = [each for each in messages if each.student_rank == student_rank]
+            for target, message in zip(targets, own, strict=True):
+                payload = message.payload(senders[message.sender].last)
+                assert payload.is_contiguous()
+                num_bytes += payload.nbytes
+                target.copy_(payload)
     return num_bytes
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize("is_cut", [True, False], ids=["own positions", "all positions"])
 @pytest.mark.parametrize(("student", "teacher"), LAYOUTS, ids=str)
 def test_every_rank_reads_its_rows_of_the_whole(
-    student: Layout, teacher: Layout, is_cut: bool, places: str, stack: ExitStack
+    student: Layout, teacher: Layout, places: str, stack: ExitStack
 ) -> None:
     """Over two batches, the second of more rows; every export is taken, and none is made for who cannot map it."""
     sides = Sides(student, teacher, *PLACES[places](student.size, teacher.size))
-    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, is_cut=is_cut)))
-    reading, post = receivers(stack, student.size), Post(teacher.size)
-    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8, PADDED_VOCAB, is_cut)
+    ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
+    reading, planner = receivers(stack, student.size), ExchangePlanner(teacher.size)
+    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)
     planned = sum(planned_traffic(sides, payload), Traffic())
     for batch in (1, 2):
         whole = Output(output(batch, batch * NUM_ROWS).hidden, output().head)
         found = windows(ranks.write(whole), sides)
-        num_bytes = carry(post.round(found), ranks, reading)
+        num_bytes = carry(planner.plan(found), ranks, reading)
         bias = planned.head // HIDDEN
         assert num_bytes == batch * planned.output + (planned.head + bias if batch == 1 else 0)
         for rank, window in enumerate(found):
@@ -93,7 +92,7 @@ def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
     sides = Sides(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
 
-    assert Post(2).round(windows(ranks.write(output()), sides)).is_empty
+    assert ExchangePlanner(2).plan(windows(ranks.write(output()), sides)).is_empty
     assert not any(planned_traffic(sides, Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)))
 
 
@@ -102,24 +101,25 @@ def test_replicas_on_other_nodes_take_turns() -> None:
     sides = Sides(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
     payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)
     ranks = Ranks.start("hidden_states", sides)
-    sent = Post(4).round(windows(ranks.write(output()), sides))
+    exchange = ExchangePlanner(4).plan(windows(ranks.write(output()), sides))
 
-    outputs = [[each.student_rank for each in own if each.parcel.box is not None] for own in sent.sendings]
+    buffers = {writer.senders[0].identity for writer in ranks.writers}
+    outputs = [[each.student_rank for each in own if each.sender in buffers] for own in exchange.sends]
     assert outputs == [[0], [1], [2], [3]]
     assert {traffic.output for traffic in planned_traffic(sides, payload)} == {3 * LENGTH * HIDDEN * 8}
     ranks.close()
 
 
-def test_a_slot_has_room_of_its_own(stack: ExitStack) -> None:
+def test_a_slot_has_its_own_receive_buffer(stack: ExitStack) -> None:
     """A batch that is sent ahead must not take the place of the one that is being read."""
     sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
-    (receiver,), post = receivers(stack, 1), Post(1)
+    (receiver,), planner = receivers(stack, 1), ExchangePlanner(1)
     first, second = output(0), Output(output(1).hidden, output().head)
     found = []
     for slot, whole in enumerate((first, second)):
         found.append(windows(ranks.write(whole, slot=slot), sides))
-        carry(post.round(found[-1]), ranks, [receiver])
+        carry(planner.plan(found[-1]), ranks, [receiver])
 
     for (window,), whole in zip(found, (first, second), strict=True):
         torch.testing.assert_close(read(window, receiver), whole.logits[..., :VOCAB], rtol=1e-13, atol=1e-13)
@@ -134,7 +134,7 @@ def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
         window.rows(receiver, slice(None), LENGTH)
 
 
-def test_room_persists_and_grows(stack: ExitStack) -> None:
+def test_receive_buffers_persist_and_grow(stack: ExitStack) -> None:
     """Catches an allocation a step."""
     sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
@@ -142,9 +142,9 @@ def test_room_persists_and_grows(stack: ExitStack) -> None:
     (window,) = windows(ranks.write(output()), sides)
     (part,) = window.hidden.parts
 
-    small = receiver.room(part.handle, "cpu")
-    assert receiver.room(part.handle, "cpu").data_ptr() == small.data_ptr()
+    small = receiver.receive_buffer(part.handle, "cpu")
+    assert receiver.receive_buffer(part.handle, "cpu").data_ptr() == small.data_ptr()
     assert receiver.constant(part.handle).data_ptr() == small.data_ptr()
     larger = replace(part.handle, shape=(2 * NUM_ROWS, LENGTH, HIDDEN))
-    assert receiver.room(larger, "cpu").shape == larger.shape
+    assert receiver.receive_buffer(larger, "cpu").shape == larger.shape
     assert receiver.copied_bytes == 0

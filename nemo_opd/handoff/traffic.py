@@ -1,0 +1,134 @@
+"""Who reads which buffers, and how much of them crosses nodes: known before anything loads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.handoff.plan import (
+    Piece,
+    Readers,
+    Sides,
+    head_pieces,
+    output_pieces,
+    output_shards,
+    reading_ranks,
+    vocabulary_columns,
+)
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Largest output of a teacher for a batch."""
+
+    num_rows: int
+    """Rows of the global batch."""
+    length: int
+    """Tokens of a row."""
+    vocab_size: int
+    hidden_size: int | None
+    """None where logits are handed over."""
+    itemsize: int
+    """Bytes of a number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes that one rank of the student, or all of them, read from teachers on other nodes."""
+
+    output: int = 0
+    """In each batch."""
+    head: int = 0
+    """Once in a run."""
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.output + other.output, self.head + other.head)
+
+    def __bool__(self) -> bool:
+        return bool(self.output or self.head)
+
+
+def planned_readers(sides: Sides, payload: Payload) -> tuple[Readers, ...]:
+    """Return the readers of each teacher rank's buffers, which are the same in every batch."""
+    output, head = (reading_ranks(pieces, sides.teacher.size) for pieces in _planned(sides, payload))
+
+    def readers(rank: int) -> Readers:
+        near, near_head = (
+            tuple(reader for reader in readers[rank] if not sides.crosses(reader, rank)) for readers in (output, head)
+        )
+        return Readers(near, near_head, sends_head=len(near_head) < len(head[rank]))
+
+    return tuple(map(readers, range(sides.teacher.size)))
+
+
+def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
+    """Return what is sent to each student rank from other nodes: of a full batch, and of the head."""
+
+    def num_bytes(rank: int, pieces: Sequence[Piece], cell_bytes: int) -> int:
+        return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
+
+    cell_bytes, column_bytes = payload.length * payload.itemsize, (payload.hidden_size or 0) * payload.itemsize
+    return tuple(
+        Traffic(num_bytes(rank, output, cell_bytes), num_bytes(rank, head, column_bytes))
+        for rank, (output, head) in enumerate(zip(*_planned(sides, payload), strict=True))
+    )
+
+
+def check_stays_on_node(transport: str, teacher: str, sides: Sides, payload: Payload) -> None:
+    """Raise ConfigError, with the ranks, their nodes and the bytes, where logits would cross nodes.
+
+    That is too much for a network. Hidden states may: what `transport` cannot map is sent.
+    """
+    if payload.hidden_size is not None:
+        return
+    crossing = list(_crossings(sides, payload))
+    if not crossing:
+        return
+    shown = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
+    raise ConfigError(
+        f"handoff.type=logits by {transport} stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
+        f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
+        f"tp={sides.teacher.tp} for teacher {teacher!r}, {shown} in each batch; write handoff.type=hidden_states, "
+        "which are sent between nodes, or cluster.placement=colocated with the same parallelism.tp and parallelism.cp "
+        f"for the student and teacher {teacher!r}, whose product divides the ranks of a node"
+    )
+
+
+def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
+    output, _ = _planned(sides, payload)
+    for rank, pieces in enumerate(output):
+        num_bytes: Counter[int] = Counter()
+        for piece in pieces:
+            if sides.crosses(rank, piece.rank):
+                num_bytes[piece.rank] += _num_cells(piece) * payload.length * payload.itemsize
+        for teacher_rank, size in sorted(num_bytes.items()):
+            yield (
+                f"student rank {rank} on node {sides.student_places[rank].node} reads {size / _GIB:.2f} GiB of teacher "
+                f"rank {teacher_rank} on node {sides.teacher_places[teacher_rank].node}"
+            )
+
+
+def _planned(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], list[list[Piece]]]:
+    """Return the pieces of a full batch's output, and of the head, by student rank.
+
+    Which ranks read from which does not depend on the size of the batch.
+    """
+    teacher = sides.teacher
+    unit = lcm(sides.student.dp, teacher.dp)
+    num_rows = -(-payload.num_rows // unit) * unit
+    columns = vocabulary_columns(payload.vocab_size, teacher.tp)
+    if payload.hidden_size is None:
+        no_heads: list[list[Piece]] = [[] for _ in range(sides.student.size)]
+        return output_pieces(sides, output_shards(teacher, num_rows, columns), num_rows), no_heads
+    shards = output_shards(teacher, num_rows, [range(payload.hidden_size)] * teacher.tp)
+    return output_pieces(sides, shards, num_rows), head_pieces(sides, columns)
+
+
+def _num_cells(piece: Piece) -> int:
+    """Return the numbers of one position."""
+    return len(piece.window_rows) * len(piece.columns)

@@ -1,0 +1,48 @@
+"""What a teacher rank's writers of logits and of hidden states share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_opd.handoff.base import Sender
+from nemo_opd.handoff.plan import Readers
+
+NewSender = Callable[[Sequence[int]], Sender]
+"""Makes a sender for the receivers of these numbers."""
+
+
+class OutputWriter:
+    """Buffers [rows, positions, columns] for the output of batches, each filled microbatch by microbatch."""
+
+    def __init__(
+        self, new_sender: NewSender, num_columns: int, dtype: torch.dtype, readers: Readers, num_slots: int
+    ) -> None:
+        self._slots = [new_sender(readers.output) for _ in range(num_slots)]
+        self._output = self._slots[0]
+        """Slot of the batch that is written."""
+        self._num_columns, self._dtype = num_columns, dtype
+
+    def begin(self, num_rows: int, width: int, slot: int = 0) -> None:
+        """Start a batch, which overwrites the slot's last; width: positions of its longest microbatch."""
+        self._output = self._slots[slot]
+        self._output.tensor((num_rows, width, self._num_columns), self._dtype)
+
+    def _put(self, start: int, output: Tensor) -> None:
+        """Copy a microbatch's output to the rows from `start` on.
+
+        Positions beyond the microbatch's width stay as they are: they are padding to every reader.
+        """
+        rows, width, _ = output.shape
+        self._output.last[start : start + rows, :width].copy_(output)
+
+    @property
+    def senders(self) -> tuple[Sender, ...]:
+        return tuple(self._slots)
+
+    def close(self) -> None:
+        """Release the buffers; may be called again."""
+        for sender in self.senders:
+            sender.close()
