@@ -1,7 +1,7 @@
-"""Which settings may change between the parts of a run, decided once for every field.
+"""The settings that may change when a run is continued: speed, placement, reporting, length, the way to obtain samples.
 
-Free: speed, placement, reporting, length, and how the same samples are obtained. Bound: what is learned, and from what.
-`tests/checkpoint/test_free_settings.py` fails for a field without a decision.
+All others, which decide what is learned from what, are bound. `tests/checkpoint/test_free_settings.py` lists those, and
+fails for a field that is in neither list.
 """
 
 from collections.abc import Iterator
@@ -9,21 +9,21 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from nemo_opd.config import aggregation, environment, handoff, loss, optim, reward, rollout
+from nemo_opd.config import environment, handoff, reward, rollout
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.data import Data, HubDataset, Source
+from nemo_opd.config.data import Data
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
 from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Model, Student
+from nemo_opd.config.model import Student
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
-from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher, TeacherBase
+from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.config.train import Train
 
 FREE: dict[type[BaseModel], str] = {
-    # A section named here is free as a whole: it shares classes with sections that are bound.
+    # These sections are free as a whole: they share classes with sections that are bound.
     RunConfig: "evaluation",
     Data: "validation num_workers cache",
     Run: "name output_dir resume dry_run",
@@ -48,69 +48,15 @@ FREE: dict[type[BaseModel], str] = {
     Wandb: "enabled project entity mode",
     Logging: "gradients_every",
 }
-BOUND: dict[type[BaseModel], str] = {
-    Run: "seed",
-    Train: "global_batch_size max_length gradient_clip",
-    Model: "model tokenizer chat_template chat_template_kwargs",
-    Student: "dtype",
-    TeacherBase: "name weight dtype",
-    SameTokenizerTeacher: "type",
-    CrossTokenizerTeacher: "type projection top_k roles max_length equal_history",
-    Lora: "rank alpha dropout target_modules",
-    optim.AdamW: "type lr betas eps weight_decay",
-    optim.Scheduler: "type warmup_steps min_lr_ratio",
-    Source: "arrow_files parquet_files jsonl_files text_files",
-    HubDataset: "path name split",
-    Data: "text_key messages_key tools_key response_key append_eos shuffle",
-    aggregation.WeightedSum: "type weights alpha vocabulary_scaling",
-    aggregation.AveragedLogits: "type",
-    aggregation.SelectTeacher: "type per",
-    aggregation.Routed: "type key",
-    handoff.HiddenStatesHandoff: "type",
-    handoff.LogitsHandoff: "type",
-    rollout.RolloutBase: (
-        "n max_new_tokens max_prompt_length temperature top_p top_k on_policy_share staleness overlap"
-    ),
-    rollout.HFRollout: "type",
-    rollout.ServerRollout: "type program",
-    reward.RewardBase: "answer_key weighting_beta",
-    reward.ExactReward: "type ignore_case",
-    reward.NumericReward: "type tolerance",
-    reward.MathReward: "type timeout_s",
-    reward.EnvironmentReward: "type",
-    reward.FunctionReward: "type function",
-    environment.EnvironmentBase: "max_turns max_response_tokens",
-    environment.CalculatorEnvironment: "type",
-    environment.FunctionEnvironment: "type function",
-    loss.Objective: "kd_weight ce_weight scaling scaling_decay scaling_cap",
-    loss.DivergenceTerm: "divergence beta mixed_weight temperature",
-    loss.TemperatureTerm: "temperature",
-    loss.ChunkTerm: "continuation_weight",
-    loss.PairedTerm: "compat merge common_weight uncommon_weight uncommon_topk",
-    loss.SameVocabTerm: "type support top_k normalization",
-    loss.PKLTerm: "type compat merge coverage_coef vocab_topk",
-    loss.StrictTerm: "type top_k normalization",
-    loss.TCADTerm: "type support_size support coverage_coef power_alpha",
-    loss.SampledKLTerm: "type estimator update clip_low clip_high dual_clip",
-    loss.ImportanceSettings: "importance_cap importance_level importance_veto",
-    loss.ULDTerm: "type compat",
-    loss.ALMTerm: "type",
-    loss.GoldTerm: "type",
-    loss.HKLTerm: "type",
-    loss.SharedPrefixTerm: "type",
-    loss.BytePrefixTerm: "type",
-    loss.FunctionTerm: "type function arguments",
-    loss.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
-}
 
 
 def decided_in(table: dict[type[BaseModel], str], model: type[BaseModel], name: str) -> bool:
-    """True where the table names the field for a class that the model is or inherits from."""
+    """Return whether the table names the field for the model or a class that it inherits from."""
     return any(name in table.get(base, "").split() for base in model.__mro__)
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel], str]]:
-    """Yield dotted key, class and name of every field that is decided on: values, and sections that are free whole.
+    """Yield dotted key, class and name of every field that needs a decision: values, and sections that are free whole.
 
     An element of a list has the key `*`.
     """
@@ -134,4 +80,4 @@ def sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
 
 
 FREE_KEYS = frozenset(key for key, model, name in fields(RunConfig) if decided_in(FREE, model, name))
-"""Dotted keys that may change, with `*` for the number of a list's element."""
+"""Dotted keys of free settings, with `*` for the index in a list."""

@@ -1,4 +1,4 @@
-"""The checkpoints of one run directory: written whole, found again, kept in number."""
+"""The checkpoints of a run directory: written whole or not at all, found again, limited in number."""
 
 import json
 import re
@@ -11,82 +11,75 @@ from typing import Annotated, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from nemo_opd.checkpoint.manifest import (
-    MANIFEST,
-    read_manifest,
-    require_hashes,
-    require_sizes,
-    seal,
-)
-from nemo_opd.checkpoint.typed import read_typed
+from nemo_opd.checkpoint.manifest import MANIFEST, read_manifest, read_typed, require_hashes, require_sizes, seal
 from nemo_opd.disk import require_room, storage_errors
 from nemo_opd.errors import CheckpointError, DamagedError
 from nemo_opd.files import sync
 
-NAME = re.compile(r"^step_(\d{6,})$")
+_NAME = re.compile(r"^step_(\d{6,})$")
 TEMPORARY = ".incomplete_"
-DAMAGED = "damaged_"
-"""Before the name of a checkpoint that a run did not continue from."""
+_DAMAGED = "damaged_"
+"""Prefix of a damaged checkpoint that a run did not continue from."""
 PROGRESS = "progress.json"
-WITH_MANIFEST = 2
-"""Format of checkpoints that have a manifest."""
+_WITH_MANIFEST = 2
+"""Format of checkpoints with a manifest."""
 INSTEAD = "choose another run.output_dir, or keep fewer checkpoints (train.keep_last)"
-"""What to do about a full disk."""
-NUM_TOLD = 3
-"""Most damaged checkpoints that are listed in a message."""
+"""Advice for a full disk."""
+_NUM_SHOWN = 3
+"""Damaged checkpoints that a message lists, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The driver's part of a checkpoint; the workers write theirs beside it."""
+    """The driver's part of a checkpoint."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
 
     step: Annotated[int, Field(ge=0)]
     loader: Mapping[str, int]
-    """State of the data order."""
+    """Position in the order of the data."""
     settings: Mapping[str, object]
     """The settings that must be the same to continue."""
     kd_scale: Mapping[str, float] = field(default_factory=dict)
-    """Moving averages of CE and KD (dynamic scaling); empty before the first step."""
+    """Moving averages of CE and KD for dynamic scaling; empty before the first step."""
     skipped_steps: Mapping[str, int] = field(default_factory=dict)
-    """Steps that were not taken, in all and in a row at the end; empty before the first step."""
+    """Counts of skipped steps: in total, and in a row up to now; empty before the first step."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
-    """Of the student before training and of each teacher, for the closing table."""
-    format: Annotated[int, Field(ge=1, le=WITH_MANIFEST)] = field(default=1, compare=False)
-    """As it was read; 1 is that of a version which wrote no manifest."""
+    """Values of the student before training and of each teacher, for the closing table."""
+    format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
+    """Format as it was read; 1 has no manifest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest checkpoint that is whole, and what is wrong with those after it."""
+    """The newest whole checkpoint, and the damage of newer ones."""
 
     progress: Progress
     damaged: Mapping[int, str] = field(default_factory=dict)
-    """Step → why it is not taken; the newest first."""
+    """Step → reason why it is not used, newest first."""
 
     def warnings(self, checkpoints: "CheckpointManager") -> Iterator[str]:
-        """What is to be said of the choice."""
+        """Yield warnings about the choice."""
         taken = checkpoints.path(self.progress.step)
         for step, reason in self.damaged.items():
             name = checkpoints.path(step).name
-            yield f"{reason}; the run continues from {taken} instead, and renames this one {DAMAGED}{name}"
-        if self.progress.format < WITH_MANIFEST:
+            yield f"{reason}; the run continues from {taken} instead, and renames this one {_DAMAGED}{name}"
+        if self.progress.format < _WITH_MANIFEST:
             yield f"{taken} has no {MANIFEST}, for an older version wrote it: its files are read without a check"
 
 
 class CheckpointManager:
-    """`folder/step_000100/`, each complete or absent."""
+    """Checkpoints `folder/step_000100/`, each complete or absent."""
 
     def __init__(self, folder: Path, keep_last: int) -> None:
         self.folder = folder
         self.keep_last = keep_last
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, ascending."""
+        """Return the steps of the complete checkpoints, ascending."""
         if not self.folder.is_dir():
             return []
-        matches = [NAME.match(entry.name) for entry in self.folder.iterdir()]
+        matches = [_NAME.match(entry.name) for entry in self.folder.iterdir()]
         return sorted(int(match.group(1)) for match in matches if match)
 
     def path(self, step: int) -> Path:
@@ -94,12 +87,12 @@ class CheckpointManager:
 
     @contextmanager
     def writing(self, progress: Progress, estimate: int = 0) -> Iterator[Path]:
-        """A temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
+        """Yield a temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
-        estimate: bytes that it will have, at least; the size of the checkpoint before counts as well. An error inside
-        leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step was not taken:
-        then the student may have diverged already, and an older one is needed. Raises CheckpointError where it cannot
-        be written.
+        estimate: bytes that are needed at least; the size of the newest checkpoint is needed as well. An error inside
+        leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step was skipped:
+        then the student may have diverged, and an older one may be needed. Raises CheckpointError where it cannot be
+        written.
         """
         target = self.path(progress.step)
         temporary = self.folder / f"{TEMPORARY}{target.name}"
@@ -111,7 +104,7 @@ class CheckpointManager:
                 temporary.mkdir(parents=True)
                 sync(self.folder.parent)
                 yield temporary
-                record = {**asdict(progress), "format": WITH_MANIFEST}
+                record = {**asdict(progress), "format": _WITH_MANIFEST}
                 (temporary / PROGRESS).write_text(json.dumps(record, indent=1), encoding="utf-8")
                 seal(temporary)
                 shutil.rmtree(target, ignore_errors=True)
@@ -124,36 +117,36 @@ class CheckpointManager:
 
     def _keep_the_newest(self) -> None:
         for step in self.steps()[: -self.keep_last]:
-            # Renamed first: what cannot be removed, as files in use on NFS, is no checkpoint any more. One that cannot
-            # be renamed either is one too many, and no reason to end a run that has just saved.
+            # Renamed first, so that what cannot be removed (files in use on NFS) is no checkpoint any more. One that
+            # cannot be renamed either stays, since it is no reason to end a run that has just saved.
             with suppress(OSError):
                 old = self.path(step).rename(self.folder / f"{TEMPORARY}{self.path(step).name}")
                 shutil.rmtree(old, ignore_errors=True)
 
     def _newest_size(self) -> int:
-        """Bytes; 0 where there is none."""
+        """Return the bytes of the newest checkpoint; 0 where there is none."""
         try:
             return read_manifest(self.path(max(self.steps()))).size
         except (ValueError, CheckpointError):
             return 0
 
     def remove_incomplete(self) -> None:
-        """Drop what a killed run left half-written or half-removed."""
+        """Remove what a killed run left half-written or half-removed."""
         for folder in self.folder.glob(f"{TEMPORARY}*"):
             shutil.rmtree(folder, ignore_errors=True)
 
     def set_aside(self, step: int) -> None:
-        """Rename a checkpoint, so that it neither is continued from nor counts among those that are kept."""
-        aside = self.folder / f"{DAMAGED}{self.path(step).name}"
+        """Rename a damaged checkpoint, so that it is neither used nor counted in `keep_last`."""
+        aside = self.folder / f"{_DAMAGED}{self.path(step).name}"
         with storage_errors(self.path(step), CheckpointError, instead="remove it"):
             shutil.rmtree(aside, ignore_errors=True)
             self.path(step).rename(aside)
             sync(self.folder)
 
     def newest(self, *, hashed: bool = True) -> Found | None:
-        """The newest checkpoint that is whole; None where there is none at all.
+        """Return the newest whole checkpoint; None where there are no checkpoints.
 
-        hashed: compare what files hold, not their sizes alone. Raises CheckpointError where all are damaged.
+        hashed: compare hashes in addition to sizes. Raises CheckpointError where all are damaged.
         """
         damaged: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -163,17 +156,17 @@ class CheckpointManager:
                 damaged[step] = str(error)
         if not damaged:
             return None
-        told = "; ".join([*damaged.values()][:NUM_TOLD])
-        more = f"; and {len(damaged) - NUM_TOLD} more" if len(damaged) > NUM_TOLD else ""
+        shown = "; ".join([*damaged.values()][:_NUM_SHOWN])
+        more = f"; and {len(damaged) - _NUM_SHOWN} more" if len(damaged) > _NUM_SHOWN else ""
         raise CheckpointError(
-            f"no checkpoint in {self.folder} is whole: {told}{more}; copy one there again, or start anew with another "
+            f"no checkpoint in {self.folder} is whole: {shown}{more}; copy one there again, or start anew with another "
             "run.output_dir"
         )
 
     def read(self, step: int, *, hashed: bool = True) -> Progress:
         """Compare a checkpoint's files with its manifest, and read the driver's part.
 
-        Raises DamagedError where one is not as it was written, and CheckpointError where one may not be read.
+        Raises DamagedError where a file is not as it was written, CheckpointError where permissions forbid reading it.
         """
         progress = read_whole(self.path(step), hashed=hashed)
         if progress.step != step:
@@ -181,22 +174,22 @@ class CheckpointManager:
         return progress
 
 
-def require_known_format(folder: Path) -> None:
+def _require_known_format(folder: Path) -> None:
     """Raise CheckpointError for a checkpoint that a newer version wrote: it is not damaged."""
     with suppress(OSError, ValueError, RecursionError):
-        said = json.loads((folder / PROGRESS).read_bytes())
-        if isinstance(said, dict) and isinstance(version := said.get("format"), int) and version > WITH_MANIFEST:
+        record = json.loads((folder / PROGRESS).read_bytes())
+        if isinstance(record, dict) and isinstance(version := record.get("format"), int) and version > _WITH_MANIFEST:
             raise CheckpointError(
-                f"{folder} was written by a newer version (format {version}; this one reads up to {WITH_MANIFEST}); "
+                f"{folder} was written by a newer version (format {version}; this one reads up to {_WITH_MANIFEST}); "
                 "update nemo_opd, or start anew with another run.output_dir"
             )
 
 
 def read_whole(folder: Path, *, hashed: bool = True) -> Progress:
-    """As `CheckpointManager.read`, of any folder. Those of older versions have no manifest to compare with."""
-    require_known_format(folder)
+    """Check and read any folder as `CheckpointManager.read` does; older versions wrote no manifest to compare with."""
+    _require_known_format(folder)
     progress = read_typed(folder / PROGRESS, Progress)
-    if progress.format < WITH_MANIFEST and not (folder / MANIFEST).exists():
+    if progress.format < _WITH_MANIFEST and not (folder / MANIFEST).exists():
         return progress
     manifest = read_manifest(folder)
     try:

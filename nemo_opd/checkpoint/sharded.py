@@ -2,6 +2,9 @@
 
 import io
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +21,20 @@ from nemo_opd.disk import error_number
 from nemo_opd.files import sync
 
 
-class SafePlanner(DefaultLoadPlanner):
-    """Reads what is no tensor with weights_only=True."""
+class _SafePlanner(DefaultLoadPlanner):
+    """A planner that reads what is no tensor with weights_only=True."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         assert read_item.type is LoadItemType.BYTE_IO
-        # torch would unpickle what is in the file; it is given a copy of what was read without running anything.
+        # torch would unpickle the file; it gets a copy of what was read without running anything.
         copy = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), copy)
         copy.seek(0)
         super().load_bytes(read_item, copy)
 
 
-class Writer(FileSystemWriter):
-    """Writes shards that are on the disk when it returns; torch syncs files before it has handed all of them over.
+class _Writer(FileSystemWriter):
+    """A writer whose shards are on the disk when it returns; torch syncs files before it has written all of them.
 
     Raises OSError where the disk does not take a file; torch hides it behind an error of its writer of archives.
     """
@@ -45,29 +48,31 @@ class Writer(FileSystemWriter):
         except Exception as error:
             if (number := error_number(error)) is None:
                 raise
-            # Raised without what led to it, which would not survive the way to the other ranks.
+            # Without its cause, which cannot be sent to the other ranks.
             raise OSError(number, os.strerror(number)) from None
 
 
 def write_sharded(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Write the shards of all ranks.
+    """Write the shards of all ranks; no_dist: whole tensors, by one process.
 
     Raises on every rank what one of them raised: OSError where the disk is at fault.
     """
-    try:
-        dcp.save(state, storage_writer=Writer(folder), no_dist=no_dist)
-    except CheckpointException as error:  # which is no Exception
-        raise first_cause(error) from error
+    with _errors_of_ranks():
+        dcp.save(state, storage_writer=_Writer(folder), no_dist=no_dist)
 
 
 def read_sharded(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
     """Read into the tensors of `state`, in place. Raises on every rank what one of them raised."""
-    try:
-        dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=no_dist)
-    except CheckpointException as error:
-        raise first_cause(error) from error
+    with _errors_of_ranks():
+        dcp.load(state, storage_reader=SafeReader(folder), planner=_SafePlanner(), no_dist=no_dist)
 
 
-def first_cause(error: CheckpointException) -> BaseException:
-    """Return what the lowest rank raised among those that failed."""
-    return next((cause for _, (cause, _) in sorted(error.failures.items())), error)
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """Raise what the lowest rank raised among those that failed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # no_dist asks for that
+        try:
+            yield
+        except CheckpointException as error:  # which is no Exception
+            raise next((cause for _, (cause, _) in sorted(error.failures.items())), error) from error

@@ -23,7 +23,7 @@ from nemo_opd.models.folder import first_line
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Each rank writes its own shards; a checkpoint can be read with another number of ranks.
+    """Write this rank's shards; the state can be read with another number of ranks.
 
     Raises NotFiniteError on all ranks, before anything is written, where a weight or a moment is NaN or infinite, and
     CheckpointError where the disk does not take it.
@@ -34,31 +34,31 @@ def save_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
             f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
             "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
         )
-    with storage_errors(folder, CheckpointError, needed=num_bytes((weights, optimizer_state)), instead=INSTEAD):
+    with storage_errors(folder, CheckpointError, needed=_num_bytes((weights, optimizer_state)), instead=INSTEAD):
         write_sharded({"model": weights, "optimizer": optimizer_state}, folder)
-        write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": random_state()})
+        write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": _random_state()})
     dist.barrier()
 
 
-def num_bytes(tensors: object) -> int:
-    """Of all tensors in nested containers, whole."""
+def _num_bytes(tensors: object) -> int:
+    """Return the bytes of all tensors in nested containers, counting sharded ones whole."""
     return sum(leaf.numel() * leaf.itemsize for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
 
 
 def write_rank_file(folder: Path, rank: int, content: Mapping[str, Any]) -> None:
-    """Raises OSError; torch's own error, when it writes to a file itself, does not say why."""
+    """Write what a rank keeps in addition to its shards. Raises OSError with the cause, which torch would hide."""
     archive = io.BytesIO()
     torch.save(content, archive)
     write_synced(folder / rank_file(rank), archive.getvalue())
 
 
 def rank_file(rank: int) -> str:
-    """The name of what a rank keeps besides its shards: the schedule, and its random generators."""
+    """Return the name of the file with a rank's schedule and random generators."""
     return f"rank_{rank:05d}.pt"
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
-    """Read in place what `save_state` wrote.
+    """Read what `save_state` wrote, in place.
 
     Raises CheckpointError, naming the folder, where it cannot be read or holds what is not finite.
     """
@@ -68,28 +68,28 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
         own = folder / rank_file(dist.get_rank())
         # With more ranks than before, the additional ones start from rank 0's schedule and generators.
         file = own if own.exists() else folder / rank_file(0)
-        rest = read_rank_file(file)
+        rest = _read_rank_file(file)
     except Exception as error:
-        raise unreadable(folder, error) from error
+        raise _unreadable(folder, error) from error
     if (found := not_finite_in(weights, optimizer_state)) is not None:
         raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
     try:
         scheduler.load_state_dict(rest["scheduler"])
-        restore_random_state(rest["rng"])
+        _restore_random_state(rest["rng"])
     except Exception as error:  # whatever torch makes of what is no state
-        raise unreadable(file, error) from error
+        raise _unreadable(file, error) from error
 
 
-def read_rank_file(file: Path) -> dict[str, Any]:
-    """Raises TypeError for what has not the form that `save_state` writes, and what torch.load raises."""
+def _read_rank_file(file: Path) -> dict[str, Any]:
+    """Read a rank's file. Raises TypeError for content of another form, and what torch.load raises."""
     rest = torch.load(file, weights_only=True)
     if not isinstance(rest, dict) or not all(isinstance(rest.get(key), dict) for key in ("scheduler", "rng")):
         raise TypeError(f"{file.name} has no scheduler and no rng")
     return rest
 
 
-def unreadable(path: Path, error: BaseException) -> CheckpointError:
+def _unreadable(path: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be read ({first_line(error)}): it is damaged, or no state of a run; remove this checkpoint to "
         "use the one before"
@@ -97,7 +97,7 @@ def unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def not_finite_in(weights: dict[str, Any], optimizer_state: dict[str, Any]) -> NotFinite | None:
-    """Among weights and moments; the step counters of AdamW, which count in host memory, are left out."""
+    """Find values that are not finite in weights and moments; AdamW's step counters, in host memory, are left out."""
     moments = {
         f"{key} of {name}": value
         for name, entries in optimizer_state["state"].items()
@@ -108,14 +108,14 @@ def not_finite_in(weights: dict[str, Any], optimizer_state: dict[str, Any]) -> N
     return find_not_finite(tensors, device=next(iter(tensors.values())).device)
 
 
-def random_state() -> dict[str, Any]:
+def _random_state() -> dict[str, Any]:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
+def _restore_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])

@@ -10,26 +10,24 @@ from nemo_opd.errors import CheckpointError
 from nemo_opd.models.folder import damage, safetensors_files
 
 STATE = "state"
-STUDENT = "student"
+_STUDENT = "student"
 
 
 def require_whole(checkpoint: Path, num_ranks: int) -> None:
     """Raise CheckpointError, naming the file, where one is absent or shorter than what was written to it.
 
-    num_ranks: number of ranks that wrote it.
-
-    Reads indices and lengths alone: that values are finite is checked where they are in memory.
+    num_ranks: number of ranks that wrote it. Reads indices and lengths alone: values are checked in memory.
     """
-    problems = (*wrong_shards(checkpoint / STATE), *wrong_rank_files(checkpoint / STATE, num_ranks))
-    require_none(checkpoint, [*problems, *wrong_safetensors(checkpoint / STUDENT)])
+    problems = (*wrong_shards(checkpoint / STATE), *_wrong_rank_files(checkpoint / STATE, num_ranks))
+    _require_none(checkpoint, [*problems, *_wrong_safetensors(checkpoint / _STUDENT)])
 
 
 def require_whole_export(folder: Path) -> None:
-    """The same of a Hugging Face folder of a model or an adapter."""
-    require_none(folder, list(wrong_safetensors(folder)))
+    """Raise CheckpointError likewise for a Hugging Face folder of a model or an adapter."""
+    _require_none(folder, list(_wrong_safetensors(folder)))
 
 
-def require_none(folder: Path, problems: list[str]) -> None:
+def _require_none(folder: Path, problems: list[str]) -> None:
     if problems:
         raise CheckpointError(
             f"{folder} is not there as it was written: {problems[0]}; it is not kept, and older ones are not removed: "
@@ -52,7 +50,7 @@ def wrong_shards(state: Path) -> Iterator[str]:
             yield f"{STATE}/{name} has {size:,} of {end:,} bytes"
 
 
-def wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
+def _wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
     for rank in range(num_ranks):
         file = state / rank_file(rank)
         if not file.is_file():
@@ -61,9 +59,9 @@ def wrong_rank_files(state: Path, num_ranks: int) -> Iterator[str]:
             yield f"{STATE}/{file.name} is cut"
 
 
-def wrong_safetensors(folder: Path) -> Iterator[str]:
+def _wrong_safetensors(folder: Path) -> Iterator[str]:
     try:
-        # Those of an adapter have other names than a model's.
+        # An adapter's file has another name than a model's.
         files = safetensors_files(folder) or sorted(folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError) as error:
         yield f"{folder.name} has a damaged index of its weights ({error})"

@@ -78,6 +78,12 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
     return config
 
 
+def stored_dtype(reference: str, *, key: str) -> torch.dtype:
+    """Return the dtype of a model's weights as far as its configuration says, else fp32. Raises ModelError."""
+    dtype = load_config(reference, key=key).dtype
+    return dtype if isinstance(dtype, torch.dtype) else torch.float32
+
+
 def check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
     """Raise ModelError for more layers than its files have tensors: to build them would take for ever."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)

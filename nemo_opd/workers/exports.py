@@ -11,7 +11,7 @@ from nemo_opd.disk import storage_errors
 from nemo_opd.files import settle
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.models.export import save_adapted, save_pretrained, whole_state
-from nemo_opd.models.load import load_config, tokenizer_of
+from nemo_opd.models.load import stored_dtype, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.rollout.weight_sync import HeldWeights
 
@@ -35,7 +35,9 @@ class Exports:
         StorageError, on rank 0 alone, where the disk does not take it.
         """
         tokenizer = tokenizer_of(self._settings, key="student")
-        dtype = self._stored_dtype() if served_as is None else getattr(torch, served_as)
+        dtype = (
+            stored_dtype(self._settings.model, key="student.model") if served_as is None else getattr(torch, served_as)
+        )
         needed = dtype.itemsize * sum(parameter.numel() for parameter in self._model.parameters())
         with storage_errors(folder, needed=needed, instead=CONTINUE):
             if self._adapters is None:
@@ -46,10 +48,6 @@ class Exports:
             # What a server loads at once and nobody else reads does not have to be on the disk.
             if served_as is None and dist.get_rank() == 0:
                 settle(folder)
-
-    def _stored_dtype(self) -> torch.dtype:
-        dtype = load_config(self._settings.model, key="student.model").dtype
-        return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
     def hold(self, served_as: str) -> FileDescriptor | None:
         """Keep a copy in memory of what a folder's weights would be, on rank 0: what leads to it; None elsewhere."""

@@ -1,7 +1,70 @@
 """Every setting is decided on once: it may change when a run is continued, or it may not."""
 
-from nemo_opd.checkpoint.free_settings import BOUND, FREE, FREE_KEYS, decided_in, fields
-from nemo_opd.config import RunConfig
+from pydantic import BaseModel
+
+from nemo_opd.checkpoint.free_settings import FREE, FREE_KEYS, decided_in, fields
+from nemo_opd.config import RunConfig, aggregation, environment, handoff, loss, optim, reward, rollout
+from nemo_opd.config.data import Data, HubDataset, Source
+from nemo_opd.config.lora import Lora
+from nemo_opd.config.model import Model, Student
+from nemo_opd.config.run_fields import Run
+from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher, TeacherBase
+from nemo_opd.config.train import Train
+
+BOUND: dict[type[BaseModel], str] = {
+    Run: "seed",
+    Train: "global_batch_size max_length gradient_clip",
+    Model: "model tokenizer chat_template chat_template_kwargs",
+    Student: "dtype",
+    TeacherBase: "name weight dtype",
+    SameTokenizerTeacher: "type",
+    CrossTokenizerTeacher: "type projection top_k roles max_length equal_history",
+    Lora: "rank alpha dropout target_modules",
+    optim.AdamW: "type lr betas eps weight_decay",
+    optim.Scheduler: "type warmup_steps min_lr_ratio",
+    Source: "arrow_files parquet_files jsonl_files text_files",
+    HubDataset: "path name split",
+    Data: "text_key messages_key tools_key response_key append_eos shuffle",
+    aggregation.WeightedSum: "type weights alpha vocabulary_scaling",
+    aggregation.AveragedLogits: "type",
+    aggregation.SelectTeacher: "type per",
+    aggregation.Routed: "type key",
+    handoff.HiddenStatesHandoff: "type",
+    handoff.LogitsHandoff: "type",
+    rollout.RolloutBase: (
+        "n max_new_tokens max_prompt_length temperature top_p top_k on_policy_share staleness overlap"
+    ),
+    rollout.HFRollout: "type",
+    rollout.ServerRollout: "type program",
+    reward.RewardBase: "answer_key weighting_beta",
+    reward.ExactReward: "type ignore_case",
+    reward.NumericReward: "type tolerance",
+    reward.MathReward: "type timeout_s",
+    reward.EnvironmentReward: "type",
+    reward.FunctionReward: "type function",
+    environment.EnvironmentBase: "max_turns max_response_tokens",
+    environment.CalculatorEnvironment: "type",
+    environment.FunctionEnvironment: "type function",
+    loss.Objective: "kd_weight ce_weight scaling scaling_decay scaling_cap",
+    loss.DivergenceTerm: "divergence beta mixed_weight temperature",
+    loss.TemperatureTerm: "temperature",
+    loss.ChunkTerm: "continuation_weight",
+    loss.PairedTerm: "compat merge common_weight uncommon_weight uncommon_topk",
+    loss.SameVocabTerm: "type support top_k normalization",
+    loss.PKLTerm: "type compat merge coverage_coef vocab_topk",
+    loss.StrictTerm: "type top_k normalization",
+    loss.TCADTerm: "type support_size support coverage_coef power_alpha",
+    loss.SampledKLTerm: "type estimator update clip_low clip_high dual_clip",
+    loss.ImportanceSettings: "importance_cap importance_level importance_veto",
+    loss.ULDTerm: "type compat",
+    loss.ALMTerm: "type",
+    loss.GoldTerm: "type",
+    loss.HKLTerm: "type",
+    loss.SharedPrefixTerm: "type",
+    loss.BytePrefixTerm: "type",
+    loss.FunctionTerm: "type function arguments",
+    loss.GRPOLoss: "type policy_weight clip_low clip_high dual_clip scale_advantages",
+}
 
 
 def test_every_field_is_decided_on_once() -> None:
