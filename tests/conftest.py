@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+import nemo_opd.cluster.ray  # noqa: F401, sets what Ray reads when it is imported, as some tests do themselves
 from tests import costs
 from tests.tiny import Tiny, make_tiny
 

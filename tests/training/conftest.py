@@ -50,7 +50,7 @@ HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"presta
 
 @pytest.fixture(scope="module")
 def nodes() -> "Iterator[Nodes]":
-    from ray.cluster_utils import Cluster as Nodes  # behind nemo_opd.cluster, which sets what Ray reads at its import
+    from ray.cluster_utils import Cluster as Nodes
 
     before = set(psutil.Process().children(recursive=True))
     nodes = Nodes(initialize_head=True, head_node_args=HEAD)
