@@ -1,9 +1,9 @@
-"""Computes the tables of docs/scaling.md from the memory estimate that a run itself makes, and checks its examples.
+"""Compute the tables of docs/scaling.md from the memory estimate that a run itself makes, and checks its examples.
 
 uv run docs/figures/scaling.py                 # writes them into docs/scaling.md; needs no model, network or GPU
 
 Every example of the page is validated as a run's settings are, its ranks are placed and laid out, its batch is divided,
-its windows are planned, and its memory is estimated and offloading settled, all by
+what each rank reads is planned, and its memory is estimated and offloading settled, all by
 the functions that `run.dry_run=true` calls; only what is read from files (weights, tokenizers, text) is left out.
 """
 
@@ -28,27 +28,25 @@ from nemo_opd.training.layout import require_batch_divides, resolve_placement
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
+    ModelSetup,
     ModelSize,
-    Part,
     Phase,
     Situation,
     model_size,
     settle_memory,
+    teachers_ahead,
 )
+from nemo_opd.training.memory.report import largest_parts
 from nemo_opd.training.memory.sampling import PART_NAMES, rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
-from step_flops import DENSE_BF16_PEAK, StepWork  # noqa: E402
 from step_models import PRESETS, llama, qwen  # noqa: E402
 
 PAGE = ROOT / "docs" / "scaling.md"
 GIB = 2**30
 GPU_BYTES, HOST_BYTES = 79 * GIB, 1024 * GIB
-"""Of an 80 GB GPU as PyTorch reports it, and of a node with eight of them."""
-LINKS = {"NVLink": 450e9, "network": 50e9}
-"""Bytes a second that a GPU can receive: NVLink of an H100, and a network port of 400 Gbit/s for each GPU."""
-SHARE_OF_PEAK = 0.4
+"""Memory of an 80 GB GPU as PyTorch reports it, and of a node with eight of them."""
 CONFIGS = {
     "1B": ("meta-llama/Llama-3.2-1B", PRESETS["llama_1b"]),
     "1.7B": ("Qwen/Qwen3-1.7B", lambda: qwen(2048, 6144, 28, 16, 8, 128, 151_936)),
@@ -58,7 +56,7 @@ CONFIGS = {
     "70B": ("meta-llama/Llama-3.1-70B", lambda: untied(llama(8192, 28672, 80, 64, 8, 128, 128_256))),
 }
 VOCABULARIES = {"1B": 128_256, "1.7B": 151_669, "4B": 151_669, "8B": 128_256, "32B": 151_669, "70B": 128_256}
-"""Ids of the tokenizers."""
+"""Ids in each tokenizer."""
 
 
 def untied(config: Any) -> Any:
@@ -68,7 +66,7 @@ def untied(config: Any) -> Any:
 
 @dataclass(frozen=True)
 class Shape:
-    """What planning wants to know of a model."""
+    """Size and vocabulary of a model, as planning reads them."""
 
     size: ModelSize
     vocab_size: int
@@ -82,14 +80,14 @@ BY_MODEL = {model: name for name, (model, _) in CONFIGS.items()}
 class Example:
     title: str
     settings: Mapping[str, Any]
-    """As in a YAML file."""
+    """Settings as in a YAML file."""
     overrides: tuple[str, ...] = ()
 
     def config(self) -> RunConfig:
-        """Raises ConfigError. What is not about layout is made up, and the GPUs are taken to be elsewhere."""
+        """Return the settings, with placeholders for what is not about layout. Raises ConfigError."""
         config = OmegaConf.create(
             {
-                # So that what does not fit is told, not refused.
+                # So that what does not fit is shown, not refused.
                 "run": {"dry_run": True},
                 "train": {"max_steps": 1000},
                 "data": {"train": {"arrow_files": ["shard.arrow"]}},
@@ -113,19 +111,14 @@ class Checked:
 
     @property
     def micro_batches(self) -> int:
-        """Of a student's rank in a step."""
+        """Microbatches of a student's rank in a step."""
         train = self.config.train
         return train.global_batch_size // (self.student.dp * train.micro_batch_size)
 
     @property
     def names(self) -> list[str]:
-        """Short ones of the student and its teachers."""
+        """Short names of the student and its teachers."""
         return [BY_MODEL[each.model] for each in (self.config.student, *self.config.teachers)]
-
-    @property
-    def gpus(self) -> int:
-        """Of a node."""
-        return self.config.cluster.gpus_per_node or 1
 
     @property
     def offloaded(self) -> str:
@@ -135,7 +128,7 @@ class Checked:
 
 
 def check(example: Example) -> Checked:
-    """As preflight does, without files. Raises ConfigError for what preflight would refuse."""
+    """Check as preflight does, without files. Raises ConfigError for what preflight would refuse."""
     config = example.config()
     placement = resolve_placement(config, "cuda")
     student, teachers = resolve_layouts(config, placement)
@@ -151,17 +144,13 @@ def check(example: Example) -> Checked:
     layouts, lengths = (student, teachers), [config.train.max_length] * len(teachers)
     check_deliveries(config, "cuda_ipc", placement, layouts, every[1:])
     deliveries = plan_deliveries(config, placement, layouts, every[1:], lengths=lengths)
-    lookahead = config.cluster.prefetch if placement.is_separate else 0
-    situation = Situation.of(
-        config,
-        sizes=[shape.size for shape in every],
-        vocab_sizes=[shape.vocab_size for shape in every],
-        layouts=(student, *teachers),
-        lengths=(config.train.max_length, *lengths),
-        machine=Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node),
-        arriving=arriving_bytes(deliveries, 1 + lookahead),
+    own, *others = (
+        ModelSetup(shape.size, shape.vocab_size, layout)
+        for shape, layout in zip(every, (student, *teachers), strict=True)
     )
-    config, memory = settle_memory(config, situation)
+    machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
+    arriving = arriving_bytes(deliveries, 1 + teachers_ahead(config))
+    config, memory = settle_memory(config, Situation(own, tuple(others), machine, arriving))
     return Checked(config, student, teachers, memory)
 
 
@@ -195,18 +184,15 @@ def teacher_tp(*degrees: int) -> tuple[str, ...]:
 
 LAYOUTS = (
     row("1 GPU", "1B", "4B", 1, 1, 64, 4),
-    row("1 GPU", "1B", "4B", 1, 1, 64, 8),
     row("1 GPU", "1B", "4B", 1, 1, 64, 16, CHECKPOINTED),
     row("1 GPU", "1B", "8B", 1, 1, 64, 4),
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
     row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
     row("2 GPUs", "4B", "8B", 1, 2, 64, 4, CHECKPOINTED),
-    row("8 GPUs", "1B", "4B", 1, 8, 64, 8),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED),
     row("8 GPUs", "8B", "32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
     row("8 GPUs", "8B", "70B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8)),
-    row("8 GPUs", "8B", "70B 32B", 1, 8, 64, 4, CHECKPOINTED, *teacher_tp(8, 8)),
     row("8 GPUs", "32B", "70B", 1, 8, 64, 1, CHECKPOINTED, *teacher_tp(8)),
     row("2 nodes", "8B", "70B", 2, 8, 128, 4, CHECKPOINTED, *teacher_tp(8)),
     row(
@@ -225,7 +211,6 @@ LAYOUTS = (
     row("4 nodes", "32B", "70B", 4, 8, 128, 4, CHECKPOINTED, "student.parallelism.tp=2", *teacher_tp(8)),
     row("16 nodes", "8B", "70B 32B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8, 8)),
     row("8 nodes", "70B", "70B", 8, 8, 256, 4, CHECKPOINTED, *teacher_tp(8)),
-    row("16 nodes", "70B", "70B", 16, 8, 512, 4, CHECKPOINTED, *teacher_tp(8)),
     row(
         "16 nodes, 32 + 64 + 32 GPUs",
         "8B",
@@ -264,14 +249,13 @@ def shown(layout: Layout) -> str:
 
 
 def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:
-    """256 rollouts a step, of prompts of 2,048 tokens and answers of 4,096."""
+    """Return an example with 256 rollouts a step, prompts of 2,048 tokens and answers of 4,096."""
     rollouts = ("rollout.type=hf", "rollout.n=4", "rollout.max_new_tokens=4096", "train.max_length=6144")
     return row(machines, student, teacher, nodes, gpus, 256, 2, CHECKPOINTED, *rollouts, *more)
 
 
 ROLLOUTS = (
     sampling("1 GPU", "1B", "8B", 1, 1),
-    sampling("8 GPUs", "1.7B", "32B", 1, 8, *teacher_tp(8)),
     sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
     sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
     sampling("8 GPUs", "8B", "32B", 1, 8, "student.parallelism.tp=2", *teacher_tp(8)),
@@ -307,7 +291,7 @@ def answer_rows() -> Iterator[list[str]]:
 
 
 def sampled_row(example: Example, found: Checked, owner: str, layout: Layout, rows: int, phase: Phase) -> list[str]:
-    """owner, layout: of the model that samples so many sequences at a time in this phase."""
+    """Return a table row. owner, layout: of the model that samples `rows` sequences at a time in this phase."""
     memory = found.memory.memories[0]
     parts = {part.name: part.at(phase) for part in memory.parts if part.owner == owner}
     others = max(memory.total(other) for other in memory.phases if other is not phase)
@@ -322,102 +306,6 @@ def sampled_row(example: Example, found: Checked, owner: str, layout: Layout, ro
         found.offloaded,
         "yes" if found.memory.fits else "**no**",
     ]
-
-
-def part_rows(found: Checked) -> Iterator[list[str]]:
-    """The parts of the fullest GPU at its peak, largest first."""
-    memory = found.memory.memories[0]
-    parts: list[Part] = sorted(memory.parts, key=lambda part: part.at(memory.peak_phase), reverse=True)
-    for part in parts:
-        if part.at(memory.peak_phase) >= 0.005 * memory.peak:
-            yield [str(part), f"{part.at(memory.peak_phase) / GIB:.1f}"]
-    yield ["**all**", f"**{memory.peak / GIB:.1f}**"]
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a rank receives in a step."""
-
-    link: str
-    what: str
-    num_bytes: float
-
-
-def traffic(found: Checked) -> Iterator[Traffic]:
-    """Of the student first, then of each teacher, in bf16 but for gradients, which are in fp32.
-
-    A ring all-gather or reduce-scatter over n ranks brings (n − 1)/n of the whole to each, an all-reduce twice that.
-    """
-    train, student = found.config.train, found.student
-    rows = train.micro_batch_size
-    size = SHAPES[found.names[0]].size
-    passes = found.micro_batches
-    again = 2 if found.config.student.activation_checkpointing else 1
-    yield from sharded(found, "student", size, student, passes * (2 + 2 + 4))
-    tokens = rows * -(-train.max_length // student.cp)
-    yield from tensor(found, "student", size, student, passes * tokens * (1 + again))
-    yield from context(found, "student", size, student, passes * rows, again)
-    for i, name in enumerate(found.names[1:]):
-        layout, own = found.teachers[i], SHAPES[name].size
-        calls = train.global_batch_size // (layout.dp * rows)
-        yield from sharded(found, f"teacher {name}", own, layout, calls * 2)
-        yield from tensor(found, f"teacher {name}", own, layout, calls * rows * -(-train.max_length // layout.cp))
-        yield from context(found, f"teacher {name}", own, layout, calls * rows, 0)
-        hidden = train.global_batch_size // student.dp * train.max_length * own.hidden_size * 2
-        yield Traffic("CUDA IPC", f"teacher {name}: hidden states that a student's rank reads", hidden)
-        yield Traffic("CUDA IPC", f"teacher {name}: its head, once", own.vocab_size * own.hidden_size * 2)
-
-
-def link_of(found: Checked, ranks: int) -> str:
-    """Of a group of so many consecutive ranks."""
-    return "NVLink" if ranks <= found.gpus else "network"
-
-
-def sharded(found: Checked, who: str, size: ModelSize, layout: Layout, bytes_per_weight: int) -> Iterator[Traffic]:
-    ranks = layout.dp * layout.cp
-    if ranks > 1:
-        share = (ranks - 1) / ranks * size.parameters / layout.tp
-        what = "parameters" + (" and gradients" if who == "student" else "")
-        yield Traffic(link_of(found, layout.size), f"{who}: {what}, FSDP2", bytes_per_weight * share)
-
-
-def tensor(found: Checked, who: str, size: ModelSize, layout: Layout, tokens: int) -> Iterator[Traffic]:
-    """Two all-reduces of hidden states a layer and pass."""
-    if layout.tp > 1:
-        one = 2 * (layout.tp - 1) / layout.tp * tokens * size.hidden_size * 2
-        yield Traffic(link_of(found, layout.tp), f"{who}: hidden states, TP", 2 * len(size.layers) * one)
-
-
-def context(found: Checked, who: str, size: ModelSize, layout: Layout, rows: int, again: int) -> Iterator[Traffic]:
-    """Keys and values of the other ranks in each layer, and hidden states made whole; backward brings gradients too."""
-    if layout.cp == 1:
-        return
-    length = found.config.train.max_length
-    others = rows * length * (layout.cp - 1) / layout.cp * 2
-    passes = 1 if not again else 1 + (again - 1) + 2
-    ring = sum(2 * layer.query_width for layer in size.layers) * others * passes
-    link = link_of(found, layout.cp * layout.tp)
-    yield Traffic(link, f"{who}: keys and values, CP", ring)
-    times = 2 if again else 1
-    yield Traffic(link, f"{who}: hidden states made whole, CP", times * size.hidden_size * others)
-
-
-def traffic_rows(found: Checked) -> Iterator[list[str]]:
-    for one in traffic(found):
-        seconds = f"{one.num_bytes / LINKS[one.link]:.2f}" if one.link in LINKS else ""
-        yield [one.what, one.link, f"{one.num_bytes / 1e9:,.1f}", seconds]
-    yield ["work of a GPU", "", "", f"{work_s(found):.2f}"]
-
-
-def work_s(found: Checked) -> float:
-    """Seconds of a step's FLOPs, spread over all GPUs, at SHARE_OF_PEAK."""
-    train, cluster = found.config.train, found.config.cluster
-    lengths = (train.max_length,) * train.global_batch_size
-    work = StepWork(lengths, lengths, train.max_length * train.global_batch_size)
-    student, *teachers = (SHAPES[name].size for name in found.names)
-    total = work.flops(student, student)["student"].total
-    total += sum(work.flops(student, teacher)["teacher"].total for teacher in teachers)
-    return total / (cluster.num_nodes * found.gpus) / (SHARE_OF_PEAK * DENSE_BF16_PEAK)
 
 
 def model_rows() -> Iterator[list[str]]:
@@ -464,13 +352,11 @@ SAMPLED = (
     "offloaded",
     "fits",
 )
-PARTS = ("part, on each GPU", "GiB")
-TRAFFIC = ("what a rank receives in a step", "by", "GB", "s at the speed of the link")
 EXAMPLE = re.compile(r"<!-- example (?P<name>\w+) -->\n```yaml\n(?P<yaml>.*?)```", re.DOTALL)
 
 
 def documented(page: str) -> list[Example]:
-    """The page's examples: YAML behind a mark."""
+    """Return the page's examples: YAML blocks after a mark."""
     return [Example(found["name"], yaml.safe_load(found["yaml"])) for found in EXAMPLE.finditer(page)]
 
 
@@ -478,14 +364,16 @@ def summary(found: Checked) -> str:
     layouts = [f"student {shown(found.student)}"]
     layouts += [f"{name} {shown(layout)}" for name, layout in zip(found.names[1:], found.teachers, strict=True)]
     fits = "fits" if found.memory.fits else "does not fit"
+    gpu = found.memory.memories[0]
     return (
-        f"Layouts: {', '.join(layouts)}; microbatches of a student's rank: {found.micro_batches}; offloaded: "
-        f"{found.offloaded}; {fits}."
+        f"Layouts: {', '.join(layouts)}; microbatches per rank: {found.micro_batches}; offloaded: {found.offloaded}; "
+        f"{gpu.peak / GIB:.0f} GiB of a GPU at the peak ({gpu.peak_phase.value}), {fits}. Most of it: "
+        f"{largest_parts(gpu)}."
     )
 
 
 def blocks(page: str) -> dict[str, str]:
-    """What belongs between the marks of a name."""
+    """Return the text between the marks of each name."""
     made = {
         "models": table(MODELS, model_rows()),
         "layouts": table(COLUMNS, layout_rows()),
@@ -496,8 +384,7 @@ def blocks(page: str) -> dict[str, str]:
         found = check(example)
         if f"<!-- {example.title} -->" not in page:
             continue  # shown for its keys alone
-        tables = table(PARTS, part_rows(found)), table(TRAFFIC, traffic_rows(found))
-        made[example.title] = "\n\n".join((summary(found), *tables))
+        made[example.title] = summary(found)
     return made
 
 

@@ -19,8 +19,7 @@ def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tu
     """Of the student and of every active teacher. Raises ConfigError where tp · cp does not divide a model's ranks."""
     models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
     student, *teachers = (
-        # As on one node: whether windows stay on theirs is asked below, where it is known who reads what.
-        resolve_layout(key, len(places), 1, tp=model.parallelism.tp, cp=model.parallelism.cp)
+        resolve_layout(key, len(places), tp=model.parallelism.tp, cp=model.parallelism.cp)
         for (key, model), places in zip(models.items(), placement.groups, strict=True)
     )
     return student, tuple(teachers)

@@ -1,4 +1,4 @@
-"""Where a run happens: device, ranks, batch grid."""
+"""Device, ranks and batch grid of a run."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -14,6 +14,7 @@ from nemo_opd.errors import ConfigError
 
 
 def resolve_device(cluster: Cluster) -> str:
+    """Return `cuda` or `cpu`. Raises ConfigError for `cuda` where there is none."""
     if cluster.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if cluster.device == "cuda" and not torch.cuda.is_available() and cluster.address is None:
@@ -25,18 +26,22 @@ def resolve_device(cluster: Cluster) -> str:
 
 
 def resolve_placement(config: RunConfig, device: str) -> Placement:
-    """The devices of every group. Raises ConfigError where they do not suffice or cannot be shared out."""
+    """Return the devices of every group. Raises ConfigError where they do not suffice or cannot be divided."""
     cluster, num_teachers = config.cluster, len(config.active_teachers)
     num_ranks, num_nodes = resolve_ranks(cluster, device), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
-        require_equal_nodes(num_ranks, num_nodes)
+        if num_ranks % num_nodes:
+            raise ConfigError(
+                f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
+                f"cluster.cpu_ranks={-(-num_ranks // num_nodes) * num_nodes}"
+            )
         return Placement.colocated(
             num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers
         )
-    sizes = separate_sizes(cluster, device, num_ranks, num_teachers)
+    sizes = _separate_sizes(cluster, device, num_ranks, num_teachers)
     models = (config.student, *config.active_teachers)
     together = [model.parallelism.tp * model.parallelism.cp for model in models]
-    if fits_every_node(sizes, together, num_nodes):
+    if _fits_every_node(sizes, together, num_nodes):
         student, *teachers = (size // num_nodes for size in sizes)
         return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=teachers)
     if sum(sizes) < num_nodes:
@@ -47,21 +52,21 @@ def resolve_placement(config: RunConfig, device: str) -> Placement:
     return Placement.consecutive(sizes, together=together, num_nodes=num_nodes)
 
 
-def separate_sizes(cluster: Cluster, device: str, num_ranks: int, num_teachers: int) -> tuple[int, ...]:
-    """Ranks of the student and of each teacher, on all nodes together. Raises ConfigError where GPUs do not suffice."""
+def _separate_sizes(cluster: Cluster, device: str, num_ranks: int, num_teachers: int) -> tuple[int, ...]:
+    """Return the ranks of the student and of each teacher over all nodes. Raises ConfigError for too few GPUs."""
     if device == "cpu":
-        return num_ranks, *teacher_ranks(cluster, num_teachers, num_ranks)
+        return num_ranks, *_teacher_ranks(cluster, num_teachers, num_ranks)
     num_nodes, groups = cluster.num_nodes, 1 + num_teachers
     of_every_node = num_ranks // num_nodes // groups * num_nodes
-    teachers = teacher_ranks(cluster, num_teachers, of_every_node or num_ranks // groups)
-    require_gpus_for_all(num_ranks, teachers, num_nodes)
+    teachers = _teacher_ranks(cluster, num_teachers, of_every_node or num_ranks // groups)
+    _require_gpus_for_all(num_ranks, teachers, num_nodes)
     return num_ranks - sum(teachers), *teachers
 
 
-def fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: int) -> bool:
-    """Whether nodes can have equally many ranks of each group, those that belong together (tp · cp) on one node.
+def _fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: int) -> bool:
+    """Return whether every node can have equally many ranks of each group, with each tp · cp group on one node.
 
-    Then a rank of the student reads what a teacher computed on its own.
+    A rank of the student then reads what a teacher computed on the same node.
     """
     return num_nodes == 1 or all(
         size % num_nodes == 0 and size // num_nodes % ranks == 0 for size, ranks in zip(sizes, together, strict=True)
@@ -69,14 +74,19 @@ def fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: in
 
 
 def resolve_ranks(cluster: Cluster, device: str) -> int:
-    """GPUs of all nodes, or on CPU the student's processes. Raises ConfigError where this machine has too few."""
+    """Return the GPUs of all nodes, or on CPU the student's processes. Raises ConfigError for more than there are."""
     if cluster.num_nodes > 1 and cluster.address is None:
         raise ConfigError(
             f"cluster.num_nodes={cluster.num_nodes}: several nodes need a running Ray cluster; start it with "
             "`ray start` on each node and write cluster.address=auto"
         )
     if device == "cpu":
-        return resolve_cpu_ranks(cluster)
+        if cluster.address is None and cluster.cpu_ranks > num_cores():
+            raise ConfigError(
+                f"cluster.cpu_ranks={cluster.cpu_ranks}: this machine has {num_cores()} cores; write "
+                f"cluster.cpu_ranks={num_cores()} or fewer"
+            )
+        return cluster.cpu_ranks
     if cluster.launcher == "local" and cluster.gpus_per_node is None:
         return Processes.started().size
     visible = torch.cuda.device_count()
@@ -92,26 +102,8 @@ def resolve_ranks(cluster: Cluster, device: str) -> int:
     return cluster.num_nodes * gpus
 
 
-def resolve_cpu_ranks(cluster: Cluster) -> int:
-    if cluster.address is None and cluster.cpu_ranks > num_cores():
-        raise ConfigError(
-            f"cluster.cpu_ranks={cluster.cpu_ranks}: this machine has {num_cores()} cores; write "
-            f"cluster.cpu_ranks={num_cores()} or fewer"
-        )
-    return cluster.cpu_ranks
-
-
-def require_equal_nodes(num_ranks: int, num_nodes: int) -> None:
-    """On CPU; GPUs are counted by node. Raises ConfigError."""
-    if num_ranks % num_nodes:
-        raise ConfigError(
-            f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
-            f"cluster.cpu_ranks={next_multiple(num_ranks, num_nodes)}"
-        )
-
-
-def teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[int, ...]:
-    """Of each active teacher on all nodes together. Raises ConfigError for a list of another length."""
+def _teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[int, ...]:
+    """Return the ranks of each active teacher over all nodes. Raises ConfigError for a list of another length."""
     given = default if cluster.teacher_ranks is None else cluster.teacher_ranks
     if isinstance(given, int):
         return (given,) * num_teachers
@@ -123,7 +115,7 @@ def teacher_ranks(cluster: Cluster, num_teachers: int, default: int) -> tuple[in
     return given
 
 
-def require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: int) -> None:
+def _require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: int) -> None:
     where = "the node" if num_nodes == 1 else f"the cluster of {num_nodes} nodes"
     if num_gpus <= len(teachers):
         raise ConfigError(
@@ -138,39 +130,27 @@ def require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: in
         )
 
 
-def resolve_layout(key: str, num_ranks: int, num_nodes: int = 1, *, tp: int, cp: int) -> Layout:
-    """How the ranks of one model are arranged; data parallel is what is left beside tp · cp.
-
-    key: of the model. num_nodes: 1 where it does not matter that ranks which belong together are on one node. Raises
-    ConfigError, with a value that works, where tp · cp does not divide the ranks (of a node).
-    """
-    ranks_per_node = num_ranks // num_nodes
-    if ranks_per_node % (tp * cp) == 0:
+def resolve_layout(key: str, num_ranks: int, *, tp: int, cp: int) -> Layout:
+    """Return the layout of the model at `key`. Raises ConfigError where tp · cp does not divide its ranks."""
+    if num_ranks % (tp * cp) == 0:
         return Layout.of(num_ranks, cp, tp)
-    of_a_node = f" on each of {num_nodes} nodes, and what they read must be on their own" if num_nodes > 1 else ""
-    works = ", ".join(f"{key}.parallelism.{name}={value}" for name, value in nearest(ranks_per_node, tp, cp).items())
+    smaller_tp = _largest_divisor(num_ranks, tp)
+    smaller_cp = _largest_divisor(num_ranks // smaller_tp, cp)
     raise ConfigError(
-        f"{key}.parallelism: tp={tp} × cp={cp} = {tp * cp} ranks belong together, which does not divide the "
-        f"{ranks_per_node} that it has{of_a_node}; write {works}, or change the number of ranks"
+        f"{key}.parallelism: tp={tp} × cp={cp} = {tp * cp} ranks form a group, which does not divide the {num_ranks} "
+        f"that it has; write {key}.parallelism.tp={smaller_tp}, {key}.parallelism.cp={smaller_cp}, or change "
+        "the number of ranks"
     )
 
 
-def nearest(num_ranks: int, tp: int, cp: int) -> dict[str, int]:
-    """Largest degrees up to those wished for whose product divides the ranks; cp gives way to tp."""
-    smaller_tp = max(degree for degree in range(1, min(tp, num_ranks) + 1) if num_ranks % degree == 0)
-    rest = num_ranks // smaller_tp
-    smaller_cp = max(degree for degree in range(1, min(cp, rest) + 1) if rest % degree == 0)
-    return {"tp": smaller_tp, "cp": smaller_cp}
-
-
-def next_multiple(number: int, of: int) -> int:
-    return -(-number // of) * of
+def _largest_divisor(number: int, at_most: int) -> int:
+    return max(divisor for divisor in range(1, min(at_most, number) + 1) if number % divisor == 0)
 
 
 def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequence[int] = ()) -> None:
-    """Rows of a batch must be cut evenly: the student's into microbatches of its ranks, and each teacher's into ranks.
+    """Require that a batch divides into microbatches of the student's ranks, and into each teacher's ranks.
 
-    All counts are of data-parallel ranks. Raises ConfigError, with a size that passes.
+    All counts are of data-parallel ranks. Raises ConfigError with a size that passes.
     """
     size, micro = config.train.global_batch_size, config.train.micro_batch_size
     unit = lcm(num_ranks * micro, *teacher_ranks)

@@ -1,5 +1,7 @@
 """Every check that can be made before a process starts. Each failure is one message: key, value, reason, way out."""
 
+from fractions import Fraction
+
 from nemo_opd.aggregation import build_parts
 from nemo_opd.config.run import RunConfig
 from nemo_opd.handoff.transport import transport_for
@@ -15,7 +17,7 @@ from nemo_opd.training.layout import (
     resolve_device,
     resolve_placement,
 )
-from nemo_opd.training.memory import Machine, Situation, settle_memory
+from nemo_opd.training.memory import Machine, ModelSetup, Situation, settle_memory, teachers_ahead
 from nemo_opd.training.plan import Plan, StudentPlan
 from nemo_opd.training.prompts import check_users_code, load_prompts
 from nemo_opd.training.room import require_room_to_save
@@ -79,14 +81,14 @@ def preflight(config: RunConfig) -> Plan:
     if resumed is not None:
         require_not_beyond(resumed.progress.step, total_steps, output_dir)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
-    situation = Situation.of(
-        config,
-        sizes=[side.size for side in (student, *teachers)],
-        vocab_sizes=[side.vocab_size for side in (student, *teachers)],
-        layouts=(student_layout, *teacher_layouts),
-        lengths=(config.train.max_length, *found.widths),
-        machine=machine,
-        arriving=arriving_bytes(deliveries, 1 + (config.cluster.prefetch if placement.is_separate else 0)),
+    situation = Situation(
+        ModelSetup(student.size, student.vocab_size, student_layout),
+        tuple(
+            ModelSetup(side.size, side.vocab_size, layout, Fraction(width, config.train.max_length))
+            for side, layout, width in zip(teachers, teacher_layouts, found.widths, strict=True)
+        ),
+        machine,
+        arriving_bytes(deliveries, 1 + teachers_ahead(config)),
     )
     config, memory = settle_memory(config, situation)
     return Plan(

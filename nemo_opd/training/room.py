@@ -1,4 +1,4 @@
-"""Room on the disk for what a run writes."""
+"""Disk space for what a run writes."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from nemo_opd.models.load import load_config
 from nemo_opd.training.memory import ModelSize
 
 TRAINED_BYTES = 12
-"""Of a trained number in a checkpoint: the fp32 weight and AdamW's two moments."""
+"""Bytes of a trained number in a checkpoint: the fp32 weight and AdamW's two moments."""
 
 
 def require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path) -> int:
-    """Return the bytes of a checkpoint's tensors. Raises ConfigError where not even one and the model have room."""
-    exported = exported_bytes(config.student, student)
+    """Return the bytes of a checkpoint's tensors. Raises ConfigError where one and the trained model do not fit."""
+    exported = _exported_bytes(config.student, student)
     checkpoint = TRAINED_BYTES * student.trained_parameters + exported
     require_room(
         output_dir,
@@ -29,8 +29,8 @@ def require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path
     return checkpoint
 
 
-def exported_bytes(student: Student, size: ModelSize) -> int:
-    """Of the folder in Hugging Face form."""
+def _exported_bytes(student: Student, size: ModelSize) -> int:
+    """Return the bytes of the folder in Hugging Face form."""
     if student.lora is not None and student.lora.export == "adapter":
         return size.trained_parameters * torch.float32.itemsize
     dtype = load_config(student.model, key="student.model").dtype

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Pretr
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Request
-from nemo_opd.training.memory import Machine, MemoryEstimate, Situation, model_size
+from nemo_opd.training.memory import Machine, MemoryEstimate, ModelSetup, Situation, model_size
 from nemo_opd.training.memory.report import memory_report
 from tests.tiny import Tiny
 
@@ -63,14 +63,8 @@ def situation(
 ) -> Situation:
     """model: of the student, and of the teachers unless they are given."""
     models = [model, *(teachers or [model] * len(config.teachers))]
-    return Situation.of(
-        config,
-        sizes=[model_size(each) for each in models],
-        vocab_sizes=[each.vocab_size for each in models],
-        layouts=[layout] * len(models),
-        lengths=[config.train.max_length] * len(models),
-        machine=Machine(device, None, None, layout.size),
-    )
+    student, *others = (ModelSetup(model_size(each), each.vocab_size, layout) for each in models)
+    return Situation(student, tuple(others), Machine(device, None, None, layout.size))
 
 
 def saved(config: PretrainedConfig, folder: Path, tiny: Tiny) -> Path:

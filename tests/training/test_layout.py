@@ -11,7 +11,7 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.layout import nearest, require_batch_divides, resolve_layout, resolve_placement
+from nemo_opd.training.layout import require_batch_divides, resolve_layout, resolve_placement
 from tests.composition import compose
 
 
@@ -160,23 +160,23 @@ def test_data_parallel_is_what_is_left() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_nodes", "tp", "cp"),
-    [(8, 1, 3, 1), (8, 1, 4, 4), (12, 2, 4, 1), (16, 2, 16, 1), (6, 1, 5, 4), (7, 1, 2, 2)],
+    ("num_ranks", "tp", "cp"),
+    [(8, 3, 1), (8, 4, 4), (12, 8, 1), (8, 16, 1), (6, 5, 4), (7, 2, 2), (12, 8, 6)],
 )
-def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, num_nodes: int, tp: int, cp: int) -> None:
+def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, tp: int, cp: int) -> None:
     """Bugs: a proposal that is refused in turn, or one that is larger than what was asked for."""
     with pytest.raises(ConfigError, match=r"^teachers\.1\.parallelism: tp=") as caught:
-        resolve_layout("teachers.1", num_ranks, num_nodes, tp=tp, cp=cp)
+        resolve_layout("teachers.1", num_ranks, tp=tp, cp=cp)
     proposed = {name: int(number) for name, number in re.findall(r"parallelism\.(tp|cp)=(\d+)", str(caught.value))}
 
     assert proposed["tp"] <= tp
     assert proposed["cp"] <= cp
-    assert resolve_layout("teachers.1", num_ranks, num_nodes, **proposed).size == num_ranks
+    assert resolve_layout("teachers.1", num_ranks, **proposed).size == num_ranks
 
 
 def test_proposed_degrees_are_the_largest() -> None:
-    assert nearest(8, tp=6, cp=4) == {"tp": 4, "cp": 2}
-    assert nearest(12, tp=8, cp=1) == {"tp": 6, "cp": 1}
+    with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=2"):
+        resolve_layout("student", 8, tp=6, cp=4)
 
 
 # Batch

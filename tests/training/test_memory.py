@@ -14,6 +14,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
+    ModelSetup,
     ModelSize,
     Phase,
     Situation,
@@ -70,22 +71,10 @@ def configure(*overrides: str) -> RunConfig:
     return config
 
 
-def situation(
-    config: RunConfig,
-    sizes: list[ModelSize],
-    *,
-    gib: float | None,
-    device: str = "cuda",
-    ranks: int = 1,
-) -> Situation:
-    return Situation.of(
-        config,
-        sizes=sizes,
-        vocab_sizes=[size.vocab_size for size in sizes],
-        layouts=[Layout(ranks)] * 3,
-        lengths=[config.train.max_length] * 3,
-        machine=Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks),
-    )
+def situation(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> Situation:
+    student, *teachers = (ModelSetup(size, size.vocab_size, Layout(ranks)) for size in sizes)
+    machine = Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks)
+    return Situation(student, tuple(teachers), machine)
 
 
 def offloaded(config: RunConfig) -> tuple[bool | str, bool | str, bool | str]:
@@ -103,7 +92,7 @@ def with_offloads(config: RunConfig, *flags: bool) -> RunConfig:
 
 def needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
     """GiB of a GPU into which the run just fits."""
-    around = situation(config, sizes, gib=None)
+    around = situation(sizes, gib=None)
     return estimate(with_offloads(config, *flags), around).memories[0].peak / USABLE / GIB + 0.01
 
 
@@ -118,19 +107,19 @@ def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
     assert sorted(set(limits), reverse=True) == limits
 
     for flags, gib in zip(steps, limits, strict=True):
-        settled, made = settle_memory(config, situation(config, sizes, gib=gib))
+        settled, made = settle_memory(config, situation(sizes, gib=gib))
         assert offloaded(settled) == flags
         assert made.fits
-        assert made == estimate(settled, situation(config, sizes, gib=gib))
+        assert made == estimate(settled, situation(sizes, gib=gib))
 
 
 def test_what_is_set_stays_set(sizes: list[ModelSize]) -> None:
     """Also where the run then fits worse, or nothing would have to be offloaded."""
     config = configure("teachers.0.offload=false", "student.offload=true")
-    settled, _ = settle_memory(config, situation(config, sizes, gib=1000))
+    settled, _ = settle_memory(config, situation(sizes, gib=1000))
     assert offloaded(settled) == (False, False, True)
 
-    settled, _ = settle_memory(config, situation(config, sizes, gib=needed(config, sizes, False, True, True)))
+    settled, _ = settle_memory(config, situation(sizes, gib=needed(config, sizes, False, True, True)))
     assert offloaded(settled) == (False, True, True)
 
 
@@ -139,7 +128,7 @@ def test_nothing_is_offloaded_where_it_brings_nothing_or_nobody_knows(
     sizes: list[ModelSize], device: str, gib: float | None
 ) -> None:
     config = configure()
-    settled, _ = settle_memory(config, situation(config, sizes, gib=gib, device=device))
+    settled, _ = settle_memory(config, situation(sizes, gib=gib, device=device))
 
     assert offloaded(settled) == (False, False, False)
 
@@ -147,7 +136,7 @@ def test_nothing_is_offloaded_where_it_brings_nothing_or_nobody_knows(
 def test_teachers_that_are_not_active_are_decided_too(sizes: list[ModelSize]) -> None:
     """The settings of the workers, and a run's config.yaml, have no `auto` left."""
     config = configure("loss.kd_weight=0")
-    around = replace(situation(configure(), sizes, gib=80), teachers=())
+    around = replace(situation(sizes, gib=80), teachers=())
     settled, made = settle_memory(config, around)
 
     assert offloaded(settled) == (False, False, False)
@@ -160,7 +149,7 @@ def test_teachers_that_are_not_active_are_decided_too(sizes: list[ModelSize]) ->
 def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[ModelSize]) -> None:
     config = configure()
     with pytest.raises(ConfigError) as caught:
-        settle_memory(config, situation(config, sizes, gib=8, ranks=2))
+        settle_memory(config, situation(sizes, gib=8, ranks=2))
 
     told = str(caught.value)
     assert told.startswith(
@@ -173,7 +162,7 @@ def test_what_fits_nowhere_is_refused_with_figures_and_ways_out(sizes: list[Mode
 
 def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
     config = configure("run.dry_run=true")
-    settled, made = settle_memory(config, situation(config, sizes, gib=8))
+    settled, made = settle_memory(config, situation(sizes, gib=8))
 
     assert offloaded(settled) == (True, True, True)
     assert not made.fits
@@ -183,7 +172,7 @@ def test_a_dry_run_shows_what_fits_nowhere(sizes: list[ModelSize]) -> None:
 def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
     """The estimate may be wrong by a fifth, and there has to be a way past it."""
     config = configure("teachers.0.offload=true", "teachers.1.offload=true", "student.offload=true")
-    settled, made = settle_memory(config, situation(config, sizes, gib=8))
+    settled, made = settle_memory(config, situation(sizes, gib=8))
 
     assert settled == config
     assert not made.fits
@@ -192,7 +181,7 @@ def test_who_has_decided_alone_is_not_refused(sizes: list[ModelSize]) -> None:
 def test_main_memory_may_be_what_is_short(sizes: list[ModelSize]) -> None:
     """What is offloaded has to go somewhere."""
     config = configure()
-    around = situation(config, sizes, gib=needed(config, sizes, True, True, True))
+    around = situation(sizes, gib=needed(config, sizes, True, True, True))
     tight = replace(around, machine=replace(around.machine, host_bytes=4 * GIB))
 
     with pytest.raises(ConfigError, match="main memory for each GPU would have to hold"):
@@ -209,7 +198,7 @@ def total(made: MemoryEstimate, name: str, phase: Phase) -> int:
 def test_advice_is_what_the_settings_bring(sizes: list[ModelSize]) -> None:
     """Each figure is the difference of two estimates."""
     config = configure("student.activation_checkpointing=false", "run.dry_run=true", "handoff=logits")
-    around = situation(config, sizes, gib=8)
+    around = situation(sizes, gib=8)
     settled, made = settle_memory(config, around)
     by_setting = {one.setting: one.saved_bytes for one in made.advice}
     cheaper = settled.model_copy(
@@ -223,14 +212,14 @@ def test_advice_is_what_the_settings_bring(sizes: list[ModelSize]) -> None:
 
 def test_processes_that_share_a_gpu_have_a_context_each(sizes: list[ModelSize]) -> None:
     """What one has cached is returned before the next works, so contexts are all that a process adds to its tensors."""
-    made = estimate(with_offloads(configure(), False, False, False), situation(configure(), sizes, gib=80)).memories[0]
+    made = estimate(with_offloads(configure(), False, False, False), situation(sizes, gib=80)).memories[0]
     contexts = {part.owner: part.at(Phase.LOSS) for part in made.parts if part.name == "CUDA"}
     assert list(contexts.values()) == 3 * [CONTEXT_BYTES]
 
 
 def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
     config = with_offloads(configure(), True, True, True)
-    gone, host = estimate(config, situation(config, sizes, gib=80)).memories
+    gone, host = estimate(config, situation(sizes, gib=80)).memories
     left = {str(part) for part in gone.parts if part.at(Phase.BACKWARD) and part.owner != "student"}
 
     assert {name.split(": ")[1] for name in left} == {"hidden states handed over", "head handed over", "CUDA"}
@@ -244,9 +233,7 @@ def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
 def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     """The head's gradient and a block of rows take the place of twice the logits, whatever the length."""
     whole, headless = (
-        estimate(
-            with_offloads(configure(f"handoff={kind}"), False, False, False), situation(configure(), sizes, gib=80)
-        )
+        estimate(with_offloads(configure(f"handoff={kind}"), False, False, False), situation(sizes, gib=80))
         for kind in ("logits", "hidden_states")
     )
     tokens, vocabulary, width = 4 * 2048, 128_256, 2048
@@ -264,7 +251,7 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
 def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
     """Each kind of device has its own peak, and a teacher that is ahead a buffer more."""
     config = configure("cluster.placement=separate")
-    settled, made = settle_memory(config, situation(config, sizes, gib=80))
+    settled, made = settle_memory(config, situation(sizes, gib=80))
     student, cross, *_ = made.memories
 
     assert offloaded(settled) == (False, False, False)
@@ -279,7 +266,7 @@ def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
 def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:
     """Parameters and optimizer are cut exactly where rows divide; a microbatch is each rank's own."""
     config = configure()
-    one, four = (estimate(config, situation(config, sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
+    one, four = (estimate(config, situation(sizes, gib=80, ranks=ranks)) for ranks in (1, 4))
     for name in ("student: parameters", "student: optimizer", f"{config.teachers[0].name}: parameters"):
         assert total(one, name, Phase.TEACHERS) == 4 * total(four, name, Phase.TEACHERS)
     for name in ("student: gradient of the head", f"{config.teachers[0].name}: head handed over"):
@@ -298,7 +285,7 @@ def printed(config: RunConfig, made: MemoryEstimate) -> str:
 
 def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
     config = configure("logging.console.memory_table=true")
-    settled, made = settle_memory(config, situation(config, sizes, gib=needed(config, sizes, True, False, False)))
+    settled, made = settle_memory(config, situation(sizes, gib=needed(config, sizes, True, False, False)))
     told = printed(settled, made)
     rows = {cells[1].strip(): cells[2:] for line in told.splitlines() if len(cells := line.split("│")) > 6}
 
@@ -311,14 +298,14 @@ def test_the_report_says_what_is_where_and_when(sizes: list[ModelSize]) -> None:
 def test_the_report_is_short_unless_asked_for(sizes: list[ModelSize]) -> None:
     """Bug: sixty lines of parts before the one line that says whether it fits."""
     config = configure()
-    told = printed(*settle_memory(config, situation(config, sizes, gib=80)))
+    told = printed(*settle_memory(config, situation(sizes, gib=80)))
     assert len(told.splitlines()) <= 8
     assert re.search(r"most of it: \w+: [a-z ]+ [\d,]+ MiB", told)
 
 
 def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:
     config = configure("run.dry_run=true", "student.activation_checkpointing=false")
-    told = printed(*settle_memory(config, situation(config, sizes, gib=8)))
+    told = printed(*settle_memory(config, situation(sizes, gib=8)))
 
     assert "warning: each GPU: " in told
     assert "of 8.0 GiB" in told

@@ -14,7 +14,7 @@ from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, Phase, Situation, estimate
 from nemo_opd.training.memory.advice import advice, variants
 from nemo_opd.training.memory.sampling import PART_NAMES, Drawing
-from nemo_opd.training.memory.teacher import answers, teacher_jobs
+from nemo_opd.training.memory.teacher import answer_batch, teacher_jobs
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -130,9 +130,9 @@ TURNS = ("environment=calculator", "data.messages_key=messages", "data.response_
 @pytest.mark.parametrize(
     ("settings", "drawing"),
     [
-        (("rollout.max_prompt_length=40", *QUESTIONS), Drawing(8, 40, 50, is_warped=True)),
-        (("rollout.batch_size=3", "rollout.temperature=0.5", *CROSS), Drawing(64, 140, 30, is_warped=False)),
-        (TURNS, Drawing(64, 99, 30, is_warped=False)),
+        (("rollout.max_prompt_length=40", *QUESTIONS), Drawing(8, 40, 50)),
+        (("rollout.batch_size=3", "rollout.temperature=0.5", *CROSS), Drawing(64, 140, 30)),
+        (TURNS, Drawing(64, 99, 30)),
     ],
     ids=["questions", "cross", "turns"],
 )
@@ -140,7 +140,7 @@ def test_what_is_answered_at_a_time(settings: tuple[str, ...], drawing: Drawing)
     """Bugs: how rollouts are sampled in place of how questions are, or the student's length of a question."""
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
     (job,) = teacher_jobs(config, replace(around(), teachers=around().teachers[:1]))
-    assert answers(job) == drawing
+    assert answer_batch(job) == drawing
 
 
 # Beside it

@@ -40,7 +40,7 @@ def job(size: ModelSize, layout: Layout, kind: str, micro: int, buffers: int = 1
         f"handoff.type={kind}",
         *([f"cluster.prefetch={buffers - 1}", "cluster.placement=separate"] if buffers > 1 else []),
     )
-    return TeacherJob(config, config.teachers[0], ModelSetup(size, VOCAB, layout), "cpu", 0)
+    return TeacherJob(config, config.teachers[0], ModelSetup(size, VOCAB, layout), 0)
 
 
 def written(of: TeacherJob, rank: int, reader: int = 0, buffers: int = 1) -> HiddenStatesWriter | LogitsWriter:

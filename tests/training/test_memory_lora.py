@@ -10,7 +10,7 @@ from nemo_opd.config.lora import Lora
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
-from nemo_opd.training.memory import Machine, Phase, Situation, estimate, model_size
+from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate, model_size
 from nemo_opd.training.memory.activations import Work, saved_activations
 from nemo_opd.training.memory.advice import advice
 from nemo_opd.training.memory.size import adapter_shapes
@@ -48,15 +48,9 @@ def test_targets_that_are_not_there_are_told_before_anything_loads() -> None:
         model_size(CONFIG, adapted(target_modules=["query"]))
 
 
-def situation(config: RunConfig, adapters: Adapters | None, ranks: int = 1) -> Situation:
-    return Situation.of(
-        config,
-        sizes=[model_size(CONFIG, adapters)],
-        vocab_sizes=[32_000],
-        layouts=[Layout(ranks)],
-        lengths=[512],
-        machine=Machine("cuda", 80 * 2**30, None, ranks),
-    )
+def situation(adapters: Adapters | None, ranks: int = 1) -> Situation:
+    setup = ModelSetup(model_size(CONFIG, adapters), 32_000, Layout(ranks))
+    return Situation(setup, (), Machine("cuda", 80 * 2**30, None, ranks))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +62,7 @@ def config() -> RunConfig:
 
 def test_only_adapters_have_gradients_and_moments(config: RunConfig) -> None:
     adapters = adapted(rank=8)
-    found = situation(config, adapters)
+    found = situation(adapters)
     memory = estimate(config, found).memories[0]
     by_name = {part.name: part for part in memory.parts}
     trained = sum(a * b for a, b in found.student.size.trained_shapes)
@@ -83,7 +77,7 @@ def test_only_adapters_have_gradients_and_moments(config: RunConfig) -> None:
 def test_tensor_parallelism_is_no_advice(config: RunConfig) -> None:
     with_lora = config.model_copy(update={"student": config.student.model_copy(update={"lora": Lora()})})
     for own, is_said in ((config, True), (with_lora, False)):
-        found = situation(own, None, ranks=2)
+        found = situation(None, ranks=2)
         assert any("student.parallelism.tp" in each.setting for each in advice(own, found)) == is_said
 
 

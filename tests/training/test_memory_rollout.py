@@ -169,14 +169,14 @@ def stored(cache: Any) -> int:
 def test_what_is_sampled_at_a_time(settings: tuple[str, ...], dp: int, rows: int, prompt: int, new: int) -> None:
     """A batch has no more than a rank's rollouts; a later turn's prompt is all that was said before."""
     config = compose(*BATCH, "evaluation=null", *settings, config_name="on_policy_demo")
-    assert rollouts(config, dp) == Drawing(rows, prompt, new, is_warped=False)
+    assert rollouts(config, dp) == Drawing(rows, prompt, new)
 
 
 def test_questions_are_sampled_too() -> None:
     """As many as there is room for at a time, in their own way. Bug: only the batches that are learned from."""
     settings = ("evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
-    assert rollouts(config, 4) == Drawing(64, 70, 50, is_warped=True)
+    assert rollouts(config, 4) == Drawing(64, 70, 50)
 
 
 # Beside the rollout

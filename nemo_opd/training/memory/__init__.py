@@ -3,7 +3,7 @@
 from nemo_opd.training.memory.estimate import estimate
 from nemo_opd.training.memory.offload import settle_memory
 from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase
-from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation
+from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import ModelSize, model_size, size_of
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "model_size",
     "settle_memory",
     "size_of",
+    "teachers_ahead",
 ]

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from nemo_opd.config.evaluation import Evaluation, Questions
 from nemo_opd.config.on_policy import longest_prompt
-from nemo_opd.config.rollout import HFRollout, RolloutBase
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.activations import Work, working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, part
 from nemo_opd.training.memory.situation import ModelSetup
 from nemo_opd.training.memory.size import LayerSize
 
-DRAWN, WARPED = 33, 5
-"""Bytes per logit for drawing a token: logits in fp32, probabilities, their sums in fp64, a mask; warped logits."""
+DRAWN = 36
+"""Bytes per logit for drawing a token: logits in fp32 and warped, probabilities, their sums in fp64, masks."""
 PART_NAMES = (
     "parameters, gathered whole",
     "key-value cache",
@@ -33,8 +32,6 @@ class Drawing:
     """Positions of the longest prompt, to which all are padded."""
     new: int
     """Tokens of the longest continuation."""
-    is_warped: bool
-    """Temperature, top-k or top-p change the logits."""
 
     @property
     def length(self) -> int:
@@ -42,35 +39,39 @@ class Drawing:
         return self.prompt + self.new - 1
 
 
-def is_warped(settings: RolloutBase | Questions) -> bool:
-    return (settings.temperature, settings.top_p, settings.top_k) != (1, 1, None)
-
-
 def rollouts(config: RunConfig, dp: int) -> Drawing:
-    """Return the largest batch of rollouts and questions. A later turn's prompt may be all but one token."""
-    rollout, questions, longest = config.rollout, config.evaluation, config.train.max_length
+    """Return the student's largest batch of rollouts and questions."""
+    rollout, questions = config.rollout, config.evaluation
     assert isinstance(rollout, HFRollout)
-    kinds: list[HFRollout | Evaluation] = [rollout] if questions is None else [rollout, questions]
-    rows = -(-config.train.global_batch_size // dp) if questions is None else rollout.batch_size
-    return Drawing(
-        rows=min(rollout.batch_size, rows),
-        prompt=longest_prompt(config) if config.environment is None else longest - 1,
-        new=min(max(each.max_new_tokens or 0 for each in kinds), longest - 1),
-        is_warped=any(map(is_warped, kinds)),
-    )
+    if questions is None:
+        rows = min(rollout.batch_size, -(-config.train.global_batch_size // dp))
+        return drawing(config, rows, rollout.max_new_tokens, config.train.max_length)
+    new = max(rollout.max_new_tokens, questions.max_new_tokens or 0)
+    return drawing(config, rollout.batch_size, new, config.train.max_length)
 
 
-def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: int, drawing: Drawing) -> list[Part]:
+def drawing(config: RunConfig, rows: int, new: int, longest: int) -> Drawing:
+    """Return a batch of prompts and continuations, in tokens of which a sequence has at most `longest`.
+
+    A prompt counts as longer than the student's by longest / `train.max_length`; a later turn's may be all but one
+    token.
+    """
+    scaled = -(-longest_prompt(config) * longest // config.train.max_length)
+    prompt = longest - 1 if config.environment is not None else min(longest - 1, scaled)
+    return Drawing(rows, prompt, min(new, longest - 1))
+
+
+def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: int, batch: Drawing) -> list[Part]:
     """Return the parts of the larger of two moments: prompts are read, or the longest sequences' last token is drawn.
 
     At the second, one layer's keys, as they grow by being copied, count as activations.
     """
     size, c, layers = setup.size, compute_bytes, setup.size.layers
     # Each rank of a context-parallel group samples whole sequences.
-    work = Work(drawing.rows, drawing.prompt, 1, setup.layout.tp, sequence_parallel=False, compute_bytes=c)
-    logits = drawing.rows * size.vocab_size * (DRAWN + (WARPED if drawing.is_warped else 0))
-    prompts = cache_bytes(setup, c, drawing.rows, drawing.prompt, is_read=False)
-    end = cache_bytes(setup, c, drawing.rows, drawing.length)
+    work = Work(batch.rows, batch.prompt, 1, setup.layout.tp, sequence_parallel=False, compute_bytes=c)
+    logits = batch.rows * size.vocab_size * DRAWN
+    prompts = cache_bytes(setup, c, batch.rows, batch.prompt, is_read=False)
+    end = cache_bytes(setup, c, batch.rows, batch.length)
     moments = (prompts, working_bytes(size, work), 0), (end, end // (2 * len(layers)), logits)
     num_bytes = (c * setup.whole, *max(moments, key=sum))
     return [part(owner, name, each, phase) for name, each in zip(PART_NAMES, num_bytes, strict=True)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
@@ -58,17 +57,12 @@ class ModelSetup:
     """Ids of its tokenizer; losses and buffers leave out the head's rows beyond."""
     layout: Layout
     stretch: Fraction = Fraction(1)
-    """Tokens of its longest sequence / `train.max_length`."""
+    """Tokens of its longest sequence per token of `train.max_length`."""
 
     @property
     def shard(self) -> int:
         """Parameters that a rank keeps, without adapters."""
         return shard_numel(self.size.shapes, self.layout)
-
-    @property
-    def trained(self) -> int:
-        """Trained parameters that a rank keeps."""
-        return shard_numel(self.size.trained_shapes, self.layout)
 
     @property
     def largest_tensor(self) -> int:
@@ -85,29 +79,16 @@ class ModelSetup:
         return cut_numel(self.size.rest, self.layout.tp)
 
     @property
-    def layer(self) -> int:
-        """Parameters of the largest layer, gathered."""
+    def gathered(self) -> int:
+        """Parameters gathered at a time: with other ranks the next layer is on its way while one is computed."""
         largest = self.size.largest_layer
-        return cut_numel((*largest.shapes, *adapter_shapes(largest.adapters)), self.layout.tp)
-
-    @property
-    def trained_layer(self) -> int:
-        """Parameters of the largest layer that get a gradient."""
-        largest = self.size.largest_layer
-        return cut_numel(adapter_shapes(largest.adapters) or largest.shapes, self.layout.tp)
-
-    @property
-    def trained_rest(self) -> int:
-        return 0 if self.size.adapters else self.rest
+        layer = cut_numel((*largest.shapes, *adapter_shapes(largest.adapters)), self.layout.tp)
+        return self.rest + layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
 
     @property
     def trained_head(self) -> int:
+        """Parameters of the head on a tensor-parallel rank that get a gradient."""
         return 0 if self.size.adapters else self.logits(1) * self.size.hidden_size
-
-    @property
-    def gathered(self) -> int:
-        """Parameters gathered at a time: with other ranks the next layer is on its way while one is computed."""
-        return self.rest + self.layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
 
     @property
     def columns(self) -> int:
@@ -130,25 +111,6 @@ class Situation:
     machine: Machine
     arriving: int = 0
     """Bytes that a rank of the student keeps of what teachers on other nodes send."""
-
-    @staticmethod
-    def of(
-        config: RunConfig,
-        *,
-        sizes: Sequence[ModelSize],
-        vocab_sizes: Sequence[int],
-        layouts: Sequence[Layout],
-        lengths: Sequence[int],
-        machine: Machine,
-        arriving: int = 0,
-    ) -> Situation:
-        """Return the situation of the student (first in each sequence) and of every active teacher.
-
-        vocab_sizes: of the tokenizers. lengths: tokens of the longest sequence.
-        """
-        stretches = [Fraction(length, config.train.max_length) for length in lengths]
-        student, *teachers = map(ModelSetup, sizes, vocab_sizes, layouts, stretches)
-        return Situation(student, tuple(teachers), machine, arriving)
 
 
 def teachers_ahead(config: RunConfig) -> int:

@@ -8,7 +8,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.distributed.layout import Layout
@@ -190,14 +190,13 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
     heads = _number(text, "num_attention_heads", default=1)
     key_heads = _number(text, "num_key_value_heads", default=heads)
     width = _number(text, "head_dim", default=text.hidden_size // heads)
-    norms = {"stream": 0, "heads": 0}
-    for name, module in layer.named_modules():
-        weight = getattr(module, "weight", None)
-        if "norm" in type(module).__name__.lower() and weight is not None and weight.dim() == 1:
-            if len(weight) == width != text.hidden_size:
-                norms["heads"] += width * (key_heads if "k_" in name.rpartition(".")[2] else heads)
-            else:
-                norms["stream" if len(weight) == text.hidden_size else "heads"] += len(weight)
+    norms = [
+        len(weight)
+        for module in layer.modules()
+        if "norm" in type(module).__name__.lower()
+        and isinstance(weight := getattr(module, "weight", None), Tensor)
+        and weight.dim() == 1
+    ]
     is_routed = any("expert" in name for name, _ in layer.named_parameters())
     return LayerSize(
         shapes=tuple(tuple(parameter.shape) for parameter in _own_parameters(layer)),
@@ -208,8 +207,8 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
         window=_window(text, index),
         is_eager=getattr(config, "_attn_implementation", None) == "eager",
-        stream_norms=norms["stream"],
-        head_norms=norms["heads"],
+        stream_norms=sum(numbers for numbers in norms if numbers == text.hidden_size),
+        head_norms=(heads + key_heads) * width if set(norms) - {text.hidden_size} else 0,
         adapters=_adapter_sizes(layer),
     )
 

@@ -7,16 +7,12 @@ from math import ceil
 
 import torch
 
-from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.training.memory.activations import working_bytes
-from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
-from nemo_opd.training.memory.sampling import Drawing, is_warped, sampling_parts
+from nemo_opd.training.memory.parts import Part, Phase, Process, part
+from nemo_opd.training.memory.sampling import Drawing, drawing, sampling_parts
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
-
-_IDLE_PHASES = (Phase.ROLLOUT, *STUDENT_PHASES)
-"""Phases in which no teacher works."""
 
 
 def are_asked(config: RunConfig) -> bool:
@@ -27,17 +23,20 @@ def are_asked(config: RunConfig) -> bool:
 def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
     """Return every teacher's process. Where teachers share a device, only the one that needs most for it answers."""
     jobs = teacher_jobs(config, situation)
+    waiting = [_process(job, answers=False) for job in jobs]
     if not are_asked(config):
-        return [_process(job, answering=False) for job in jobs]
-    if situation.machine.device != "cpu" and config.cluster.placement == "separate":
-        return [_process(job, answering=True) for job in jobs]
-    needs = [_on_device(_process(job, answering=True)) - _on_device(_process(job, answering=False)) for job in jobs]
-    return [_process(job, answering=i == needs.index(max(needs))) for i, job in enumerate(jobs)]
+        return waiting
+    answering = [_process(job, answers=True) for job in jobs]
+    if situation.machine.device == "cuda" and config.cluster.placement == "separate":
+        return answering
+    i = max(range(len(jobs)), key=lambda i: _on_device(answering[i]) - _on_device(waiting[i]))
+    return [*waiting[:i], answering[i], *waiting[i + 1 :]]
 
 
 def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
     """Return the phases with teachers' output: from the first batch on, which with validation precedes the answers."""
-    return (Phase.TEACHERS, *_IDLE_PHASES, *((Phase.ANSWERS,) if config.data.validation.given else ()))
+    without = {Phase.LOADING} if config.data.validation.given else {Phase.LOADING, Phase.ANSWERS}
+    return tuple(phase for phase in Phase if phase not in without)
 
 
 def window_bytes(config: RunConfig, situation: Situation) -> int:
@@ -52,8 +51,8 @@ class TeacherJob:
     config: RunConfig
     settings: Teacher
     setup: ModelSetup
-    device: str
     block_bytes: int
+    """Budget for logits that are made to score them."""
 
     @property
     def item_bytes(self) -> int:
@@ -69,12 +68,6 @@ class TeacherJob:
     def width(self) -> int:
         """Positions of a sequence of a batch."""
         return ceil(self.setup.stretch * self.config.train.max_length)
-
-    @property
-    def question_width(self) -> int:
-        """Positions of a question with its answer."""
-        own = self.settings.max_length if isinstance(self.settings, CrossTokenizerTeacher) else None
-        return own or self.config.train.max_length
 
     @property
     def window_bytes(self) -> int:
@@ -114,35 +107,26 @@ class TeacherJob:
 
 
 def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
-    device, block_bytes = situation.machine.device, situation.machine.block_bytes
     return [
-        TeacherJob(config, settings, setup, device, block_bytes)
+        TeacherJob(config, settings, setup, situation.machine.block_bytes)
         for settings, setup in zip(config.active_teachers, situation.teachers, strict=True)
     ]
 
 
-def answers(job: TeacherJob) -> Drawing:
-    """Return the largest batch of questions, in the teacher's tokens: as much longer as its sequences may be.
-
-    A later turn's prompt may be all but one token.
-    """
-    config, longest = job.config, job.question_width
-    questions, rollout = config.evaluation, config.rollout
+def answer_batch(job: TeacherJob) -> Drawing:
+    """Return the largest batch of questions."""
+    questions, rollout = job.config.evaluation, job.config.rollout
     assert questions is not None
     assert rollout is not None
-    scaled = -(-longest_prompt(config) * longest // config.train.max_length)
-    return Drawing(
-        rows=questions.teacher_batch_size,
-        prompt=min(longest - 1, scaled) if config.environment is None else longest - 1,
-        new=min(questions.max_new_tokens or rollout.max_new_tokens, longest - 1),
-        is_warped=is_warped(questions),
-    )
+    own = job.settings.max_length if isinstance(job.settings, CrossTokenizerTeacher) else None
+    new = questions.max_new_tokens or rollout.max_new_tokens
+    return drawing(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
 
 
-def _process(job: TeacherJob, *, answering: bool) -> Process:
+def _process(job: TeacherJob, *, answers: bool) -> Process:
     name, t, setup = job.settings.name, job.item_bytes, job.setup
     offload = job.settings.offload is True
-    working = (Phase.ANSWERS, Phase.TEACHERS) if answering else (Phase.TEACHERS,)
+    working = (Phase.ANSWERS, Phase.TEACHERS) if answers else (Phase.TEACHERS,)
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
     # FSDP2 leaves embedding and head gathered until the model moves.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
@@ -152,12 +136,10 @@ def _process(job: TeacherJob, *, answering: bool) -> Process:
         Part(name, "gathered parameters", gathered),
         part(name, "activations", job.forward_bytes(), Phase.TEACHERS),
         *job.handed_over(),
-        *(sampling_parts(name, Phase.ANSWERS, setup, t, answers(job)) if answering else ()),
+        *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if answers else ()),
     )
-    away = (part(name, "parameters", t * setup.shard, *waiting),) if offload else ()
-    return Process(
-        device, (part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING), *away)
-    )
+    read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
+    return Process(device, (read, part(name, "parameters", t * setup.shard, *waiting)) if offload else (read,))
 
 
 def _on_device(process: Process) -> int:
