@@ -13,7 +13,6 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate, model_size
 from nemo_opd.training.memory.activations import Work, saved_activations
 from nemo_opd.training.memory.advice import advice
-from nemo_opd.training.memory.size import adapter_shapes
 from tests.composition import compose
 
 CONFIG = LlamaConfig(
@@ -40,7 +39,7 @@ def test_parameters_are_those_that_peft_trains(targets: str | list[str]) -> None
     trained, total = peft.get_nb_trainable_parameters()
     assert sum(a * b for a, b in size.trained_shapes) == trained
     assert size.parameters == total - trained
-    assert sum(a * b for layer in size.layers for a, b in adapter_shapes(layer.adapters)) == trained
+    assert sum(a * b for layer in size.layers for a, b in layer.trained_shapes) == trained
 
 
 def test_targets_that_are_not_there_are_told_before_anything_loads() -> None:
@@ -70,7 +69,7 @@ def test_only_adapters_have_gradients_and_moments(config: RunConfig) -> None:
     assert by_name["optimizer"].at(Phase.OPTIMIZER) == 8 * trained
     assert by_name["gradients"].at(Phase.OPTIMIZER) == 4 * trained
     assert by_name["gradient of the head"].at(Phase.BACKWARD) == 0
-    widest = max(sum(a * b for a, b in adapter_shapes(layer.adapters)) for layer in found.student.size.layers)
+    widest = max(sum(a * b for a, b in layer.trained_shapes) for layer in found.student.size.layers)
     assert by_name["unsharded gradients"].at(Phase.BACKWARD) <= 6 * widest
 
 

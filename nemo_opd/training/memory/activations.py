@@ -37,19 +37,20 @@ def layer_bytes(layer: LayerSize, work: Work) -> int:
 
     With c bytes per number, N the norms of hidden states (numbers per token) and D the hidden size, a token keeps
 
-        (4 + c) · N / sp  +  2 · D · c  +  (c · (W / D + F) + (4 + c) · Nh + (4 + c) · S · H) / tp
+        8 · N / sp  +  2 · D · c  +  (c · (W / D + F) + 8 · Nh + (4 + c) · S · H) / tp
 
-    A norm keeps its input in fp32 and its output; the matrices after the two norms read D numbers each. W are the
-    weights that a token is multiplied by, so W / D numbers go in or out of them inside the layer, F more come out of
-    the MLP's activation function, and Nh go through norms of queries and keys. Eager attention keeps S scores for each
-    of H heads. Experts read and write D numbers each. Adapters keep what `AdapterSize.saved` says.
+    A norm keeps its input and its output in fp32 (some models round the output); the matrices after the two norms read
+    D numbers each. W are the weights that a token is multiplied by, so W / D numbers go in or out of them inside the
+    layer, F more come out of the MLP's activation function, and Nh go through norms of queries and keys. Eager
+    attention keeps S scores for each of H heads. Experts read and write D numbers each. An adapter keeps A's output
+    and, with dropout, a copy of its input and the mask.
     """
     c = work.compute_bytes
     stream = 2 * FP32 * layer.stream_norms // work.stream_share
     scores = layer.num_heads * work.length if layer.is_eager else 0
     inner = c * (layer.inner_width + layer.mlp_width) + 2 * FP32 * layer.head_norms + (FP32 + c) * scores
     linear = 2 * c * layer.hidden_size * (1 + layer.num_experts)
-    adapters = sum(adapter.saved(c) for adapter in layer.adapters)
+    adapters = sum(rank * c + inputs * (c + 1) * layer.has_dropout for rank, inputs in layer.adapters[::2])
     return work.tokens * (stream + linear + inner // work.tp + adapters)
 
 

@@ -15,7 +15,7 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import BLOCK_BYTES, CPU_BLOCK_BYTES
 from nemo_opd.training.memory.activations import Work
-from nemo_opd.training.memory.size import ModelSize, adapter_shapes, cut_numel, shard_numel
+from nemo_opd.training.memory.size import ModelSize, cut_numel, shard_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class ModelSetup:
     @property
     def whole(self) -> int:
         """All parameters of a tensor-parallel rank, gathered."""
-        return cut_numel((*self.size.shapes, *adapter_shapes(self.size.adapters)), self.layout.tp)
+        return cut_numel((*self.size.shapes, *self.size.adapters), self.layout.tp)
 
     @property
     def rest(self) -> int:
@@ -82,7 +82,7 @@ class ModelSetup:
     def gathered(self) -> int:
         """Parameters gathered at a time: with other ranks the next layer is on its way while one is computed."""
         largest = self.size.largest_layer
-        layer = cut_numel((*largest.shapes, *adapter_shapes(largest.adapters)), self.layout.tp)
+        layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
         return self.rest + layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
 
     @property

@@ -21,24 +21,6 @@ FP32 = 4
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSize:
-    """Low-rank matrices A and B next to a linear layer."""
-
-    rank: int
-    inputs: int
-    outputs: int
-    has_dropout: bool
-
-    @property
-    def shapes(self) -> tuple[Shape, Shape]:
-        return (self.rank, self.inputs), (self.outputs, self.rank)
-
-    def saved(self, compute_bytes: int) -> int:
-        """Return the bytes kept per token: A's output and, with dropout, a copy of the input and the mask."""
-        return self.rank * compute_bytes + (self.inputs * (compute_bytes + 1) if self.has_dropout else 0)
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSize:
     """A decoder layer."""
 
@@ -60,7 +42,14 @@ class LayerSize:
     """Numbers per token that pass through norms of hidden states."""
     head_norms: int
     """Numbers per token that pass through norms of queries and keys."""
-    adapters: tuple[AdapterSize, ...] = ()
+    adapters: tuple[Shape, ...] = ()
+    """Shapes of the matrices A and B of each adapter in turn."""
+    has_dropout: bool = False
+    """Adapters have dropout."""
+
+    @property
+    def trained_shapes(self) -> tuple[Shape, ...]:
+        return self.adapters or self.shapes
 
     @property
     def active_weights(self) -> int:
@@ -92,8 +81,8 @@ class ModelSize:
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
     """The model caps its logits."""
-    adapters: tuple[AdapterSize, ...] = ()
-    """All adapters; where there are any, nothing else is trained."""
+    adapters: tuple[Shape, ...] = ()
+    """Shapes of all adapters; where there are any, nothing else is trained."""
 
     @property
     def shapes(self) -> tuple[Shape, ...]:
@@ -101,7 +90,7 @@ class ModelSize:
 
     @property
     def trained_shapes(self) -> tuple[Shape, ...]:
-        return adapter_shapes(self.adapters) or self.shapes
+        return self.adapters or self.shapes
 
     @property
     def parameters(self) -> int:
@@ -115,10 +104,6 @@ class ModelSize:
     @property
     def largest_layer(self) -> LayerSize:
         return max(self.layers, key=lambda layer: numel(layer.shapes))
-
-
-def adapter_shapes(adapters: tuple[AdapterSize, ...]) -> tuple[Shape, ...]:
-    return tuple(shape for each in adapters for shape in each.shapes)
 
 
 def numel(shapes: tuple[Shape, ...]) -> int:
@@ -158,7 +143,7 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
         layers=tuple(_layer_size(layer, i, model.config) for i, layer in enumerate(layers)),
         rest=tuple(tuple(p.shape) for p in _own_parameters(model) if id(p) not in in_layers),
         has_soft_cap=any(getattr(text, name, None) for name in SOFT_CAPS),
-        adapters=_adapter_sizes(model),
+        adapters=_adapter_shapes(model),
     )
 
 
@@ -168,13 +153,8 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if id(parameter) not in added]
 
 
-def _adapter_sizes(module: nn.Module) -> tuple[AdapterSize, ...]:
-    return tuple(_adapter_size(layer) for _, layer in lora_layers(module))
-
-
-def _adapter_size(layer: Any) -> AdapterSize:
-    (rank, inputs), outputs = layer.lora_A[NAME].weight.shape, len(layer.lora_B[NAME].weight)
-    return AdapterSize(rank, inputs, outputs, isinstance(layer.lora_dropout[NAME], nn.Dropout))
+def _adapter_shapes(module: nn.Module) -> tuple[Shape, ...]:
+    return tuple(tuple(parameter.shape) for _, parameter in adapter_parameters(module))
 
 
 def _decoder_layers(model: Any) -> Iterator[nn.Module]:
@@ -209,7 +189,8 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         is_eager=getattr(config, "_attn_implementation", None) == "eager",
         stream_norms=sum(numbers for numbers in norms if numbers == text.hidden_size),
         head_norms=(heads + key_heads) * width if set(norms) - {text.hidden_size} else 0,
-        adapters=_adapter_sizes(layer),
+        adapters=_adapter_shapes(layer),
+        has_dropout=any(isinstance(each.lora_dropout[NAME], nn.Dropout) for _, each in lora_layers(layer)),
     )
 
 

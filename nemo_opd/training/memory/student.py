@@ -7,7 +7,7 @@ from nemo_opd.training.memory.activations import layer_bytes, saved_activations,
 from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import rollout_parts
 from nemo_opd.training.memory.situation import Situation
-from nemo_opd.training.memory.size import FP32, adapter_shapes, cut_numel, shard_numel
+from nemo_opd.training.memory.size import FP32, cut_numel, shard_numel
 from nemo_opd.training.memory.teacher import reading_phases, window_bytes
 from nemo_opd.workers.student import compute_dtype
 
@@ -66,7 +66,7 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     recomputed = max(layer_bytes(layer, work) for layer in size.layers) if checkpointing else 0
     working = recomputed + working_bytes(size, work)
     head = 0 if config.handoff.type == "hidden_states" else c * setup.trained_head
-    layer = head + (c + FP32) * cut_numel(adapter_shapes(largest.adapters) or largest.shapes, setup.layout.tp)
+    layer = head + (c + FP32) * cut_numel(largest.trained_shapes, setup.layout.tp)
     rest = 0 if size.adapters else (c + FP32) * setup.rest
     backward = max((before, layer, saved + working), (after, layer, working), (after, rest, 0), key=sum)
     by_phase = dict(zip(STUDENT_PHASES, ((before, 0, saved), backward, (after, 0, 0)), strict=True))
