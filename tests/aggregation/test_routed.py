@@ -45,7 +45,6 @@ def test_a_teacher_has_the_rows_that_name_it(tiny: Tiny, tmp_path: Path, cache: 
         assert [length > 0 for length in own] == [route == name for route in ROUTES]
 
 
-@pytest.mark.world
 def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None:
     """Bug: the route of the first run, stored with what it does not depend on."""
     first = lengths(plan_of(tiny, jsonl(tmp_path, [*ROUTES])))
@@ -55,6 +54,7 @@ def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None
         assert all((a > 0) != (b > 0) for a, b in zip(ours, theirs, strict=True))
 
 
+@pytest.mark.world
 def test_loader_workers_keep_the_route(tiny: Tiny, tmp_path: Path) -> None:
     plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES]))
     with TrainLoader(plan.data.train, plan.data.make_sample, 5, 0, False, num_workers=1) as loader:

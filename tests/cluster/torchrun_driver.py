@@ -1,6 +1,5 @@
 """A driver that torchrun starts: what each rank does in the cases of test_local."""
 
-import signal
 import sys
 from pathlib import Path
 
@@ -8,6 +7,7 @@ from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.training.cli import fail
+from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import driving
 from tests.cluster.toy import Toy
 
@@ -23,14 +23,12 @@ def call(method: str, arguments: list[tuple[object, ...]]) -> list[object]:
         return group.call(method, arguments)
 
 
-def until_interrupted(folder: Path) -> None:
-    seen = []
-    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+def until_interrupted(folder: Path, interrupt: Interrupt) -> None:
     with (
         LocalCluster(SETTINGS, device="cpu", placement=TWO) as cluster,
         cluster.group("toys", Toy, {}, TWO.student) as group,
     ):
-        while not seen:
+        while not interrupt.requested:
             group.call("sum_of_ranks", [(10,), (20,)])
             (folder / "ready").touch()
     print("ended after a whole call")
@@ -45,7 +43,8 @@ def run(case: str, folder: Path) -> None:
         with driving(SETTINGS):
             pass
         return
-    with driving(SETTINGS) as is_driver:
+    # As in a session: torchrun sends SIGTERM to the driver when another rank dies, which has then something to report.
+    with Interrupt(lambda answer: None) as interrupt, driving(SETTINGS) as is_driver:
         if is_driver:
             match case:
                 case "other fails":
@@ -55,7 +54,7 @@ def run(case: str, folder: Path) -> None:
                 case "other dies":
                     call("die_in_a_collective", [(1,)] * 2)
                 case _:
-                    until_interrupted(folder)
+                    until_interrupted(folder, interrupt)
 
 
 if __name__ == "__main__":

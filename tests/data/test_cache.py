@@ -115,7 +115,6 @@ def fill(start: int, count: int) -> None:
         cached(str(i))
 
 
-@pytest.mark.world
 def fill_for_ever() -> None:
     fill(0, 10**9)
 
@@ -137,6 +136,7 @@ def test_processes_write_at_once() -> None:
     assert not maker.made
 
 
+@pytest.mark.world
 def test_a_writer_is_killed(folder: Path) -> None:
     """SIGKILL in the middle of writing: what was written is whole, and writing goes on."""
     context = multiprocessing.get_context("spawn")

@@ -138,7 +138,6 @@ def test_rewind(uninterrupted: list[list[int]]) -> None:
 
 
 @pytest.mark.world
-@pytest.mark.world
 def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]]) -> None:
     """Workers read ahead; a state taken from what they have read, not from what was returned, would skip batches.
 
@@ -158,6 +157,7 @@ def test_workers_resume_across_the_end_of_an_epoch(uninterrupted: list[list[int]
     assert not children()
 
 
+@pytest.mark.world
 def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind() -> None:
     """Signals reach the whole process group: a worker that dies of one takes the batch being read with it.
 
@@ -189,6 +189,7 @@ def test_workers_are_spawned_serial_deaf_to_interrupts_and_leave_nothing_behind(
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
+@pytest.mark.world
 def test_a_worker_that_is_killed_is_one_line() -> None:
     """Bug: a traceback from whatever the driver was doing at the moment."""
 
@@ -205,6 +206,7 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
     wait_until(lambda: not children(), "its end", every_s=0.01)
 
 
+@pytest.mark.world
 def test_a_worker_that_still_starts_is_ended_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: a traceback of it, behind the last line of a run that was ended at its start."""
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.0)

@@ -134,13 +134,13 @@ def test_an_unknown_split_is_explained(own_cache: Path) -> None:
         corpus.arrow_file("test")
 
 
-@pytest.mark.world
 def _build_and_read(cache: str, ready: Barrier, results: "Queue[dict[corpus.Split, bytes]]") -> None:
     os.environ["NEMO_OPD_CACHE"] = cache
     ready.wait()
     results.put({split: corpus.arrow_file(split).read_bytes() for split in SPLITS})
 
 
+@pytest.mark.world
 def test_concurrent_builds_are_complete_and_leave_nothing_behind(tmp_path: Path, own_cache: Path) -> None:
     """Bug: a reader of a half-written file, or temporary files that stay."""
     context = multiprocessing.get_context("spawn")

@@ -67,7 +67,6 @@ def excess_on_rank(seed: int, rank: int) -> float:
     return max(shares)
 
 
-@pytest.mark.world
 def rank_main(rank: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
@@ -76,6 +75,7 @@ def rank_main(rank: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
+@pytest.mark.world
 def test_a_head_on_two_ranks(tmp_path: Path) -> None:
     """Bug: columns or their gradients rounded on the way between ranks."""
     mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)

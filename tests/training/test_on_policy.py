@@ -80,7 +80,9 @@ def test_each_teacher_is_asked_once_as_the_student_is(whole: Run, teacher: str) 
     assert first[f"eval/greedy/{teacher}"] == 1 > first["eval/greedy"]
     assert not any(f"eval/greedy/{teacher}" in record for record in steps)
     assert f"teacher {teacher}" in questions(whole)
-    assert [(one.step, one.place, one.reward) for one in own] == [(0, one.place, 1) for one in student if one.step == 0]
+    assert [(one.step, one.question, one.reward) for one in own] == [
+        (0, one.question, 1) for one in student if one.step == 0
+    ]
 
 
 def test_what_was_answered_is_in_the_report(whole: Run) -> None:
