@@ -62,7 +62,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type
     """
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        inner, is_list = sections(field.annotation)
+        inner, is_list = _sections(field.annotation)
         if not inner or decided_in(FREE, model, name):
             yield key, model, name
             continue
@@ -70,11 +70,11 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type
             yield from fields(section, f"{key}.*." if is_list else f"{key}.")
 
 
-def sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
+def _sections(annotation: Any) -> tuple[list[type[BaseModel]], bool]:
     """Return the classes that a field may hold, and whether it holds a list of them."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation], False
-    inner = [sections(argument) for argument in get_args(annotation)]
+    inner = [_sections(argument) for argument in get_args(annotation)]
     is_list = getattr(annotation, "__origin__", None) is tuple
     return [model for models, _ in inner for model in models], is_list or any(many for _, many in inner)
 

@@ -20,7 +20,7 @@ from nemo_opd.files import files_below, settle, sync, write_synced
 from nemo_opd.problems import first_problem
 from nemo_opd.progress import Work, working
 
-T = TypeVar("T")
+_T = TypeVar("T")
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22
@@ -66,7 +66,7 @@ def seal(folder: Path) -> None:
     sync(folder)
 
 
-def read_typed(file: Path, kind: type[T]) -> T:
+def read_typed(file: Path, kind: type[_T]) -> _T:
     """Read a `kind` from a JSON file.
 
     Raises DamagedError, naming the file and the key, for other content, and CheckpointError where permissions forbid

@@ -97,7 +97,7 @@ def output_shards(teacher: Layout, num_rows: int, columns: Sequence[range]) -> l
 
     Raises ConfigError where the rows cannot be cut into dp equal parts.
     """
-    parts = equal_parts(num_rows, teacher.dp)
+    parts = _equal_parts(num_rows, teacher.dp)
     shards = []
     for rank in range(teacher.size):
         d, _, t = teacher.coordinates(rank)
@@ -110,7 +110,7 @@ def output_pieces(sides: Sides, shards: Sequence[Shard], num_rows: int) -> list[
 
     Raises ConfigError where the rows cannot be cut into dp equal parts.
     """
-    parts = equal_parts(num_rows, sides.student.dp)
+    parts = _equal_parts(num_rows, sides.student.dp)
     windows = [parts[sides.student.coordinates(rank)[0]] for rank in range(sides.student.size)]
     return _pieces(sides, shards, windows)
 
@@ -139,7 +139,7 @@ def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> 
         for rows, columns in in_order:
             if shared := overlap(rows, window):
                 rank = sides.nearest(student_rank, replicas[rows, columns]).rank
-                pieces[-1].append(Piece(rank, shifted(shared, -rows.start), shifted(shared, -window.start), columns))
+                pieces[-1].append(Piece(rank, _shifted(shared, -rows.start), _shifted(shared, -window.start), columns))
     return pieces
 
 
@@ -158,12 +158,12 @@ def overlap(one: range, other: range) -> range:
     return range(start, max(start, min(one.stop, other.stop)))
 
 
-def shifted(numbers: range, by: int) -> range:
+def _shifted(numbers: range, by: int) -> range:
     """Return the range with `by` added to each number."""
     return range(numbers.start + by, numbers.stop + by)
 
 
-def equal_parts(num_rows: int, dp: int) -> list[range]:
+def _equal_parts(num_rows: int, dp: int) -> list[range]:
     """Cut the rows of the padded global batch for data parallelism. Raises ConfigError where parts would differ."""
     if num_rows % dp:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Sequences whose positions lie on several ranks: torch's ring attention, and whole sequences again after it."""
+"""Context parallelism: torch's ring attention over the positions of a sequence, and whole sequences after it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from nemo_opd.errors import ConfigError, ModelError
 
 RING = "nemo_opd_ring"
-"""The name under which transformers has the attention that torch's context parallelism can take over."""
-KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
-"""Those that torch has a ring of."""
-CHUNKS = 2
-"""A rank's positions are two runs, one from the front and one from the back, so that all have the same work."""
+"""Name in transformers of the attention that torch's context parallelism can replace."""
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+"""Kernels that torch has ring attention for."""
+_CHUNKS = 2
+"""Runs of positions of a rank: one from the front and one from the back, so that all ranks have the same work."""
 
 
 def check_context_parallel(cp: int, device: str, *, key: str) -> None:
-    """Raises ConfigError, naming `key` (that of cp), where there is no ring attention for the device."""
+    """Raise ConfigError, naming `key` (that of cp), where torch has no ring attention for the device."""
     if cp > 1 and device != "cuda":
         raise ConfigError(
             f"{key}={cp}: needs a GPU, since torch has ring attention for CUDA only; set it to 1 where device={device}"
@@ -34,7 +34,7 @@ def check_context_parallel(cp: int, device: str, *, key: str) -> None:
 
 
 def use_ring_attention(model: PreTrainedModel, cp: int, *, key: str) -> None:
-    """Give the model the attention that `RingAttention` runs.
+    """Set the attention that `RingAttention` runs.
 
     Raises ModelError, naming `key` (that of cp), for attention that torch has no ring of.
     """
@@ -48,14 +48,14 @@ def use_ring_attention(model: PreTrainedModel, cp: int, *, key: str) -> None:
     elif window is not None and not hasattr(config, "layer_types") and window < config.max_position_embeddings:
         reason = f"a sliding window of {window} positions"
     else:
-        AttentionInterface.register(RING, causal_attention)
-        AttentionMaskInterface.register(RING, no_mask)
+        AttentionInterface.register(RING, _causal_attention)
+        AttentionMaskInterface.register(RING, _no_mask)
         model.set_attn_implementation(RING)
         return
     raise ModelError(f"{key}={cp}: {type(model).__name__} has {reason}, of which torch has no ring; set it to 1")
 
 
-def causal_attention(
+def _causal_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -65,51 +65,47 @@ def causal_attention(
     dropout: float = 0.0,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """Heads [b, H, S, d], of keys and values [b, H/n, S, d] → [b, S, H, d]."""
+    """Compute causal attention: queries [b, H, S, d], keys and values [b, H/n, S, d] → [b, S, H, d]."""
     if (repeated := query.shape[1] // key.shape[1]) > 1:
-        # torch's rings take as many heads of keys as of queries.
+        # torch's ring attention needs as many heads of keys as of queries.
         key, value = key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1)
     output = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scaling, is_causal=True)
     return output.transpose(1, 2).contiguous(), None
 
 
-def no_mask(*_: object, **__: object) -> None:
-    """Attention is causal over the positions of all ranks, which no mask of this rank's could say."""
+def _no_mask(*_: object, **__: object) -> None:
+    """Make no mask: attention is causal over the positions of all ranks, which a mask of this rank cannot express."""
 
 
 class RingAttention:
-    """Runs a model on this rank's positions of every sequence.
+    """Context for running a model on this rank's positions of every sequence.
 
     Communicates keys and values of every layer around the group, forward and backward.
     """
 
     def __init__(self, axis: DeviceMesh) -> None:
         self.axis = axis
-        self.multiple = CHUNKS * axis.size()
-        """Sequences must be padded to a multiple of it."""
+        self.multiple = _CHUNKS * axis.size()
+        """Divisor of the length to which sequences must be padded."""
 
     @contextmanager
     def positions(self, length: int, device: torch.device) -> Iterator[Tensor]:
-        """Inside, forward and backward passes attend over all ranks' positions, of which this rank has those given.
+        """Yield this rank's positions; inside, forward and backward passes attend over those of all ranks.
 
-        Both passes, and what is computed again in the second, must run inside, each with the same `length`.
+        Both passes must run inside, each with the same `length`.
         """
         own = torch.arange(length, device=device)
         with (
-            sdpa_kernel(KERNELS),
+            sdpa_kernel(_KERNELS),
             context_parallel(self.axis, buffers=[own], buffer_seq_dims=[0], no_restore_buffers={own}),
         ):
             yield own
 
-    def whole(self, local: Tensor, positions: Tensor) -> Tensor:
-        """[b, S/cp, ·] at this rank's positions → [b, S, ·] in natural order; see `gather_positions`."""
-        return gather_positions(local, positions, self.axis)
-
 
 def gather_positions(local: Tensor, positions: Tensor, axis: DeviceMesh) -> Tensor:
-    """[b, S/n, ·], at positions [S/n], of the n ranks of `axis` → [b, S, ·] in natural order, on each of them.
+    """Gather [b, S/n, ·] at positions [S/n] of the n ranks of `axis` as [b, S, ·] in natural order, on each rank.
 
-    The gradients that the ranks have with respect to the result are summed, and each takes that of its own positions.
+    The ranks' gradients of the result are summed, and each rank takes that of its own positions.
     Communicates an all-gather forward and a reduce-scatter backward.
     """
     together = DTensor.from_local(local, axis, [Shard(1)], run_check=False).full_tensor(grad_placements=[Partial()])

@@ -1,4 +1,4 @@
-"""Whole weights, and Hugging Face folders, from sharded models."""
+"""Export of sharded models as Hugging Face folders or whole weights."""
 
 from copy import deepcopy
 from pathlib import Path
@@ -23,12 +23,12 @@ def save_pretrained(
 ) -> None:
     """Write model and tokenizer so that `from_pretrained(folder)` loads them.
 
-    Communicates an all-gather of the parameters to rank 0, which alone writes; returns on all ranks when it is done.
+    Communicates an all-gather of the parameters to rank 0, which alone writes; returns on all ranks afterwards.
     """
-    state = gathered(model, dtype)
+    state = _gathered(model, dtype)
     if dist.get_rank() == 0:
         model.save_pretrained(folder, state_dict=state)
-        # It has written the dtype that the model is trained in.
+        # save_pretrained has written the dtype that the model is trained in.
         config = deepcopy(model.config)
         config.dtype = dtype
         config.save_pretrained(folder)
@@ -44,61 +44,58 @@ def save_adapted(
     dtype: torch.dtype,
     form: Literal["merged", "adapter"],
 ) -> None:
-    """Write what has been learned beside frozen weights, in one of the forms of `student.lora.export`.
+    """Write adapters in one of the forms of `student.lora.export`, and the tokenizer.
 
-    merged: a whole model in `dtype`, of the weights as the base model's files have them and not as they are rounded to
-    compute with. adapter: a folder that `peft` loads onto the base model, in fp32. With either goes the tokenizer.
-
-    Communicates an all-gather of the adapters to rank 0, which alone reads and writes; returns on all ranks when it is
-    done. Raises ModelError where the base model cannot be read any more.
+    merged: a whole model in `dtype`, from the weights in the base model's files, which have not been rounded for
+    computing. adapter: a folder that `peft` loads onto the base model, in fp32. Communicates an all-gather of the
+    adapters to rank 0, which alone reads and writes; returns on all ranks afterwards. Raises ModelError where the base
+    model can no longer be read.
     """
-    state = gathered(model, torch.float32)
+    state = _gathered(model, torch.float32)
     if dist.get_rank() == 0:
         if form == "adapter":
             adapters.save(state, model, folder)
         else:
-            merged(adapters, state, dtype).save_pretrained(folder)
+            _merged(adapters, state, dtype).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     dist.barrier()
 
 
 def whole_state(model: PreTrainedModel, adapters: Adapters | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """On rank 0's host the tensors that a folder of the whole model has, adapters merged; nothing on other ranks.
+    """Return, on rank 0's host, the tensors that a folder of the whole model has, with adapters merged; {} elsewhere.
 
     Communicates an all-gather of what is trained to rank 0. Raises ModelError as `save_adapted` does.
     """
-    state = gathered(model, dtype if adapters is None else torch.float32)
+    state = _gathered(model, dtype if adapters is None else torch.float32)
     if dist.get_rank() != 0:
         return {}
     if adapters is not None:
-        model = merged(adapters, state, dtype)
-        state = untied(model, model.state_dict())
+        model = _merged(adapters, state, dtype)
+        state = _untied(model, model.state_dict())
     converted: dict[str, Tensor] = revert_weight_conversion(model, state)
     return converted
 
 
-def merged(adapters: Adapters, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
-    """The base model in `dtype` with these adapters in its weights. Raises NotFiniteError where a sum overflows,
-    on this rank alone.
-    """
+def _merged(adapters: Adapters, state: dict[str, Tensor], dtype: torch.dtype) -> PreTrainedModel:
+    """Load the base model in `dtype` and merge adapters. Raises NotFiniteError, on this rank, where a sum overflows."""
     whole = load_model(adapters.base, dtype, key="student.model")
     adapters.merge(state, whole)
     if (found := find_not_finite_here(dict(whole.named_parameters()))) is not None:
-        raise not_exported(found, dtype)
+        raise _not_exported(found, dtype)
     return whole
 
 
-def gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The model's whole state in `dtype` on rank 0's host, tied weights once, and nothing on other ranks.
+def _gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the model's whole state in `dtype`, tied weights once, on rank 0's host; {} on other ranks.
 
     Raises NotFiniteError on all ranks, before anything is sent, where a value in `dtype` is NaN or infinite.
     """
-    state = untied(model, get_model_state_dict(model))
+    state = _untied(model, get_model_state_dict(model))
     if (found := find_not_finite(state, device=next(iter(state.values())).device, dtype=dtype)) is not None:
-        raise not_exported(found, dtype)
+        raise _not_exported(found, dtype)
     whole = {}
     for name, value in state.items():
-        # Before they are sent, which then is the less.
+        # Converted before it is sent, which is less to send.
         value = stored(value, dtype)
         if isinstance(value, DTensor):
             value = value.full_tensor()
@@ -107,7 +104,7 @@ def gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     return whole
 
 
-def not_exported(found: NotFinite, dtype: torch.dtype) -> NotFiniteError:
+def _not_exported(found: NotFinite, dtype: torch.dtype) -> NotFiniteError:
     name = str(dtype).removeprefix("torch.")
     rounded = "; float16 overflows at 65,504, so give a model in bfloat16 as student.model"
     return NotFiniteError(
@@ -116,8 +113,8 @@ def not_exported(found: NotFinite, dtype: torch.dtype) -> NotFiniteError:
     )
 
 
-def untied(model: PreTrainedModel, state: dict[str, Any]) -> dict[str, Tensor]:
-    """Without the second names of weights, and what is no tensor."""
+def _untied(model: PreTrainedModel, state: dict[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors of a state, tied ones once."""
     return {
         name: value
         for name, value in state.items()
@@ -126,4 +123,5 @@ def untied(model: PreTrainedModel, state: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert floating-point tensors to `dtype`."""
     return value.to(dtype) if value.is_floating_point() else value

@@ -1,4 +1,4 @@
-"""A model's folder, as far as it can be checked without PyTorch."""
+"""Checks of a model's folder that need no PyTorch."""
 
 import json
 from pathlib import Path
@@ -8,24 +8,22 @@ from safetensors import SafetensorError, safe_open
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ModelError
 
-WEIGHT_FILES = (
+_WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-
-INDICES = tuple(name for name in WEIGHT_FILES if name.endswith(".index.json"))
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
 def resolve(reference: str) -> str:
-    """A folder or hub name; `demo:NAME` becomes the folder that comes with the package."""
+    """Return a folder or hub name as it is, and for `demo:NAME` the folder in the package."""
     return str(model_path(reference.removeprefix(DEMO_PREFIX))) if is_demo(reference) else reference
 
 
 def read_template(path: str, *, key: str) -> str:
-    """Raises ModelError, naming `key`, for a file that cannot be read."""
+    """Read a chat template. Raises ModelError, naming `key`, for a file that cannot be read."""
     try:
         return Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -33,13 +31,13 @@ def read_template(path: str, *, key: str) -> str:
 
 
 def check_tokenizer(reference: str, *, key: str) -> None:
-    """Raises ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
+    """Raise ModelError, naming `key`, for a path without a tokenizer; a hub name passes."""
     folder = Path(resolve(reference))
     if folder.is_dir():
-        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
             raise ModelError(
-                f"{key}={reference}: the folder has no tokenizer (none of {', '.join(TOKENIZER_FILES)}); name one that "
-                f"has, or leave out {key} to take the model's own"
+                f"{key}={reference}: the folder has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); name one "
+                f"that has, or leave out {key} to take the model's own"
             )
     elif folder.is_absolute() or reference.startswith("."):
         raise ModelError(
@@ -48,6 +46,7 @@ def check_tokenizer(reference: str, *, key: str) -> None:
 
 
 def check_folder(reference: str, *, key: str) -> None:
+    """Raise ModelError, naming `key`, for a path without a whole model; a hub name passes."""
     folder = Path(resolve(reference))
     if not folder.is_dir():
         if folder.is_absolute() or reference.startswith("."):
@@ -55,12 +54,12 @@ def check_folder(reference: str, *, key: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")
-    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+    if not any((folder / name).is_file() for name in _WEIGHT_FILES):
         raise ModelError(
-            f"{key}={reference}: the folder has no weights (none of {', '.join(WEIGHT_FILES)}); copy them there or "
+            f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "
             "name another folder"
         )
-    for name in INDICES:
+    for name in (name for name in _WEIGHT_FILES if name.endswith(".index.json")):
         try:
             if (folder / name).is_file():
                 shards_in(folder / name)
@@ -81,22 +80,21 @@ def damage(file: Path) -> str | None:
 
 
 def num_tensors(file: Path) -> int:
+    """Return the number of tensors in a safetensors file."""
     with safe_open(file, framework="numpy") as tensors:
         return len(tensors.keys())
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The files that the weights are read from; none where they are in another format."""
-    if (folder / WEIGHT_FILES[0]).is_file():
-        return [folder / WEIGHT_FILES[0]]
-    index = folder / WEIGHT_FILES[1]
-    if not index.is_file():
-        return []
-    return shards_in(index)
+    """Return the files that the weights are read from; none where they are in another format."""
+    single, index = folder / _WEIGHT_FILES[0], folder / _WEIGHT_FILES[1]
+    if single.is_file():
+        return [single]
+    return shards_in(index) if index.is_file() else []
 
 
 def shards_in(index: Path) -> list[Path]:
-    """The files that an index names, which are beside it.
+    """Return the files that an index names, which are in its folder.
 
     Raises OSError, and ValueError or RecursionError for what is no index, or names a file elsewhere.
     """
@@ -111,11 +109,12 @@ def shards_in(index: Path) -> list[Path]:
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def reason(error: BaseException) -> str:
-    """What of a library's error goes into one line of ours."""
+    """Return the part of a library's error that fits into one line."""
     if "trust_remote_code" in str(error):
         return "it needs Python code that comes with it, which is never run"
     lines = [line.strip() for line in str(error).strip().splitlines()]

@@ -1,4 +1,4 @@
-"""A model as it is trained, made fit to generate with."""
+"""Generation with a model that is being trained."""
 
 from __future__ import annotations
 
@@ -14,49 +14,49 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
+from nemo_opd.distributed.shards import local
 from nemo_opd.logits.product import linear
-from nemo_opd.models.head import local, replaced_forward
+from nemo_opd.models.head import replaced_forward
 from nemo_opd.models.tensor_styles import whole_positions
 
-WHOLE_SEQUENCES = "sdpa"
-"""transformers' name of the attention that takes a mask and a cache, in place of that over a group's positions."""
+_WHOLE_SEQUENCES = "sdpa"
+"""Name in transformers of an attention with mask and cache, in place of ring attention."""
 
 
 @contextmanager
 def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits: bool = False) -> Iterator[None]:
-    """Inside, each rank can call the model's `generate`; afterwards it is as it was, in its modes and its shards.
+    """Let each rank call the model's `generate` inside; afterwards modes and shards are restored.
 
-    The model is as `load_sharded` made it over `mesh`, adapters, checkpointed activations and compiled layers
-    included, or a plain one, with None. Inside it is in eval mode, records no gradients, has layers that are
-    not compiled, and computes in FSDP2's `param_dtype`. Parameters must not change. Its logits have the digits of those
-    that losses make from hidden states, since ratios of probabilities are taken between the two; rounds_logits: those
-    of the model's own, as losses read them with handoff=logits.
+    The model is from `load_sharded` over `mesh`, possibly with adapters, checkpointed activations and compiled layers,
+    or a plain one, with None. Inside it is in eval mode, records no gradients, runs layers uncompiled, and computes in
+    FSDP2's `param_dtype`. Parameters must not change. Its logits have the precision of those that losses compute from
+    hidden states, since ratios of probabilities are taken between the two; rounds_logits: the precision of the
+    model's own, which losses read with handoff=logits.
 
-    Communicates an all-gather of all parameters on entering, each rank holding them whole meanwhile, in
-    `param_dtype`; tensor-parallel ones stay cut over their group. Inside, data-parallel ranks, and those of a
-    context-parallel group, take their steps apart, with whatever sequences they have. The ranks of a tensor-parallel
-    group keep step: they must be given the same sequences, and get the same whole rows of logits, for which they
-    gather columns at every step. All have all positions, for one new position cannot be shared. Nothing is sent on
-    leaving.
+    Communicates an all-gather of all parameters on entering, which each rank then holds whole in `param_dtype`;
+    tensor-parallel ones stay cut over their group. Inside, data- and context-parallel ranks run independently, each
+    with its own sequences. The ranks of a tensor-parallel group must be given the same sequences, and get the same
+    whole rows of logits, for which they gather columns at every step. All ranks have all positions, since one new
+    position cannot be shared. Nothing is sent on leaving.
     """
     with ExitStack() as inside:
         inside.enter_context(torch.no_grad())
-        inside.enter_context(evaluating(model))
-        inside.enter_context(not_compiled(model))
+        inside.enter_context(_evaluating(model))
+        inside.enter_context(_not_compiled(model))
         if mesh is not None and context_axis(mesh) is not None:
-            inside.enter_context(attention_of(model, WHOLE_SEQUENCES))
-        inside.enter_context(gathered_parameters(model))
+            inside.enter_context(_attention_of(model, _WHOLE_SEQUENCES))
+        inside.enter_context(_gathered_parameters(model))
         if not rounds_logits:
-            inside.enter_context(fp32_logits(model))
+            inside.enter_context(_fp32_logits(model))
         if mesh is not None and (tensor := tensor_axis(mesh)) is not None:
             inside.enter_context(whole_positions())
-            inside.enter_context(whole_logits(model, tensor))
+            inside.enter_context(_whole_logits(model, tensor))
         yield
 
 
 @contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no dropout; and a cache also where activations are checkpointed, which transformers does in training."""
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Switch off dropout inside, and activation checkpointing, which would prevent a cache."""
     was_training = model.training
     model.eval()
     try:
@@ -66,8 +66,8 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def not_compiled(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, layers run as they are written: with a cache that grows they would be compiled time and again."""
+def _not_compiled(model: PreTrainedModel) -> Iterator[None]:
+    """Run layers uncompiled inside: with a growing cache they would be recompiled again and again."""
     compiled: list[tuple[Any, Any]] = [
         (module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl is not None
     ]
@@ -81,7 +81,8 @@ def not_compiled(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Use another attention implementation inside."""
     before: Any = model.config._attn_implementation
     model.set_attn_implementation(name)
     try:
@@ -91,8 +92,8 @@ def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, what FSDP2 has sharded is whole, so that forward passes communicate nothing of it."""
+def _gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
+    """Hold FSDP2's parameters whole inside, so that forward passes communicate none."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     outermost: Any = model
     try:
@@ -102,14 +103,14 @@ def gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            # As `fully_shard` has it by default: the outermost is needed first in backward.
+            # The default of `fully_shard`: the outermost is needed first in backward.
             unit.set_reshard_after_forward(unit is not outermost, recurse=False)
             unit.reshard()
 
 
 @contextmanager
-def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, the head's output is not rounded to bf16 or fp16; of one that is no linear layer it is as it was."""
+def _fp32_logits(model: PreTrainedModel) -> Iterator[None]:
+    """Keep the output of a linear head from being rounded to bf16 or fp16 inside."""
     head: Any = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         yield
@@ -124,15 +125,15 @@ def fp32_logits(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def whole_logits(model: PreTrainedModel, tensor: DeviceMesh) -> Iterator[None]:
-    """Inside, a head whose rows are cut over the ranks gives all columns on each. Communicates [B, S, V] a call."""
+def _whole_logits(model: PreTrainedModel, tensor: DeviceMesh) -> Iterator[None]:
+    """Gather the columns of a sharded head on each rank inside. Communicates [B, S, V] a call."""
     head: Any = model.get_output_embeddings()
     of_shard, width = head.forward, head.weight.shape[0]
 
     def gathered(hidden: Tensor) -> Tensor:
         own: Tensor = of_shard(hidden)
         shape = torch.Size((*own.shape[:-1], width))
-        # Said, since parts that are not equal do not tell.
+        # Unequal parts do not determine shape and stride.
         stride = torch.empty(shape, device="meta").stride()
         cut = DTensor.from_local(own, tensor, [Shard(own.ndim - 1)], run_check=False, shape=shape, stride=stride)
         return cut.full_tensor()

@@ -1,4 +1,4 @@
-"""A causal language model that stops before its head, so that no logits are made (METHODS §9)."""
+"""A causal language model called for its logits or, before its head, for its hidden states (METHODS §9)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
@@ -19,65 +20,92 @@ from nemo_opd.errors import ModelError
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.parallel import ContextParallelLogits, VocabParallelLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.models.sequences import Sequences
+from nemo_opd.models.context_parallel import RingAttention, gather_positions
 from nemo_opd.models.tensor_styles import own_part
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Names that configurations have for it."""
+"""Names of the soft-cap in configurations."""
 
-
-OwnLogits = TensorLogits | HeadLogits
-"""Of this rank's columns."""
-Source = TensorLogits | HeadLogits | VocabParallelLogits | ContextParallelLogits
+_OwnLogits = TensorLogits | HeadLogits
+"""Logits of this rank's columns."""
+_Source = TensorLogits | HeadLogits | VocabParallelLogits | ContextParallelLogits
 
 
 class LogitSource(ABC):
-    """Calls a model for its logits, or for what they are made of.
+    """Model that is called for its logits, or for hidden states and the head that logits are computed from.
 
     However the model is cut, each rank of its context- and tensor-parallel groups gets all positions of its texts, and
-    of the vocabulary its own `columns`.
+    its own `columns` of the vocabulary.
 
-    To train: read losses from `whole` of what a call gave, `cut_off`; go backward from their sum, and then call
-    `backward` once with the gradient that the new leaf has got.
+    To train: compute losses from `whole` of a call's result, `cut_off`; go backward from their sum, and then call
+    `backward` once with the gradient of the new leaf.
     """
 
     columns: range
-    """Of the vocabulary."""
+    """Columns of the vocabulary that this rank computes."""
 
     def __init__(
         self, model: PreTrainedModel, width: int, *, mesh: DeviceMesh | None, parallelism: Parallelism | None
     ) -> None:
         """width: columns of the whole head. mesh, parallelism: those that the model was cut with."""
-        self._model, self._mesh = model, mesh
-        self._sequences = Sequences(model, mesh, parallelism)
-        tensor = None if mesh is None else tensor_axis(mesh)
-        self.columns = range(width) if tensor is None else range(*own_part(width, tensor))
+        self._model: Any = model
+        self._tensor, self._context = (None, None) if mesh is None else (tensor_axis(mesh), context_axis(mesh))
+        self._ring = None if self._context is None else RingAttention(self._context)
+        self._multiple = 1 if self._ring is None else self._ring.multiple
+        if parallelism is not None and parallelism.sequence_parallel:
+            self._multiple *= parallelism.tp
+        self.columns = range(width) if self._tensor is None else range(*own_part(width, self._tensor))
 
     @abstractmethod
-    def __call__(self, ids: Tensor) -> OwnLogits:
-        """Ids [B, S] → logits [B, S, own columns]. Collective over all of the model's ranks."""
+    def __call__(self, ids: Tensor) -> _OwnLogits:
+        """Map ids [B, S] to logits [B, S, own columns]. Collective over all of the model's ranks."""
 
-    def whole(self, made: OwnLogits) -> Source:
-        """What losses and scores read, to be computed together by all ranks that have these texts.
+    def _run(self, ids: Tensor, result: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `result` to the model's logits [B, own positions, ·] for ids [B, S], and return all positions of it.
 
-        Collective over the tensor-parallel group. The gradient it leaves on hidden states is the same on every rank of
-        that group, and each has its own on its columns. Over a context-parallel group both are each rank's share.
+        Ids are padded to the length that the layout needs.
         """
-        tensor, context = (None, None) if self._mesh is None else (tensor_axis(self._mesh), context_axis(self._mesh))
-        source = made if tensor is None else VocabParallelLogits(made, tensor.get_group())
-        return source if context is None else ContextParallelLogits(source, context.get_group())
+        length = ids.shape[1]
+        # Later positions have no effect on earlier ones, so any id will do.
+        ids = F.pad(ids, (0, self._padded(length) - length))
+        if self._ring is None:
+            made = result(self._model(input_ids=ids, use_cache=False).logits)
+        else:
+            with self._ring.positions(ids.shape[1], ids.device) as own:
+                positions = own.unsqueeze(0).expand(len(ids), -1)
+                output = self._model(input_ids=ids[:, own], position_ids=positions, use_cache=False)
+                made = gather_positions(result(output.logits), own, self._ring.axis)
+        return made if made.shape[1] == length else made[:, :length]
 
-    def backward(self, made: OwnLogits, gradient: Tensor) -> None:
-        """From the gradient with respect to the first leaf of `made` to that of all parameters.
+    def _padded(self, length: int) -> int:
+        return -(-length // self._multiple) * self._multiple
+
+    def whole(self, made: _OwnLogits) -> _Source:
+        """Return what losses and scores read, which all ranks that have these texts compute together.
+
+        Collective over the tensor-parallel group. The gradient that losses leave on hidden states is the same on every
+        rank of that group, and each rank has that of its own columns. Over a context-parallel group both are each
+        rank's share.
+        """
+        source = made if self._tensor is None else VocabParallelLogits(made, self._tensor.get_group())
+        return source if self._context is None else ContextParallelLogits(source, self._context.get_group())
+
+    def backward(self, made: _OwnLogits, gradient: Tensor) -> None:
+        """Go backward from the gradient of the first leaf of `made` to those of all parameters.
 
         Over a context-parallel group gradients are summed: each rank gives that of its share of the loss. Collective
         over all of the model's ranks.
         """
-        self._sequences.backward(made.leaves[0], gradient)
+        (leaf, *_) = made.leaves
+        if self._ring is None:
+            leaf.backward(gradient)
+            return
+        with self._ring.positions(self._padded(leaf.shape[1]), leaf.device):
+            leaf.backward(gradient)
 
 
 class WithHead(LogitSource):
-    """Calls a model for its logits."""
+    """Model that is called for its logits."""
 
     def __init__(
         self, model: PreTrainedModel, *, mesh: DeviceMesh | None = None, parallelism: Parallelism | None = None
@@ -85,18 +113,18 @@ class WithHead(LogitSource):
         super().__init__(model, model.config.get_text_config().vocab_size, mesh=mesh, parallelism=parallelism)
 
     def __call__(self, ids: Tensor) -> TensorLogits:
-        return TensorLogits(self._sequences.run(ids, lambda logits: logits))
+        return TensorLogits(self._run(ids, lambda logits: logits))
 
 
 class Headless(LogitSource):
-    """Calls a model for its final hidden states and the head that would make logits of them.
+    """Model that is called for its final hidden states and its head, from which losses compute logits.
 
-    The model itself is as it was between calls, and so is what it exports. Hidden states are the same on every rank of
-    a tensor-parallel group; of the head each has its `columns`.
+    Between calls the model is unchanged, and so is what it exports. Hidden states are the same on every rank of a
+    tensor-parallel group; each rank has its `columns` of the head.
 
     Under FSDP2 the head is gathered with the model's other outer parameters, and stays so until `backward` or the next
-    reshard; what is made of it must be read before. Losses leave gradients on the head, which FSDP2 reduces in
-    `backward` together with what a tied embedding gets.
+    reshard; logits must be computed before. Losses leave gradients on the head, which FSDP2 reduces in `backward`
+    together with those of a tied embedding.
     """
 
     def __init__(
@@ -132,9 +160,9 @@ class Headless(LogitSource):
         return int(self._linear.weight.shape[1])
 
     def __call__(self, ids: Tensor) -> HeadLogits:
-        """Logits that are not made yet.
+        """Return logits that are computed when they are read.
 
-        Raises ModelError at the first call where the model does something else to logits than `Head` does.
+        Raises ModelError at the first call where the model does more to logits than `Head` does.
         """
         captured: list[Tensor] = []
         heads: list[Head] = []
@@ -151,15 +179,15 @@ class Headless(LogitSource):
             return captured[0]
 
         with replaced_forward(self._linear, capture):
-            hidden = self._sequences.run(ids, hidden_states)
+            hidden = self._run(ids, hidden_states)
         return HeadLogits(hidden, heads[0])
 
     def _check(self, captured: list[Tensor], heads: list[Head], output: Tensor) -> None:
-        """In place of logits the model has been given hidden states; what it did to them it does to logits."""
+        """Compare what the model did to hidden states, which its head returned in place of logits, with `Head`."""
         if len(captured) == 1:
             expected = heads[0].after_linear(captured[0].detach())
             if expected.isnan().any():
-                return  # NaN says nothing about the model; the next text will.
+                return  # NaN shows nothing; the next text may.
             if output.shape == expected.shape and torch.allclose(
                 output.detach().to(expected.dtype), expected, 1e-2, 1e-2
             ):
@@ -173,7 +201,7 @@ class Headless(LogitSource):
 
 @contextmanager
 def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside, calling the module calls `forward`; what its own call was, another replacement included, comes back."""
+    """Replace a module's forward inside; afterwards restore the one before, which may be a replacement too."""
     before = vars(module).get("forward")
     module.forward = forward
     try:

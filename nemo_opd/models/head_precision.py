@@ -1,4 +1,4 @@
-"""Whether a model's head is computed in the precision that the run computes in."""
+"""Check that a model's head is computed in the precision of the run."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from nemo_opd.models.head import replaced_forward
 
 
 def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: str, reference: str) -> None:
-    """Raises ModelError where a head, or what it reads, is kept in fp32 by a model that computes in a lower `dtype`.
+    """Raise ModelError where a head, or its input, is kept in fp32 by a model that computes in a lower `dtype`.
 
-    Parameters are gathered in that one dtype, and hidden states are handed over in it: a head in fp32 would be rounded
-    unseen, or fail at its first product. key: `student` or `teachers.i`. reference: of the model, for the message.
+    Parameters are gathered and hidden states handed over in that dtype: a head in fp32 would be rounded silently, or
+    fail at its first product. key: `student` or `teachers.i`. reference: of the model, for the message.
     """
     if dtype == torch.float32:
         return
@@ -40,7 +40,7 @@ def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: s
 
 
 def _is_kept_in_fp32(model: Any, head: nn.Module, dtype: torch.dtype) -> bool:
-    """By transformers' own rule: names of modules or parameters, those of the one kind under fp16 only."""
+    """Apply transformers' rule on names of modules or parameters, one kind of which counts for fp16 only."""
     kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
     if dtype == torch.float16:
         kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
@@ -51,7 +51,7 @@ def _is_kept_in_fp32(model: Any, head: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def dtype_before(model: Any, head: nn.Linear) -> torch.dtype | None:
-    """Of the hidden states that the head is called with, of what the layers give; None where that cannot be told."""
+    """Return the dtype of the head's input, given the layers' output; None where it cannot be determined."""
     found: list[torch.dtype] = []
 
     def forward(hidden: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def dtype_before(model: Any, head: nn.Linear) -> torch.dtype | None:
             replaced_forward(head, forward),
         ):
             model(input_ids=ids, use_cache=False)
-    except Exception:  # whatever a model's own code does with values that are not there
+    except Exception:  # whatever a model's code raises on meta
         return None
     return found[0] if len(found) == 1 else None
 

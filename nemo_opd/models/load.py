@@ -1,4 +1,4 @@
-"""Models and tokenizers from a folder, the hub, or the demo."""
+"""Loading of models and tokenizers from a folder, the hub, or the demo."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
 from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, resolve, safetensors_files
 
-SOME_LAYERS = 512
-"""More than models have, and few enough to build."""
+_SOME_LAYERS = 512
+"""Number of layers that no model exceeds and that can be built quickly."""
 
 
 def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
-    """Raises ModelError, naming `key`, where there is no tokenizer or none with a fast backend."""
+    """Load a tokenizer. Raises ModelError, naming `key`, where there is none or it has no fast backend."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolve(reference), trust_remote_code=False)
     except Exception as error:  # tokenizers, the hub and transformers each raise their own
@@ -41,10 +41,7 @@ def load_tokenizer(reference: str, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
-    """A model's tokenizer with the chat template that the settings name.
-
-    Raises ModelError naming what is under `key`.
-    """
+    """Load a model's tokenizer with the chat template of the settings. Raises ModelError naming what is under `key`."""
     name, source = settings.tokenizer_source
     tokenizer = load_tokenizer(source, key=f"{key}.{name}")
     if settings.chat_template is not None:
@@ -53,10 +50,7 @@ def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def load_config(reference: str, *, key: str) -> PretrainedConfig:
-    """The configuration of a causal language model whose folder, where it is one, holds whole weights.
-
-    Raises ModelError naming `key`.
-    """
+    """Load the configuration of a causal language model and check its folder. Raises ModelError naming `key`."""
     check_folder(reference, key=key)
     try:
         config = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
@@ -74,7 +68,7 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
             f"{key}={reference}: its config.json asks for the attention {config._attn_implementation!r}, which is code "
             "from the hub; take attn_implementation out of the file"
         )
-    check_depth(config, reference, key=key)
+    _check_depth(config, reference, key=key)
     return config
 
 
@@ -84,22 +78,22 @@ def stored_dtype(reference: str, *, key: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
-def check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
-    """Raise ModelError for more layers than its files have tensors: to build them would take for ever."""
+def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
+    """Raise ModelError for more layers than the files have tensors, which would take for ever to build."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     folder = Path(resolve(reference))
-    if not isinstance(layers, int) or layers <= SOME_LAYERS or not folder.is_dir():
+    if not isinstance(layers, int) or layers <= _SOME_LAYERS or not folder.is_dir():
         return
     tensors = sum(map(num_tensors, safetensors_files(folder)))
-    if layers > (tensors or SOME_LAYERS):
-        most = f"its weights are {tensors} tensors" if tensors else "no model has so many"
+    if layers > (tensors or _SOME_LAYERS):
+        most = f"its weights are {tensors} tensors" if tensors else "no model has that many"
         raise ModelError(
             f"{key}={reference}: its config.json says {layers} layers, but {most}; copy the file there again"
         )
 
 
 def build_on_meta(config: PretrainedConfig, reference: str, *, key: str, **options: Any) -> PreTrainedModel:
-    """The model without its weights. Raises ModelError, naming `key`, for a configuration that describes none."""
+    """Build the model without its weights. Raises ModelError, naming `key`, where that is impossible."""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
@@ -112,9 +106,9 @@ def build_on_meta(config: PretrainedConfig, reference: str, *, key: str, **optio
 
 
 def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
-    """A causal language model, whole, on the CPU in `dtype`.
+    """Load a whole causal language model on the CPU in `dtype`.
 
-    Raises ModelError naming `key` where weights are unreadable or, which transformers would draw at random, missing.
+    Raises ModelError naming `key` where weights are unreadable, or missing, which transformers would draw at random.
     """
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -135,7 +129,7 @@ def unreadable(reference: str, error: BaseException, *, key: str) -> ModelError:
 
 
 def check_nothing_missing(reference: str, missing: list[str], *, key: str) -> None:
-    """Raises ModelError, naming `key`, where there are names of weights that the model has and its folder has not."""
+    """Raise ModelError, naming `key`, where weights of the model are missing in its folder."""
     if missing:
         raise ModelError(
             f"{key}={reference}: {len(missing)} weights are missing ({', '.join(missing[:3])}); name a folder with all "

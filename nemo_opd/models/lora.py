@@ -20,40 +20,40 @@ from nemo_opd.errors import ModelError
 from nemo_opd.models.folder import resolve
 
 NAME = "default"
-"""Of the adapter, in the names of its parameters."""
+"""Name of the adapter in the names of its parameters."""
 PEFT_PREFIX = "base_model.model."
-"""Before the name of each parameter in an adapter's file."""
+"""Prefix of the parameters' names in an adapter's file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
-    """What is learned in place of the weights of `base`."""
+    """Low-rank adapters that are trained in place of the weights of `base`."""
 
     settings: Lora
     base: str
-    """`student.model`."""
+    """Value of `student.model`."""
     seed: int
-    """Of the values they start from."""
+    """Seed of the initial values."""
 
     def attach(self, model: PreTrainedModel) -> None:
-        """Put adapters beside the target layers of a whole model, which may be on meta, and freeze everything else.
+        """Add adapters to the target layers of a whole model, which may be on meta, and freeze everything else.
 
-        They are fp32 whatever the model is. A target's own weights are found under `base_name` from then on. Raises
-        ModelError for a quantised model and for targets that it has not.
+        They are fp32 whatever the model is. A target's own weights are named `base_name` from then on. Raises
+        ModelError for a quantised model and for targets that it does not have.
         """
         if getattr(model.config, "quantization_config", None) is not None:
             raise ModelError(
-                f"student.lora is set and student.model={self.base} is quantised: adapters are trained beside plain "
-                "weights, and merged into them; name the unquantised model"
+                f"student.lora is set and student.model={self.base} is quantised: adapters need plain weights, "
+                "into which they are merged; name the unquantised model"
             )
-        # Here, since it takes seconds, which runs without adapters need not spend in every process.
+        # Imported here, since it takes seconds in every process.
         from peft import LoraConfig, inject_adapter_in_model
 
         config = LoraConfig(
             r=self.settings.rank,
             lora_alpha=self.settings.alpha,
             lora_dropout=self.settings.dropout,
-            target_modules=self._targets(linear_layers(model)),
+            target_modules=self._targets(_linear_layers(model)),
             base_model_name_or_path=resolve(self.base),
             task_type="CAUSAL_LM",
         )
@@ -61,7 +61,7 @@ class Adapters:
             inject_adapter_in_model(config, model, adapter_name=NAME)
 
     def _targets(self, names: Sequence[str]) -> list[str]:
-        """Ends of the names of those of the layers `names` that get an adapter."""
+        """Return the ends of the names of the layers, out of `names`, that get an adapter."""
         wanted, there = self.settings.target_modules, sorted({name.rpartition(".")[2] for name in names})
         if wanted == ALL_LINEAR:
             return there
@@ -74,9 +74,9 @@ class Adapters:
         return list(wanted)
 
     def initial_values(self, model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole value, on the CPU, of each adapter's parameters: A as a linear layer starts, B zero.
+        """Yield name and whole value, on the CPU, of each adapter's parameters: A as of a linear layer, B zero.
 
-        The same however the model is cut. Only what is not zero yet takes random numbers.
+        They do not depend on how the model is cut.
         """
         generator = torch.Generator().manual_seed(self.seed)
         for name, parameter in adapter_parameters(model):
@@ -103,7 +103,7 @@ class Adapters:
 
     @torch.no_grad()
     def merge(self, state: Mapping[str, Tensor], model: PreTrainedModel) -> None:
-        """Into the weights of a whole `model` as it was before anything was attached. state: as for `save`."""
+        """Add adapters to the weights of a whole `model` that has none attached. state: as for `save`."""
         self.attach(model)
         for name, parameter in adapter_parameters(model):
             parameter.copy_(state[name])
@@ -113,8 +113,8 @@ class Adapters:
         del model.peft_config
 
 
-def linear_layers(model: PreTrainedModel) -> list[str]:
-    """Names of those that can take an adapter: all but the head, which losses read as a plain matrix."""
+def _linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of layers that can take an adapter: all but the head, which losses read as a plain matrix."""
     head = model.get_output_embeddings()
     return [
         name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D) and module is not head
@@ -122,15 +122,16 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, module) for name, module in model.named_modules() if has_adapter(module))
+    """Yield the layers with adapters, by name."""
+    return ((name, module) for name, module in model.named_modules() if _has_adapter(module))
 
 
-def has_adapter(module: nn.Module) -> bool:
+def _has_adapter(module: nn.Module) -> bool:
     return isinstance(getattr(module, "lora_A", None), nn.ModuleDict)
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """By name, in the model's order."""
+    """Yield the adapters' parameters by name, in the model's order."""
     for owner, layer in lora_layers(model):
         for name, parameter in layer.named_parameters():
             if name.startswith("lora_"):
@@ -138,13 +139,13 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def base_name(model: nn.Module, name: str) -> str:
-    """What the model with adapters calls the parameter or buffer that was `name` before they were attached."""
+    """Return the name, in a model with adapters, of the parameter or buffer that was `name` without them."""
     owner, _, own = name.rpartition(".")
-    return f"{owner}.base_layer.{own}" if has_adapter(model.get_submodule(owner)) else name
+    return f"{owner}.base_layer.{own}" if _has_adapter(model.get_submodule(owner)) else name
 
 
 def keep_adapters_only(model: nn.Module) -> None:
-    """Let the model's state be its adapters alone: the rest is the base model's, and is loaded with that."""
+    """Restrict the model's state to its adapters: the rest is loaded with the base model."""
     own = {name for name, _ in adapter_parameters(model)}
 
     def drop_others(_: nn.Module, state: dict[str, Any], prefix: str, __: Any) -> None:

@@ -1,4 +1,4 @@
-"""One model over the ranks of its group: tensor parallel first, then FSDP2; how its layers are computed."""
+"""Parallelism of a model over the ranks of its group: context and tensor parallel, then FSDP2."""
 
 import warnings
 
@@ -15,7 +15,7 @@ from nemo_opd.models.tensor_plan import tensor_plan
 
 
 def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device: str, *, key: str) -> None:
-    """Whether `parallelize` can cut a model of this configuration: raises what it raises."""
+    """Raise what `parallelize` would for a model of this configuration."""
     if parallelism.tp == parallelism.cp == 1:
         return
     check_context_parallel(parallelism.cp, device, key=f"{key}.parallelism.cp")
@@ -31,7 +31,7 @@ def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device
 def parallelize(
     model: PreTrainedModel, mesh: DeviceMesh, parallelism: Parallelism, *, compute_dtype: torch.dtype, key: str
 ) -> None:
-    """Cut in place over `mesh`, which `build_mesh` made; the model may be on meta.
+    """Cut a model in place over `mesh`, from `build_mesh`; it may be on meta.
 
     Communicates what `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming what is under `key`
     (`student`, `teachers.0`), for a model that cannot be cut, and ConfigError for a device that has no ring attention.
@@ -52,9 +52,9 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     Communicates an all-gather of one layer's parameters before its forward and before its backward, and a
     reduce-scatter (fp32, mean over ranks) of its gradients.
     """
-    # Only operations in place on what a module returns would do harm, and there are none.
+    # Only in-place operations on what a module returns would be wrong, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    # A layer's inputs are as the model makes them: some keep their rotary angles in fp32.
+    # Inputs of layers keep their dtype: some models keep rotary angles in fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     layers = set(model._no_split_modules or ())
     for module in model.modules():
@@ -65,16 +65,13 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
 
 def checkpoint_activations(model: PreTrainedModel) -> None:
     """Let the model keep only its layers' inputs for backward."""
-    # Newer and older transformers have different names for it.
+    # The name differs between versions of transformers.
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
 
 
 def compile_in_place(model: PreTrainedModel) -> None:
-    """Let decoder layers be compiled as they are first called: once for all layers that are alike.
-
-    Lengths are free from the first, so that no batch's own is compiled for.
-    """
+    """Compile decoder layers at their first call, once for all equal layers and for any length."""
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:

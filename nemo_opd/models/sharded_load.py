@@ -1,4 +1,4 @@
-"""Weights read from safetensors straight into a sharded model."""
+"""Loading of safetensors directly into a sharded model."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -36,30 +37,29 @@ from nemo_opd.models.load import (
 )
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
 from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
-from nemo_opd.models.tensor_styles import part_of
 from nemo_opd.progress import tracked
 
-COMPARED_ROWS = 1024
-FLOATS = {"F64", "F32", "F16", "BF16"}
-"""What safetensors calls the types of weights that are no codes of quantised ones."""
+_COMPARED_ROWS = 1024
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types, as named by safetensors, of weights that are not quantised."""
 
 
-class NotPiecewiseError(Exception):
-    """These weights cannot be read piece by piece."""
+class _NotPiecewiseError(Exception):
+    """Signal that weights cannot be read piece by piece."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
-    """A tensor in a safetensors file."""
+class _Stored:
+    """Tensor in a safetensors file."""
 
     file: Path
     name: str
     shape: torch.Size
     dtype: str
-    """By its name in safetensors."""
+    """Name of the type in safetensors."""
 
     def read(self, tensors: Any, region: tuple[slice, ...]) -> Tensor:
-        """From the opened file: this part of the tensor, and no more."""
+        """Read a region of the tensor from the opened file."""
         part: Tensor = tensors.get_slice(self.name)[region] if region else tensors.get_tensor(self.name)
         return part
 
@@ -78,15 +78,14 @@ def load_sharded(
     compile_layers: bool = False,
     adapters: Adapters | None = None,
 ) -> PreTrainedModel:
-    """A causal language model with weights in `dtype`, cut over `mesh`, of which this rank has its shard on `device`.
+    """Load a causal language model with weights in `dtype`, cut over `mesh`, with this rank's shard on `device`.
 
-    It is built on meta and cut there; then each tensor's part is read from its file, so that a rank holds no more than
-    its shard and the part being read. Nothing is sent but whether weights are finite. Weights that are
-    quantised, not in safetensors, or fused or split by transformers as it loads them are loaded whole by every rank
-    before they are cut.
+    The model is built and cut on meta; then each tensor's part is read from its file, so that a rank holds no more than
+    its shard and the part being read. Communicates only whether weights are finite. Every rank loads weights whole,
+    before they are cut, where they are quantised, not in safetensors, or fused or split by transformers.
 
-    key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: to be trained in place of the
-    weights, which `dtype` is then for; the model's state is theirs alone. Raises ModelError naming `key` where
+    key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained in place of the
+    weights, to which `dtype` then applies; the model's state has adapters alone. Raises ModelError naming `key` where
     weights are unreadable or missing, on all ranks where one of them is NaN or infinite, and `….parallelism.tp` where
     the model cannot be cut.
     """
@@ -104,13 +103,13 @@ def load_sharded(
 
     try:
         model = _streamed(reference, dtype, cut, device, key)
-    except NotPiecewiseError:
+    except _NotPiecewiseError:
         model = load_model(reference, dtype, key=key)
         cut(model)
         model.to(device)  # type: ignore[arg-type]
     if adapters is not None:
-        put(model, adapters.initial_values(model))
-    # With offload the shards are in host memory, and the group's collectives are on the device all the same.
+        _put(model, adapters.initial_values(model))
+    # With offload shards are in host memory, but collectives are on the device.
     if (found := find_not_finite(dict(model.named_parameters()), device=mesh.device_type)) is not None:
         raise not_finite(reference, found, dtype, key=key)
     return model
@@ -127,32 +126,33 @@ def _streamed(
     cut(model)
     model.to_empty(device=device)
     try:
-        fill(model, stored)
+        _fill(model, stored)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # safetensors and torch each raise their own
         raise unreadable(reference, error, key=key) from error
-    compute_buffers(model)
-    _take_generation_config(model, reference)
+    _compute_buffers(model)
+    with suppress(OSError):  # so that what is exported generates as what was loaded
+        model.generation_config = GenerationConfig.from_pretrained(resolve(reference))
     return model
 
 
 def check_weights(model: PreTrainedModel, reference: str, *, key: str) -> None:
-    """Compare a model on meta with the headers of its files, where these are on this machine.
+    """Compare a model on meta with the headers of its files, where they are on this machine.
 
     Raises ModelError, naming `key`, for tensors that are missing, or of another shape or kind than the model's.
     """
     if Path(resolve(reference)).is_dir():
-        with suppress(NotPiecewiseError):
+        with suppress(_NotPiecewiseError):
             _require_piecewise(model, model.dtype)
             _whole(model, reference, key)
 
 
-def _whole(model: PreTrainedModel, reference: str, key: str) -> dict[str, Stored]:
-    """Where all that the model needs is. Raises ModelError, and NotPiecewiseError as `_stored` does."""
+def _whole(model: PreTrainedModel, reference: str, key: str) -> dict[str, _Stored]:
+    """Find all tensors of the model in its files. Raises ModelError, and _NotPiecewiseError as `_stored` does."""
     try:
         stored = _stored(model, _weight_files(reference))
-    except NotPiecewiseError:
+    except _NotPiecewiseError:
         raise
     except Exception as error:  # safetensors, the hub and transformers each raise their own
         raise unreadable(reference, error, key=key) from error
@@ -161,25 +161,25 @@ def _whole(model: PreTrainedModel, reference: str, key: str) -> dict[str, Stored
 
 
 def _require_piecewise(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Raises NotPiecewiseError for a model of which transformers' own loading would make something else."""
+    """Raise _NotPiecewiseError for a model that transformers' own loading would change."""
     if getattr(model.config, "quantization_config", None) is not None:
-        raise NotPiecewiseError
+        raise _NotPiecewiseError
     keeps_fp32 = getattr(model, "_keep_in_fp32_modules", None) or getattr(model, "_keep_in_fp32_modules_strict", None)
     if keeps_fp32 and dtype != torch.float32:
-        raise NotPiecewiseError
+        raise _NotPiecewiseError
     buffers = {id(buffer) for buffer in model.buffers()}
     for module in model.modules():
-        # What is neither parameter nor buffer would stay on meta.
+        # Tensors that are neither parameters nor buffers would stay on meta.
         if any(isinstance(value, Tensor) and id(value) not in buffers for value in vars(module).values()):
-            raise NotPiecewiseError
+            raise _NotPiecewiseError
 
 
 def _weight_files(reference: str) -> list[Path]:
-    """Raises NotPiecewiseError where there are no safetensors."""
+    """Return the files of a model's weights. Raises _NotPiecewiseError where there are no safetensors."""
     source = resolve(reference)
     files = safetensors_files(Path(source)) if Path(source).is_dir() else _hub_files(source)
     if not files:
-        raise NotPiecewiseError
+        raise _NotPiecewiseError
     return files
 
 
@@ -194,61 +194,61 @@ def _hub_files(name: str) -> list[Path]:
     return [Path(file) for file in files]
 
 
-def _stored(model: PreTrainedModel, files: list[Path]) -> dict[str, Stored]:
-    """Where each parameter and buffer of a model on meta is, by its name in the model; what it lacks is ignored.
+def _stored(model: PreTrainedModel, files: list[Path]) -> dict[str, _Stored]:
+    """Find the parameters and buffers of a model on meta, by name in the model; other tensors are ignored.
 
-    Raises NotPiecewiseError where transformers would fuse or split tensors, and ValueError for a tensor of another
+    Raises _NotPiecewiseError where transformers would fuse or split tensors, and ValueError for a tensor of another
     shape or kind.
     """
     mapping = get_model_conversion_mapping(model)
     expected = model.state_dict()
-    stored: dict[str, Stored] = {}
+    stored: dict[str, _Stored] = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (it is no dict)
                 target = _target(name, mapping, model.base_model_prefix, expected)
                 if target in expected:
                     about = tensors.get_slice(name)
-                    stored[target] = Stored(file, name, torch.Size(about.get_shape()), about.get_dtype())
-    # What has been renamed is given its old name when the model is exported. Older versions do not tell what has been.
+                    stored[target] = _Stored(file, name, torch.Size(about.get_shape()), about.get_dtype())
+    # Renamed weights get their old names in exports. Older versions of transformers do not have `was_used`.
     used: Any = [each for each in mapping if not hasattr(each, "was_used") or each.was_used()]
     model._weight_conversions = used
     for name, each in stored.items():
         if each.shape != expected[name].shape:
             raise ValueError(f"{each.name} is {list(each.shape)}, the model has {list(expected[name].shape)}")
-        if expected[name].is_floating_point() and each.dtype not in FLOATS:
+        if expected[name].is_floating_point() and each.dtype not in _FLOATS:
             raise ValueError(f"{each.name} is of type {each.dtype}, and config.json has no quantization_config for it")
     return stored
 
 
-def _require_equal_ties(model: PreTrainedModel, stored: dict[str, Stored]) -> None:
-    """Raises NotPiecewiseError where transformers would leave tied weights apart, since they differ."""
+def _require_equal_ties(model: PreTrainedModel, stored: dict[str, _Stored]) -> None:
+    """Raise _NotPiecewiseError where tied weights differ, which transformers would then leave untied."""
     for target, source in model.all_tied_weights_keys.items():
         if target in stored and source in stored and not _are_equal(stored[target], stored[source]):
-            raise NotPiecewiseError
+            raise _NotPiecewiseError
 
 
 def _target(name: str, mapping: list[Any], prefix: str, expected: dict[str, Tensor]) -> str:
-    """The name in the model of what a file has under `name`, by transformers' rules. Raises NotPiecewiseError."""
+    """Return the name in the model of a file's tensor, by transformers' rules. Raises _NotPiecewiseError."""
     renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
     converters = [each for each in mapping if isinstance(each, WeightConverter)]
     target, converter = rename_source_key(name, renamings, converters, prefix, expected)
     if target not in expected and name in expected:
         target, converter = rename_source_key(name, [], [], prefix, expected)
     if converter is not None:
-        raise NotPiecewiseError
+        raise _NotPiecewiseError
     return str(target)
 
 
-def _are_equal(left: Stored, right: Stored) -> bool:
+def _are_equal(left: _Stored, right: _Stored) -> bool:
     rows = left.shape[0]
-    parts = ((slice(start, min(start + COMPARED_ROWS, rows)),) for start in range(0, rows, COMPARED_ROWS))
+    parts = ((slice(start, min(start + _COMPARED_ROWS, rows)),) for start in range(0, rows, _COMPARED_ROWS))
     with safe_open(left.file, framework="pt") as own, safe_open(right.file, framework="pt") as other:
         return all(torch.equal(left.read(own, part), right.read(other, part)) for part in parts)
 
 
-def _missing(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
-    """Names that no file has, but those that are tied to what one has, or that the model can do without."""
+def _missing(model: PreTrainedModel, stored: dict[str, _Stored]) -> list[str]:
+    """Return names that no file has, except those tied to stored ones and those that the model does not need."""
     tied: dict[str, str] = model.all_tied_weights_keys
     sources = {tied[name] for name in stored if name in tied} | set(stored)
     ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
@@ -260,8 +260,8 @@ def _missing(model: PreTrainedModel, stored: dict[str, Stored]) -> list[str]:
 
 
 @torch.no_grad()
-def fill(model: nn.Module, stored: dict[str, Stored]) -> None:
-    """Read this rank's part of each parameter and buffer of a model that is already cut; its shape is known to fit."""
+def _fill(model: nn.Module, stored: dict[str, _Stored]) -> None:
+    """Read this rank's part of each parameter and buffer of a model that is already cut; shapes are known to fit."""
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     by_file = sorted(stored, key=lambda name: stored[name].file)
     for file, names in groupby(tracked(by_file, "reading weights", "tensors"), key=lambda name: stored[name].file):
@@ -270,39 +270,29 @@ def fill(model: nn.Module, stored: dict[str, Stored]) -> None:
                 tensor = own[base_name(model, name)]
                 shard = local(tensor)
                 if shard.numel():
-                    shard.copy_(stored[name].read(tensors, own_region(tensor)))
+                    shard.copy_(stored[name].read(tensors, _own_region(tensor)))
 
 
 @torch.no_grad()
-def put(model: nn.Module, values: Iterator[tuple[str, Tensor]]) -> None:
-    """This rank's part of whole parameters, by name."""
+def _put(model: nn.Module, values: Iterator[tuple[str, Tensor]]) -> None:
+    """Copy this rank's part of whole parameters into the model, by name."""
     own = dict(model.named_parameters())
     for name, whole in values:
-        local(own[name]).copy_(whole[own_region(own[name])])
+        local(own[name]).copy_(whole[_own_region(own[name])])
 
 
-def own_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of the whole tensor this rank has: one slice a dimension.
-
-    FSDP2 cuts what tensor parallelism has left of the first dimension, so the mesh's last axis cuts first.
-    """
-    region = [(0, size) for size in tensor.shape]
-    if isinstance(tensor, DTensor):
-        mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
-        assert coordinate is not None
-        for axis in reversed(range(mesh.ndim)):
-            dim = getattr(tensor.placements[axis], "dim", None)
-            if dim is not None:
-                begin, end = region[dim]
-                first, last = part_of(end - begin, mesh.size(axis), coordinate[axis])
-                region[dim] = begin + first, begin + last
-    return tuple(slice(begin, end) for begin, end in region)
+def _own_region(tensor: Tensor) -> tuple[slice, ...]:
+    """Return which part of the whole tensor this rank has: one slice a dimension."""
+    if not isinstance(tensor, DTensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    sizes, begins = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(begin, begin + size) for size, begin in zip(sizes, begins, strict=True))
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does after it has loaded.
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers that no checkpoint has, such as rotary frequencies, as transformers does after loading.
 
-    Raises ModelError for a model that does not say how.
+    Raises ModelError for a model without code for that.
     """
     computed = dict(_computed_buffers(model))
     owners = {name.rpartition(".")[0] for name in computed}
@@ -328,9 +318,3 @@ def _computed_buffers(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         owner, _, own = name.rpartition(".")
         if own in model.get_submodule(owner)._non_persistent_buffers_set:
             yield name, buffer
-
-
-def _take_generation_config(model: PreTrainedModel, reference: str) -> None:
-    """So that what is exported generates as what was loaded."""
-    with suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(resolve(reference))

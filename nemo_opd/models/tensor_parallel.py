@@ -24,12 +24,11 @@ from nemo_opd.models.tensor_styles import (
 def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_parallel: bool, key: str) -> None:
     """Cut every matrix in place over the one-dimensional `mesh`; all parameters become DTensors on it.
 
-    The model may be on meta; where it is not, every rank must have the same values. Embedding and head are cut along
-    the vocabulary, and stay one parameter where they are tied; the model's logits are each rank's own columns.
+    The model may be on meta; otherwise every rank must have the same values. Embedding and head are cut along the
+    vocabulary, and stay one parameter where they are tied; the model's logits are each rank's own columns.
     Communicates, for each block of a layer, an all-reduce of hidden states [B, S, D] forward and one backward; with
-    `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size, but
-    within `whole_positions`.
-    Raises ModelError naming `key`, which is that of tp.
+    `sequence_parallel`, an all-gather and a reduce-scatter instead. S must then be a multiple of the mesh's size,
+    except within `whole_positions`. Raises ModelError naming `key`, which is that of tp.
     """
     plan = tensor_plan(model, mesh.size(), sequence_parallel=sequence_parallel, key=key)
     _cut_vocabulary(model, mesh, f"{key}={mesh.size()}")
@@ -60,7 +59,7 @@ def _cut_vocabulary(model: PreTrainedModel, mesh: DeviceMesh, value: str) -> Non
 
 
 def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -> ParallelStyle | None:
-    """Of a module that has parameters of its own which are not cut yet; None for others."""
+    """Return the style of a module that has own parameters which are not cut yet; None for others."""
     own = list(module.parameters(recurse=False))
     if not own or isinstance(own[0], DTensor):
         return None
@@ -77,5 +76,5 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
             return Whole(Partial())
     in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)
     in_block = any(inside(name, block) for block in plan.blocks)
-    # Between blocks a rank may see some of the positions only.
+    # Between blocks a rank may have a part of the positions only.
     return Whole(Partial() if residual.is_shared and in_layer and not in_block else Replicate())

@@ -1,4 +1,4 @@
-"""How transformers would cut each module of a model over the ranks of a tensor-parallel group."""
+"""How each module of a model is cut over a tensor-parallel group, from transformers' own plan."""
 
 import re
 from collections.abc import Iterator
@@ -14,21 +14,21 @@ from nemo_opd.errors import ModelError
 
 
 class Style(Enum):
-    """What becomes of a module. Unplanned ones are whole on every rank, and see the same there."""
+    """Way to cut a module. Unplanned modules are whole on every rank, with the same input there."""
 
     COLUMNS = auto()
-    """A linear layer with a part of the output features, which stay apart."""
+    """Linear layer with a part of the output features, which stay sharded."""
     COLUMNS_GATHERED = auto()
-    """The same, but its output is made whole."""
+    """Linear layer with a part of the output features, which are gathered."""
     ROWS = auto()
-    """A linear layer with a part of the input features, which come apart; the outputs are summed."""
+    """Linear layer with a part of the input features, whose input is sharded; the outputs are summed."""
     ROWS_SPLIT = auto()
-    """The same, but its input comes whole."""
+    """Linear layer with a part of the input features, whose input is whole; the outputs are summed."""
     OF_HEADS = auto()
-    """Whole on every rank, and sees each rank's own heads there: its gradients are summed."""
+    """Module that is whole on every rank and computes on each rank's own heads: its gradients are summed."""
 
 
-STYLES: dict[str, Style | None] = {
+_STYLES: dict[str, Style | None] = {
     "colwise": Style.COLUMNS,
     "colwise_gather_output": Style.COLUMNS_GATHERED,
     "colwise_rep": Style.COLUMNS_GATHERED,
@@ -38,30 +38,30 @@ STYLES: dict[str, Style | None] = {
     "replicated_with_grad_allreduce": Style.OF_HEADS,
     "replicated": None,
     "replicate": None,
-    # Of norms. Where positions are shared follows from where the layers' blocks are, not from the plan.
+    # For norms. Where positions are shared follows from the layers' blocks, not from the plan.
     "sequence_parallel": None,
 }
-"""By transformers' names, older ones included."""
-LINEAR = {Style.COLUMNS, Style.COLUMNS_GATHERED, Style.ROWS, Style.ROWS_SPLIT}
-INTO_BLOCK = {Style.COLUMNS, Style.COLUMNS_GATHERED}
-OUT_OF_BLOCK = {Style.ROWS, Style.ROWS_SPLIT}
-HEAD_NORM = re.compile(r"[qk]_(layer)?norm")
-HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
+"""Styles by transformers' names, including older ones; None: the module is left whole."""
+_LINEAR = {Style.COLUMNS, Style.COLUMNS_GATHERED, Style.ROWS, Style.ROWS_SPLIT}
+_INTO_BLOCK = {Style.COLUMNS, Style.COLUMNS_GATHERED}
+_OUT_OF_BLOCK = {Style.ROWS, Style.ROWS_SPLIT}
+_HEAD_NORM = re.compile(r"[qk]_(layer)?norm")
+_HEAD_COUNTS = ("num_attention_heads", "num_key_value_heads")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """By names of modules. The vocabulary's two, embedding and head, are not in it: they are always cut."""
+    """Plan by names of modules, without embedding and head, which are always cut along the vocabulary."""
 
     styles: dict[str, Style]
     layers: tuple[str, ...]
-    """Decoder layers in their order."""
+    """Decoder layers in order."""
     blocks: tuple[str, ...]
-    """Parts of layers that whole hidden states enter, and a sum over ranks leaves: attention, feed-forward."""
+    """Parts of layers with whole hidden states as input and a sum over ranks as output: attention, feed-forward."""
 
 
 def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key: str) -> TensorPlan:
-    """Raises ModelError, naming `key`, for a model that cannot be cut into `tp` parts; it says which number is why."""
+    """Return the plan. Raises ModelError, naming `key` and the size, for a model that cannot be cut into `tp` parts."""
     named = dict(model.named_modules())
     if getattr(model.config, "quantization_config", None) is not None:
         raise ModelError(f"{key}={tp}: quantised weights cannot be cut; set it to 1, or name an unquantised model")
@@ -72,7 +72,7 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
         f"{layer}.{name.removeprefix(layer + '.').split('.')[0]}"
         for layer in layers
         for name, style in styles.items()
-        if style in INTO_BLOCK and inside(name, layer) and name.count(".") > layer.count(".") + 1
+        if style in _INTO_BLOCK and inside(name, layer) and name.count(".") > layer.count(".") + 1
     }
     plan = TensorPlan(styles, tuple(layers), tuple(sorted(blocks)))
     _check_sizes(model, named, styles, tp, key)
@@ -81,6 +81,7 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
 
 
 def inside(name: str, module: str) -> bool:
+    """Return whether `name` is a part of `module`."""
     return name.startswith(f"{module}.")
 
 
@@ -92,23 +93,23 @@ def _styles(model: PreTrainedModel, named: dict[str, nn.Module], value: str) -> 
         expression = re.compile(re.escape(pattern).replace(r"\*", r"\d+"))
         planned |= {name: style for name in (*named, *parameters) if expression.fullmatch(name)}
     planned = {name: style for name, style in planned.items() if named.get(name) not in vocabulary}
-    if unknown := next(((name, style) for name, style in planned.items() if style not in STYLES), None):
+    if unknown := next(((name, style) for name, style in planned.items() if style not in _STYLES), None):
         raise ModelError(
             f"{value}: transformers cuts {unknown[0]} of {type(model).__name__} in the way '{unknown[1]}', which is "
             "not supported; set it to 1"
         )
-    styles = {name: kind for name, style in planned.items() if (kind := STYLES[style]) is not None}
+    styles = {name: kind for name, style in planned.items() if (kind := _STYLES[style]) is not None}
     styles |= dict.fromkeys(_norms_of_heads(named, styles), Style.OF_HEADS)
-    if not LINEAR & set(styles.values()):
+    if not _LINEAR & set(styles.values()):
         raise ModelError(f"{value}: transformers has no tensor-parallel plan for {type(model).__name__}; set it to 1")
     return styles
 
 
 def _norms_of_heads(named: dict[str, nn.Module], styles: dict[str, Style]) -> Iterator[str]:
-    """Norms of queries and keys that the plan does not name, as older plans and that of Phi do not."""
+    """Yield norms of queries and keys that the plan does not name, as older plans and that of Phi do not."""
     for name in named:
         parent, _, own = name.rpartition(".")
-        if HEAD_NORM.fullmatch(own) and name not in styles and styles.get(f"{parent}.q_proj") is Style.COLUMNS:
+        if _HEAD_NORM.fullmatch(own) and name not in styles and styles.get(f"{parent}.q_proj") is Style.COLUMNS:
             yield name
 
 
@@ -121,15 +122,15 @@ def _check_sizes(
         possible = ", ".join(str(each) for each in range(1, common + 1) if common % each == 0)
         raise ModelError(
             f"{key}={tp}: {wrong}={sizes[wrong]} of {type(model).__name__} cannot be cut into {tp} equal parts; "
-            f"what would do: {possible}"
+            f"set it to one of: {possible}"
         )
 
 
 def _sizes(model: PreTrainedModel, named: dict[str, nn.Module], styles: dict[str, Style]) -> Iterator[tuple[str, int]]:
-    """All that must be cut into equal parts; sizes that are gathered, and the vocabulary's, need not be."""
+    """Yield the sizes that must be cut into equal parts; those that are gathered, and the vocabulary, need not."""
     config: Any = model.config.get_text_config()
     if any(style is Style.COLUMNS and "att" in name.rpartition(".")[0] for name, style in styles.items()):
-        yield from ((name, value) for name in HEAD_COUNTS if isinstance(value := getattr(config, name, None), int))
+        yield from ((name, value) for name in _HEAD_COUNTS if isinstance(value := getattr(config, name, None), int))
     for name, style in styles.items():
         linear: Any = named[name]
         if style is Style.COLUMNS:
@@ -140,7 +141,7 @@ def _sizes(model: PreTrainedModel, named: dict[str, nn.Module], styles: dict[str
 
 def _check_blocks(named: dict[str, nn.Module], plan: TensorPlan, sequence_parallel: bool, value: str) -> None:
     for name, style in plan.styles.items():
-        if style in LINEAR and not isinstance(named[name], nn.Linear):
+        if style in _LINEAR and not isinstance(named[name], nn.Linear):
             raise ModelError(
                 f"{value}: {name} is a {type(named[name]).__name__}, not a linear layer, and cannot be cut; set it to 1"
             )
@@ -149,7 +150,7 @@ def _check_blocks(named: dict[str, nn.Module], plan: TensorPlan, sequence_parall
         unplanned = [name for name in within if isinstance(named[name], nn.Linear) and name not in plan.styles]
         if unplanned:
             raise ModelError(f"{value}: transformers' plan does not say how {unplanned[0]} is cut; set it to 1")
-        leaving = [name for name in within if plan.styles.get(name) in OUT_OF_BLOCK]
+        leaving = [name for name in within if plan.styles.get(name) in _OUT_OF_BLOCK]
         if sequence_parallel and len(leaving) != 1:
             raise ModelError(
                 f"{value}: {block} has {len(leaving)} layers whose outputs are summed over ranks, and "

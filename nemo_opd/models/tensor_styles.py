@@ -1,4 +1,4 @@
-"""What torch's tensor-parallel styles do not have: parameters without a style, and the vocabulary's two ends."""
+"""Tensor-parallel styles that torch does not have: whole parameters, vocabulary shards, blocks between residuals."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,17 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel, parallelize_module
 
-SEQUENCE = Shard(1)
-"""Of hidden states [B, S, D]."""
+_SEQUENCE = Shard(1)
+"""Placement of hidden states [B, S, D] whose positions are shared."""
 _HAS_ALL: ContextVar[bool] = ContextVar("whole_positions", default=False)
 
 
 @contextmanager
 def whole_positions() -> Iterator[None]:
-    """Inside, positions are not shared: a forward pass has all of them on each rank, also of a model cut otherwise.
-
-    So many as come need not be a multiple of the group's size then. For passes without a backward.
-    """
+    """Let each rank's forward passes have all positions inside, whose number may be any; without a backward pass."""
     before = _HAS_ALL.set(True)
     try:
         yield
@@ -34,34 +31,32 @@ def whole_positions() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """Hidden states [B, S, D] between the blocks of layers, as they lie over a tensor-parallel group."""
+    """Placement of the hidden states [B, S, D] between the blocks of layers over a tensor-parallel group."""
 
     is_shared: bool
-    """Each rank has a part of the positions, but within `whole_positions`."""
+    """Whether each rank has a part of the positions, except within `whole_positions`."""
 
     @property
     def placement(self) -> Placement:
-        """In the forward pass that is under way."""
-        return SEQUENCE if self.is_shared and not _HAS_ALL.get() else Replicate()
+        """Placement in the current forward pass."""
+        return _SEQUENCE if self.is_shared and not _HAS_ALL.get() else Replicate()
 
 
 class Whole(ParallelStyle):
-    """Parameters that every rank has whole. A module's own code computes with plain tensors.
-
-    gradient: what each rank's gradient is: the same everywhere, or a part of the sum.
-    """
+    """Parameters that every rank has whole; the module computes with plain tensors."""
 
     def __init__(self, gradient: Placement) -> None:
+        """gradient: placement of each rank's gradient, which is the same everywhere or a part of the sum."""
         self.gradient = gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, _ in list(module.named_parameters(recurse=False)):
-            distribute(module, name, device_mesh, Replicate())
+            _distribute(module, name, device_mesh, Replicate())
         forward = module.forward
 
         @wraps(forward)
         def with_local(*args: Any, **kwargs: Any) -> Any:
-            with local_parameters(module, self.gradient):
+            with _local_parameters(module, self.gradient):
                 return forward(*args, **kwargs)
 
         module.forward = with_local
@@ -69,33 +64,33 @@ class Whole(ParallelStyle):
 
 
 class VocabularyEmbedding(ParallelStyle):
-    """An embedding whose rows are cut over the ranks, unevenly where need be; its output is whole everywhere.
+    """Embedding whose rows are sharded, unevenly where needed; its output is whole on every rank.
 
-    Communicates one all-reduce of [B, S, D] forward. torch's own style does not move the padding index to the shard
-    that has it, and cannot run what subclasses do to the output.
+    Communicates one all-reduce of [B, S, D] forward. torch's style does not move the padding index to the shard that
+    has it, and skips what subclasses do to the output.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         embedding: Any = module
         begin, end = own_part(embedding.num_embeddings, device_mesh)
-        distribute(module, "weight", device_mesh, Shard(0))
+        _distribute(module, "weight", device_mesh, Shard(0))
         padding = embedding.padding_idx
         embedding.padding_idx = padding - begin if padding is not None and begin <= padding < end else None
         forward: Callable[[Tensor], Tensor] = module.forward
 
         def of_shard(ids: Tensor) -> Tensor:
             is_own = (ids >= begin) & (ids < end)
-            with local_parameters(module, Shard(0)):
+            with _local_parameters(module, Shard(0)):
                 rows = forward(torch.where(is_own, ids - begin, 0))
             rows = torch.where(is_own.unsqueeze(-1), rows, 0)
-            return moved(rows, device_mesh, Partial(), Replicate())
+            return _moved(rows, device_mesh, Partial(), Replicate())
 
         module.forward = of_shard
         return module
 
 
 class VocabularyHead(ParallelStyle):
-    """A head whose rows are cut over the ranks: from whole hidden states to each rank's own columns of logits.
+    """Head whose rows are sharded: from whole hidden states to each rank's own columns of logits.
 
     Communicates one all-reduce of [B, S, D] backward.
     """
@@ -103,11 +98,11 @@ class VocabularyHead(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         linear: Any = module
         for name, _ in list(module.named_parameters(recurse=False)):
-            distribute(module, name, device_mesh, Shard(0))
+            _distribute(module, name, device_mesh, Shard(0))
 
         def of_shard(hidden: Tensor) -> Tensor:
             entered = DTensor.from_local(hidden, device_mesh, [Replicate()], run_check=False)
-            with local_parameters(module, Shard(0)):
+            with _local_parameters(module, Shard(0)):
                 return F.linear(entered.to_local(grad_placements=[Partial()]), linear.weight, linear.bias)
 
         module.forward = of_shard
@@ -115,9 +110,9 @@ class VocabularyHead(ParallelStyle):
 
 
 class Rows(ParallelStyle):
-    """A linear layer with a part of the input features, at the end of a block: its outputs are summed over the ranks.
+    """Linear layer with a part of the input features, at the end of a block: its outputs are summed over the ranks.
 
-    torch's own style must know beforehand which ranks get the sum.
+    torch's style must know beforehand which ranks get the sum.
     """
 
     def __init__(self, residual: Residual, *, input_layouts: Placement | None = None) -> None:
@@ -134,9 +129,9 @@ class Rows(ParallelStyle):
 
 
 class Block(ParallelStyle):
-    """A part of a layer: what enters is made whole, once for all of its linear layers.
+    """Part of a layer whose input is gathered once for all of its linear layers.
 
-    Its gradients are summed once as well: an all-reduce, or a reduce-scatter where positions are shared.
+    Gradients of the input are summed once as well: an all-reduce, or a reduce-scatter where positions are shared.
     """
 
     def __init__(self, residual: Residual) -> None:
@@ -159,31 +154,32 @@ class Block(ParallelStyle):
 
 
 def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh, residual: Residual) -> None:
-    """Each rank takes its part of the positions where the first layer begins; all are whole again after the last.
+    """Cut positions over the ranks before the first layer, and gather them after the last.
 
-    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size. Nothing
-    of this holds within `whole_positions`.
+    Communicates an all-gather of [B, S, D] forward, and one backward. S must be a multiple of the group's size. Has no
+    effect within `whole_positions`.
     """
 
     def take(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return moved(args[0], mesh, Replicate(), residual.placement), *args[1:]
+        return _moved(args[0], mesh, Replicate(), residual.placement), *args[1:]
 
     def gather(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, tuple):
-            return moved(output[0], mesh, residual.placement, Replicate()), *output[1:]
-        return moved(output, mesh, residual.placement, Replicate())
+            return _moved(output[0], mesh, residual.placement, Replicate()), *output[1:]
+        return _moved(output, mesh, residual.placement, Replicate())
 
     first.register_forward_pre_hook(take)
     last.register_forward_hook(gather)
 
 
-def moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+def _moved(local: Tensor, mesh: DeviceMesh, source: Placement, target: Placement) -> Tensor:
+    """Redistribute a local tensor from one placement to another."""
     distributed = DTensor.from_local(local, mesh, [source], run_check=False)
     return distributed.redistribute(placements=[target]).to_local()
 
 
-def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Replace a parameter by this rank's part of it; every rank has it whole, or on meta, so nothing is sent."""
+def _distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
+    """Replace a parameter by this rank's part; every rank has it whole, or on meta, so nothing is sent."""
     parameter = module._parameters[name]
     assert parameter is not None
     if not isinstance(parameter, DTensor):
@@ -192,8 +188,8 @@ def distribute(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placem
 
 
 @contextmanager
-def local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
-    """Inside, the module's own parameters are plain tensors: this rank's parts, which gradients flow through."""
+def _local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
+    """Make the module's own parameters plain tensors inside: this rank's parts, through which gradients flow."""
     held = dict(module._parameters)
     for name, parameter in held.items():
         if isinstance(parameter, DTensor):
@@ -206,11 +202,6 @@ def local_parameters(module: nn.Module, gradient: Placement) -> Iterator[None]:
 
 
 def own_part(size: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """[begin, end) of a dimension that is cut over a one-dimensional mesh, as torch cuts it."""
-    return part_of(size, mesh.size(), mesh.get_local_rank())
-
-
-def part_of(size: int, num_parts: int, part: int) -> tuple[int, int]:
-    """[begin, end) of a dimension cut into parts as torch.chunk does it; late ones may be smaller, or empty."""
-    length = -(-size // num_parts)
-    return min(part * length, size), min((part + 1) * length, size)
+    """Return [begin, end) of this rank's shard of a dimension over a one-dimensional mesh; late ones may be empty."""
+    num_own, begin = Shard.local_shard_size_and_offset(size, mesh.size(), mesh.get_local_rank())
+    return begin, begin + num_own

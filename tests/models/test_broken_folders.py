@@ -184,4 +184,4 @@ def test_more_layers_than_any_model_has_where_tensors_cannot_be_counted(folder: 
     torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
     (folder / WEIGHTS).unlink()
     rewritten(folder / CONFIG, lambda config: config.update(num_hidden_layers=10**6))
-    assert "says 1000000 layers, but no model has so many" in refusal(folder)
+    assert "says 1000000 layers, but no model has that many" in refusal(folder)

@@ -47,7 +47,7 @@ def test_norms_of_heads_are_found_where_the_plan_does_not_name_them() -> None:
 @pytest.mark.parametrize(
     ("change", "tp", "message"),
     [
-        ({}, 4, r"=4: num_key_value_heads=2 of LlamaForCausalLM cannot be cut into 4 .*; what would do: 1, 2$"),
+        ({}, 4, r"=4: num_key_value_heads=2 of LlamaForCausalLM cannot be cut into 4 .*; set it to one of: 1, 2$"),
         (
             {"hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 6},
             4,
