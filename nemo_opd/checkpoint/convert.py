@@ -20,8 +20,7 @@ from transformers import PreTrainedModel
 
 from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress, read_whole
 from nemo_opd.checkpoint.metadata import MetadataError, read_metadata
-from nemo_opd.checkpoint.sharded import read_sharded, write_sharded
-from nemo_opd.checkpoint.state import write_rank_file
+from nemo_opd.checkpoint.state import read_sharded, write_rank_file, write_sharded
 from nemo_opd.checkpoint.verify import STATE
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student

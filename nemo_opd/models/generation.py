@@ -39,12 +39,13 @@ def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits
     whole rows of logits, for which they gather columns at every step. All ranks have all positions, since one new
     position cannot be shared. Nothing is sent on leaving.
     """
-    with ExitStack() as inside:
-        inside.enter_context(torch.no_grad())
-        inside.enter_context(_evaluating(model))
-        inside.enter_context(_not_compiled(model))
+    with torch.no_grad(), ExitStack() as inside:
+        inside.callback(model.train, model.training)
+        model.eval()  # without dropout, and without activation checkpointing, which would prevent a cache
+        _disable_compilation(model, inside)
         if mesh is not None and context_axis(mesh) is not None:
-            inside.enter_context(_attention_of(model, _WHOLE_SEQUENCES))
+            inside.callback(model.set_attn_implementation, model.config._attn_implementation)
+            model.set_attn_implementation(_WHOLE_SEQUENCES)
         inside.enter_context(_gathered_parameters(model))
         if not rounds_logits:
             inside.enter_context(_fp32_logits(model))
@@ -54,41 +55,12 @@ def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits
         yield
 
 
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Switch off dropout inside, and activation checkpointing, which would prevent a cache."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
-@contextmanager
-def _not_compiled(model: PreTrainedModel) -> Iterator[None]:
-    """Run layers uncompiled inside: with a growing cache they would be recompiled again and again."""
-    compiled: list[tuple[Any, Any]] = [
-        (module, module._compiled_call_impl) for module in model.modules() if module._compiled_call_impl is not None
-    ]
-    for module, _ in compiled:
-        module._compiled_call_impl = None
-    try:
-        yield
-    finally:
-        for module, call in compiled:
-            module._compiled_call_impl = call
-
-
-@contextmanager
-def _attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use another attention implementation inside."""
-    before: Any = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
+def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
+    """Run layers uncompiled: with a growing cache they would be recompiled again and again."""
+    for module in model.modules():
+        if (compiled := module._compiled_call_impl) is not None:
+            until.callback(setattr, module, "_compiled_call_impl", compiled)
+            module._compiled_call_impl = None
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel
 
-from nemo_opd.checkpoint.free_settings import FREE, FREE_KEYS, decided_in, fields
+from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
 from nemo_opd.config import RunConfig, aggregation, environment, handoff, loss, optim, reward, rollout
 from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
