@@ -51,7 +51,7 @@ _NOT_COMPUTED_WITH = {
 """Keys of a model's configuration on which its logits do not depend."""
 
 _Shapes = Mapping[str, torch.Size]
-"""By names in the model."""
+"""Shapes by names in the model."""
 
 
 def trained_part(student: Student) -> PreTrainedModel:

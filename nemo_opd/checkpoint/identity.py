@@ -96,7 +96,7 @@ def _bound(settings: Mapping[str, object]) -> dict[str, object]:
 
 
 def _may_change(key: str) -> bool:
-    """True for a dotted key that is free itself or in a free section."""
+    """Return whether a dotted key is free or in a free section."""
     parts = ["*" if part.isdigit() else part for part in key.split(".")]
     return any(".".join(parts[:depth]) in FREE_KEYS for depth in range(1, len(parts) + 1))
 

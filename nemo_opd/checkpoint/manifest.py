@@ -20,7 +20,7 @@ from nemo_opd.files import files_below, settle, sync, write_synced
 from nemo_opd.problems import first_problem
 from nemo_opd.progress import Work, working
 
-_T = TypeVar("T")
+_T = TypeVar("_T")
 
 MANIFEST = "manifest.json"
 _CHUNK = 1 << 22

@@ -1,4 +1,4 @@
-"""What has to be sent between nodes before windows can be read: pure."""
+"""Planning of the messages between nodes that windows need before they are read: pure."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Exchange:
     """Messages of one batch from one teacher; those of a pair of ranks have the same order on both sides."""
 
     sends: tuple[tuple[Message, ...], ...]
-    """By rank of the teacher."""
+    """Messages by rank of the teacher."""
     receives: tuple[tuple[Handle, ...], ...]
-    """By rank of the student: the handles by which it reads the messages."""
+    """Handles by which each rank of the student reads its messages."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the driver passes between processes instead of a tensor."""
+"""References that the driver passes between processes instead of tensors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Handle:
     shape: tuple[int, ...]
     dtype: torch.dtype
     tokens: tuple[tuple[int, object], ...] = field(repr=False, compare=False)
-    """By receiver: what the transport maps the buffer by, good for one mapping, or the message that has the tensor."""
+    """Receivers and their tokens, each of which maps the buffer once; or the message that has the tensor."""
 
     @property
     def num_bytes(self) -> int:

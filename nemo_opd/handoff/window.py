@@ -1,4 +1,4 @@
-"""From what every teacher rank handed over to what every student rank reads."""
+"""Windows: what each student rank reads of the output that the teacher's ranks handed over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a teacher rank's writers of logits and of hidden states share."""
+"""Buffers of a teacher rank's output, for its writers of logits and of hidden states."""
 
 from __future__ import annotations
 
