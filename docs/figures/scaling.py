@@ -185,7 +185,6 @@ def teacher_tp(*degrees: int) -> tuple[str, ...]:
 LAYOUTS = (
     row("1 GPU", "1B", "4B", 1, 1, 64, 4),
     row("1 GPU", "1B", "4B", 1, 1, 64, 16, CHECKPOINTED),
-    row("1 GPU", "1B", "8B", 1, 1, 64, 4),
     row("1 GPU", "1B", "32B", 1, 1, 64, 4, CHECKPOINTED),
     row("1 GPU", "4B", "8B", 1, 1, 64, 1, CHECKPOINTED),
     row("1 GPU, LoRA", "4B", "8B", 1, 1, 64, 4, CHECKPOINTED, "student.lora.rank=16"),
@@ -258,7 +257,6 @@ ROLLOUTS = (
     sampling("1 GPU", "1B", "8B", 1, 1),
     sampling("8 GPUs", "8B", "32B", 1, 8, *teacher_tp(8)),
     sampling("8 GPUs", "8B", "32B", 1, 8, "rollout.batch_size=8", *teacher_tp(8)),
-    sampling("8 GPUs", "8B", "32B", 1, 8, "student.parallelism.tp=2", *teacher_tp(8)),
     sampling("4 nodes", "32B", "70B", 4, 8, "rollout.batch_size=4", *teacher_tp(8)),
     sampling("4 nodes", "32B", "70B", 4, 8, "student.parallelism.tp=4", *teacher_tp(8)),
 )
