@@ -26,7 +26,7 @@ settings.load_profile("unhurried")
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 SLOWEST = ("training", "workers", "models", "cluster", "rollout")
 """Folders of tests; with these first, processes that share out the files are done at about the same time."""
-ON_THE_REFERENCE = ("test_run.py", "test_resume.py", "test_across_nodes.py")
+ON_THE_REFERENCE = ("test_run.py", "test_resume.py")
 """Files of tests that look at one run, which takes a minute; one process has them all."""
 
 

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import WorkerError
+from tests import processes
 from tests.cluster.toy import Toy
 from tests.waiting import wait_until
+from tests.workers.local import as_torchrun_starts
 
 pytestmark = pytest.mark.world
 
@@ -72,39 +75,65 @@ def test_two_worlds_and_a_run_without_one(tmp_path: Path) -> None:
     assert out.splitlines() == ["[(0, 31.0), (1, 31.0)]", "[(0, 31.0), (1, 31.0)]"]
 
 
-FAILURES = {
-    "driver fails": "error: toys rank 0 failed: KeyError: 'no such thing' (while in 'fail_in_a_collective')",
-    "other fails": "error: toys rank 1 failed: KeyError: 'no such thing' (while in 'fail_in_a_collective')",
-    "other dies": "error: toys: the process of another rank died while in 'die_in_a_collective'; torchrun says below",
-}
-
-
-@pytest.mark.parametrize("case", FAILURES)
-def test_a_failure_is_one_line_and_ends_all(tmp_path: Path, case: str) -> None:
-    run = torchrun(case, tmp_path)
+def test_a_rank_that_dies_is_one_line_and_ends_all(tmp_path: Path) -> None:
+    run = torchrun("other dies", tmp_path)
     out, error = run.communicate(timeout=120)
     (line,) = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert line.startswith(FAILURES[case])
+    assert line.startswith(
+        "error: toys: the process of another rank died while in 'die_in_a_collective'; torchrun says below"
+    )
     assert run.returncode == 1
     assert out == ""
-    assert ranks(tmp_path) == []
+    commands = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [command for command in commands if str(tmp_path) in command]
+
+
+class Ranks:
+    """The driver and another rank, forked as torchrun would start them, each with files of its own for its output."""
+
+    def __init__(self, case: str, folder: Path) -> None:
+        self.folder = folder
+        self.store = serve_store("127.0.0.1", 60)
+        context = processes.context()
+        self.processes = [
+            context.Process(target=_rank, args=(rank, self.store.port, case, folder)) for rank in range(2)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def end(self) -> list[int | None]:
+        """Wait for all: their exit statuses."""
+        for process in self.processes:
+            process.join(120)
+        return [process.exitcode for process in self.processes]
+
+    def output(self, rank: int, stream: str) -> list[str]:
+        return (self.folder / f"{stream}_{rank}").read_text().splitlines()
+
+
+def _rank(rank: int, port: int, case: str, folder: Path) -> None:
+    from tests.cluster import torchrun_driver
+
+    as_torchrun_starts(rank, 2, port)
+    for stream, descriptor in (("out", 1), ("error", 2)):
+        os.dup2(os.open(folder / f"{stream}_{rank}", os.O_CREAT | os.O_WRONLY), descriptor)
+    torchrun_driver.main(case, folder)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_is_one_line_and_ends_all(tmp_path: Path, failing: int) -> None:
+    ranks = Ranks(f"rank {failing} fails", tmp_path)
+    assert ranks.end() == [1, 1]
+    lines = [line for rank in range(2) for line in ranks.output(rank, "error") if line.startswith("error: ")]
+    assert lines == [f"error: toys rank {failing} failed: KeyError: 'no such thing' (while in 'fail_in_a_collective')"]
+    assert ranks.output(0, "out") == []
 
 
 def test_rank_zero_alone_answers_a_signal(tmp_path: Path) -> None:
     """Bug: another rank ends at the signal, and the step that rank 0 finishes hangs."""
-    run = torchrun("until interrupted", tmp_path)
+    ranks = Ranks("until interrupted", tmp_path)
     wait_until((tmp_path / "ready").exists, "the first call")
-    for process in ranks(tmp_path):
-        process.send_signal(signal.SIGINT)
-    out, error = run.communicate(timeout=120)
-    assert run.returncode == 0, error
-    assert out.splitlines() == ["ended after a whole call"]
-
-
-def ranks(folder: Path) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = process.info["cmdline"] or []
-        if str(folder) in command and "torch.distributed.run" not in command:
-            found.append(process)
-    return found
+    for process in ranks.processes:
+        os.kill(process.pid, signal.SIGINT)
+    assert ranks.end() == [0, 0], ranks.output(0, "error")
+    assert ranks.output(0, "out") == ["ended after a whole call"]

@@ -1,4 +1,4 @@
-"""A driver that torchrun starts: what each rank does in the cases of test_local."""
+"""What each rank does in the cases of test_local."""
 
 import sys
 from pathlib import Path
@@ -47,18 +47,20 @@ def run(case: str, folder: Path) -> None:
     with Interrupt(lambda answer: None) as interrupt, driving(SETTINGS) as is_driver:
         if is_driver:
             match case:
-                case "other fails":
-                    call("fail_in_a_collective", [(1,)] * 2)
-                case "driver fails":
-                    call("fail_in_a_collective", [(0,)] * 2)
+                case "rank 0 fails" | "rank 1 fails":
+                    call("fail_in_a_collective", [(int(case.split()[1]),)] * 2)
                 case "other dies":
                     call("die_in_a_collective", [(1,)] * 2)
                 case _:
                     until_interrupted(folder, interrupt)
 
 
-if __name__ == "__main__":
+def main(case: str, folder: Path) -> None:
     try:
-        run(sys.argv[1], Path(sys.argv[2]))
+        run(case, folder)
     except Exception as error:
         fail(str(error), 1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

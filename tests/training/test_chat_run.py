@@ -31,6 +31,7 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
     run = start(
         tmp_path / "run",
         tiny.overrides(
+            "cluster.launcher=local",
             "data.train.arrow_files=null",
             f"data.train.parquet_files={tmp_path / 'chats.parquet'}",
             "data.validation.arrow_files=null",

@@ -34,7 +34,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @pytest.fixture(scope="module")
 def group(cluster: RayCluster) -> Iterator[RayGroup]:
-    """Two ranks on which each of the tests below calls for a fault; the last one ends them."""
+    """Two ranks that outlive the faults of the tests that share them."""
     with RayGroup(cluster, "teacher big", Faulty, {}, PLACEMENT.teachers[0]) as group:
         group.cluster.gather([group.ready])
         yield group
@@ -89,12 +89,16 @@ def test_hanging_collective(group: RayGroup, monkeypatch: pytest.MonkeyPatch, at
     )
 
 
-def test_killed_in_a_collective(group: RayGroup, at_once: None) -> None:
+@pytest.mark.parametrize(("method", "phase"), [("train_step", "training on a batch"), ("save", "writing a checkpoint")])
+def test_killed_in_a_collective(cluster: RayCluster, at_once: None, method: str, phase: str) -> None:
     """Bug: the message names the rank that noticed, which gets an error of its own before Ray knows of the death."""
-    with pytest.raises(ClusterError) as caught:
-        group.call("train_step", [("dies", 1)] * 2)
+    with (
+        pytest.raises(ClusterError) as caught,
+        RayGroup(cluster, "teacher big", Faulty, {}, PLACEMENT.teachers[0]) as group,
+    ):
+        group.call(method, [("dies", 1)] * 2)
     message = str(caught.value)
-    assert message.startswith("teacher big rank 1 died while training on a batch (")
+    assert message.startswith(f"teacher big rank 1 died while {phase} (")
     assert message.endswith("run.resume=auto continues from the last checkpoint")
     assert "\n" not in message
 

@@ -14,8 +14,9 @@ from tests.training.launch import ROOT, Run, start
 pytestmark = pytest.mark.world
 
 SCRIPT = ROOT / "examples" / "run_on_policy_distillation.py"
-STEPS, HALF = 6, 3
+STEPS, HALF = 4, 2
 OVERRIDES = [
+    "cluster.launcher=local",
     "teachers=arithmetic_multi",
     "teachers.1.loss.type=tcad",
     "teachers.1.loss.support_size=16",

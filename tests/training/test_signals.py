@@ -109,10 +109,10 @@ def test_sigterm_while_models_load_ends_the_run_at_once_and_leaves_nothing(tiny:
     assert run.leftovers() == []
 
 
-@pytest.mark.ray
+@pytest.mark.world
 def test_failing_teacher_ends_the_run_with_its_error(tiny: Tiny, tmp_path: Path) -> None:
-    """One that fails while the student is in the step before, which is still done; its loader has a process."""
-    run = faulty("teacher_raises", tiny, tmp_path, "data.num_workers=1", "cluster.placement=separate")
+    """The run's loader has a process, which ends as well."""
+    run = faulty("teacher_raises", tiny, tmp_path, "data.num_workers=1", "cluster.launcher=local")
     run.wait_for_step(1)
     run.processes()
     assert run.end() == 1

@@ -199,10 +199,7 @@ def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Seque
 def _rank(
     rank: int, num_ranks: int, port: int, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path
 ) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    as_torchrun_starts(rank, num_ranks, port)
     if rank:
         serve(TIMEOUT_S)
     else:
@@ -211,6 +208,14 @@ def _rank(
         release()
     # Past the interpreter's own teardown, which takes seconds with everything that was imported.
     os._exit(0)
+
+
+def as_torchrun_starts(rank: int, num_ranks: int, port: int) -> None:
+    """Give this process the environment of a rank. port: of a store on this machine."""
+    torch.set_num_threads(1)
+    os.environ |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
 
 
 class Everywhere:
