@@ -4,7 +4,6 @@ import json
 import os
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +33,15 @@ VENV = os.environ.get("NEMO_OPD_VLLM")
 pytestmark = [pytest.mark.server, pytest.mark.skipif(not VENV, reason="NEMO_OPD_VLLM names no environment with vLLM")]
 
 
-@contextmanager
-def served(folder: Path, *, tied: bool) -> Iterator[Subject]:
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
+    """Its head is tied to the embeddings; test_on_vllm has one that is not."""
+    folder = tmp_path_factory.mktemp("vllm")
     folders = save_folders(folder)
     tokenizer = AutoTokenizer.from_pretrained(folders.first)
     for seed, each in enumerate((folders.first, folders.second)):
         # Its attention on CPUs has no heads of less than 32.
-        save_model(each, tokenizer, width=64, seed=seed, tied=tied)
+        save_model(each, tokenizer, width=64, seed=seed)
     settings = ServerRollout(
         command=(f"{VENV}/bin/vllm", "serve"),
         # Small blocks: prompts that a tiny model has room for fill some, which then are cached.
@@ -55,14 +56,8 @@ def served(folder: Path, *, tied: bool) -> Iterator[Subject]:
         yield Subject(engine, folders)
 
 
-@pytest.fixture(scope="module")
-def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
-    with served(tmp_path_factory.mktemp("vllm"), tied=True) as subject:
-        yield subject
-
-
-def assert_follows_memory(subject: Subject) -> None:
-    """Also when it is gone: nothing of it is kept."""
+def test_weights_come_through_memory(subject: Subject) -> None:
+    """Also when the memory is gone. vLLM keeps a copy of a tied head in another form on CPUs."""
     engine, folders, asked = server_of(subject), subject.folders, requests(4)
     assert engine.takes_memory
     for version, folder in ((3, folders.second), (0, folders.first)):
@@ -93,19 +88,6 @@ def weight_version(url: str) -> str:
     """What the server itself says."""
     with urllib.request.urlopen(f"{url}/weight_info") as response:
         return str(json.load(response)["weight_version"])
-
-
-def test_weights_come_through_memory(subject: Subject) -> None:
-    """Its head is tied to the embeddings, of which vLLM keeps a copy in another form on CPUs."""
-    assert_follows_memory(subject)
-
-
-def test_weights_with_a_head_of_their_own_come_through_memory_and_folders(tmp_path: Path) -> None:
-    with served(tmp_path, tied=False) as subject:
-        assert_follows_memory(subject)
-        asked = requests(4)
-        server_of(subject).update_weights(subject.folders.second, 5)
-        assert_logprobs(subject, subject.folders.second, asked, subject.engine.generate(asked, Sampling()))
 
 
 def test_files_that_it_cannot_see_change_nothing(subject: Subject, tmp_path: Path) -> None:
