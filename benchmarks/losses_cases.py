@@ -1,4 +1,4 @@
-"""Every mode twice: our function, and its naive formulation on the same logits (METHODS §3 to §5)."""
+"""Every mode twice: our function, and its naive formulation on the same logits (methods.md §3–§5)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -139,7 +139,7 @@ def cross_entropy_case(ids: Tensor, mask: Tensor) -> Case:
 
 
 def cross_tokenizer_cases(text: Text, k: int, temperature: float = 1.0) -> list[Case]:
-    """Every loss of METHODS §5. `k`: columns of p_kl's vocab_topk and pairs of strict's top_k."""
+    """Every loss of methods.md §5. `k`: columns of p_kl's vocab_topk and pairs of strict's top_k."""
     units, device = units_of(text), text.student_ids.device
     student, teacher = (
         torch.tensor([side[0] - 1 for side in sides], device=device)

@@ -1,4 +1,4 @@
-"""What a loss holds and needs as its sequence grows: with chunks, only the gradient grows (METHODS §8)."""
+"""What a loss holds and needs as its sequence grows: with chunks, only the gradient grows (methods.md §8.1)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Divergences, the losses of a shared vocabulary and cross entropy (METHODS §3, §4), as plain PyTorch under autograd.
+"""Divergences, losses of a shared vocabulary and cross entropy (methods.md §3, §4), as plain PyTorch under autograd.
 
 Every function takes logits/τ of the compared positions, [U, V] of either side, and returns one loss per position, [U].
 """

@@ -1,4 +1,4 @@
-"""Losses on matched tokens of two vocabularies (METHODS §5: gold, h_kl, strict), as plain PyTorch under autograd.
+"""Losses on matched tokens of two vocabularies (methods.md §5: gold, h_kl, strict), as plain PyTorch under autograd.
 
 Every function takes logits/τ of the chunks' first positions, [U, V] and [U, W], and returns one loss per chunk, [U].
 Index tensors are made beforehand.

@@ -1,4 +1,4 @@
-"""Losses that bring one vocabulary onto another (METHODS §5: p_kl, byte_prefix, shared_prefix), as plain PyTorch.
+"""Losses that bring one vocabulary onto another (methods.md §5: p_kl, byte_prefix, shared_prefix), as plain PyTorch.
 
 Every function takes logits/τ of the chunks' first positions, [U, V] and [U, W], and returns one loss per chunk, [U].
 Index tensors are made beforehand.

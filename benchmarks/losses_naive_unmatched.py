@@ -1,4 +1,4 @@
-"""Losses that need no map between vocabularies (METHODS §5: uld, alm), as plain PyTorch under autograd."""
+"""Losses that need no map between vocabularies (methods.md §5: uld, alm), as plain PyTorch under autograd."""
 
 import torch
 import torch.nn.functional as F

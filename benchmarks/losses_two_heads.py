@@ -1,4 +1,4 @@
-"""Losses from hidden states: two heads, the student's trained, and no logits handed over (METHODS §8)."""
+"""Losses from hidden states: two heads, the student's trained, and no logits handed over (methods.md §8.2)."""
 
 from __future__ import annotations
 

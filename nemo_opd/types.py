@@ -1,6 +1,6 @@
 """What crosses a boundary between components, and the legend of tensor shapes.
 
-Student side first, teacher side second (METHODS, notation):
+Student side first, teacher side second (methods.md, notation):
 
     B  sequences in a (micro)batch
     S  student positions          T  teacher positions
@@ -33,7 +33,7 @@ HISTORY_SAME, HISTORY_REWRITTEN, HISTORY_CHANGED = range(3)
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """Which tokens of two tokenizations of one text stand for the same bytes (METHODS §1).
+    """Which tokens of two tokenizations of one text stand for the same bytes (methods.md §1.2).
 
     Chunk ids are −1 where a token has no partner and non-decreasing elsewhere.
     """
@@ -195,7 +195,7 @@ class TeacherRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows(Rows):
-    """What is known of sequences that the student sampled (METHODS §10)."""
+    """What is known of sequences that the student sampled (methods.md §10.1)."""
 
     is_sampled: Tensor
     """bool [B]: sampled, where the batch has sequences of a dataset as well."""
@@ -243,7 +243,7 @@ class Batch(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Normalizers:
-    """Units of the global batch by which sums are divided (METHODS §7)."""
+    """Units of the global batch by which sums are divided (methods.md §7.1)."""
 
     ce: int
     """Label tokens of the sequences that were not sampled."""
@@ -257,7 +257,7 @@ class Normalizers:
 
 @dataclass(frozen=True, slots=True)
 class SequenceScores:
-    """How sure a teacher is of each sequence, on its own tokens (METHODS §6)."""
+    """How sure a teacher is of each sequence, on its own tokens (methods.md §6.1)."""
 
     bits: Tensor
     """float64 [B]: summed over the tokens that are scored and carry text."""

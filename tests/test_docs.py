@@ -20,6 +20,9 @@ FILE = re.compile(r"# (\w+\.py)\n")
 SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)\)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+METHODS = ROOT / "docs" / "methods.md"
+REFERENCE = re.compile(r"methods\.md((?:(?:,| and|–)? §[\d.]*\d|–§[\d.]*\d)+)")
+"""One or more sections: `methods.md §5.3`, `methods.md §6, §7 and §10`, `methods.md §3–§5`."""
 ANCHOR = re.compile(r'<a id="([^"]+)">')
 
 
@@ -61,6 +64,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         if place and file.suffix == ".md":
             linked = file.read_text(encoding="utf-8")
             assert place in {*map(anchor, HEADING.findall(linked)), *ANCHOR.findall(linked)}, f"{target}#{place}"
+
+
+def test_references_to_methods_lead_to_sections() -> None:
+    """Bug: a docstring that cites a formula which is elsewhere, or in no file that a reader has."""
+    known = set(re.findall(r"^##+ ([\d.]*\d)", METHODS.read_text(encoding="utf-8"), re.MULTILINE))
+    found = 0
+    for file in tracked_files():
+        text = file.read_text(encoding="utf-8")
+        cited = [section for places in REFERENCE.findall(text) for section in re.findall(r"[\d.]*\d", places)]
+        assert set(cited) <= known, file
+        assert not re.search(r"\b(METHODS|DESIGN) (§|[Nn]otation)", text), file
+        found += len(cited)
+    assert found > 100
+
+
+def tracked_files() -> list[Path]:
+    names = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.yaml"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    return [ROOT / name for name in names if (ROOT / name).is_file()]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,4 +1,4 @@
-"""The table of who may import whom (DESIGN §2): imports run one way, and heavy libraries stay in their corners."""
+"""Who may import whom (docs/architecture.md): imports run one way, and heavy libraries stay in their corners."""
 
 import ast
 import subprocess

@@ -120,7 +120,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """All of KD, as the aggregation says (METHODS §6)."""
+    """All of KD, as the aggregation says (methods.md §6)."""
 
     parts: tuple[Part, ...]
     count_together: bool
@@ -169,7 +169,7 @@ class Parts:
     ) -> list[PlannedLoss]:
         """What is said of the samples in these rows, beside losses; nothing where there are none.
 
-        See `plan_rollout_statistics`, and `overlap/<teacher>` (METHODS §10).
+        See `plan_rollout_statistics`, and `overlap/<teacher>` (methods.md §10.7).
         """
         if batch.sampled is None:
             return []

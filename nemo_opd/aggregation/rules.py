@@ -1,4 +1,4 @@
-"""How each aggregation settles what the teachers count for: one line a type (METHODS §6)."""
+"""How each aggregation settles what the teachers count for: one line a type (methods.md §6)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _chosen(settings: SelectTeacher, batch: Batch, scores: Scores, priors: Seque
     """Return the batch of which each sequence is taught by one teacher.
 
     A teacher whose score is NaN cannot be compared: it is given the sequence with a weight of NaN, so that the loss
-    names it, and the step is not taken (METHODS §16).
+    names it, and the step is not taken (methods.md §12).
     """
     taught = only_chosen(batch, select_teacher(scores, per=settings.per))
     is_nan = bits_per_byte(scores).isnan()

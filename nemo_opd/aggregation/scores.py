@@ -52,7 +52,7 @@ def sequence_scores(
     vocab_size: int,
     chunk_size: int | None = None,
 ) -> SequenceScores:
-    """A teacher's bits and bytes of each sequence, over the scored tokens that carry text (METHODS §6).
+    """A teacher's bits and bytes of each sequence, over the scored tokens that carry text (methods.md §6.1).
 
     Bits of a token: −log2 p(token) (bits_per_byte), the entropy of p (entropy), or −log2 of the largest probability
     (max_probability); −log2 p(token) of the scored tokens without text as well (log_probability). Unshifted logits

@@ -11,7 +11,7 @@ from nemo_opd.types import Batch
 
 
 def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
-    """What each teacher's loss is multiplied by, whatever the sequence (METHODS §6).
+    """What each teacher's loss is multiplied by, whatever the sequence (methods.md §6.1).
 
     The weight, unless weights differ from sequence to sequence and have it in them. With vocabulary scaling
     log W_i / log min_j W_j as well: a divergence over more tokens counts for more.

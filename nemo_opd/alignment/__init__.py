@@ -1,4 +1,4 @@
-"""Which tokens of two tokenizations of one text stand for the same bytes (METHODS §1)."""
+"""Which tokens of two tokenizations of one text stand for the same bytes (methods.md §1)."""
 
 from nemo_opd.alignment.aligner import TokenAligner
 from nemo_opd.alignment.backend import fingerprint

@@ -1,4 +1,4 @@
-"""Aligns the ids of a student and a teacher that stand for one text (METHODS §1)."""
+"""Aligns the ids of a student and a teacher that stand for one text (methods.md §1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aligns one conversation as two tokenizers' chat templates render it (METHODS §1, Chat)."""
+"""Aligns one conversation as two tokenizers' chat templates render it (methods.md §1.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Renders a conversation by a tokenizer's own chat template and finds its messages in the tokens (METHODS §1, Chat)."""
+"""Renders a conversation by a tokenizer's own chat template and finds its messages in the tokens (methods.md §1.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether two sides have read the same contents so far (METHODS §1): what a later chunk's predictions rest on."""
+"""Whether two sides have read the same contents so far (methods.md §1.6): what a later chunk's predictions rest on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the special tokens of published models mean (METHODS §1)."""
+"""What the special tokens of published models mean (methods.md §1.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From token ids to chunks over byte boundaries, in Numba (METHODS §1).
+"""From token ids to chunks over byte boundaries, in Numba (methods.md §1.2).
 
 `spell` gives each side its bytes, `resync.equal_runs` says which of them are the same, `merge` finds where both sides
 cut the same byte and makes a chunk of the tokens between two neighbouring cuts.

@@ -1,4 +1,4 @@
-"""The exact bytes of every token id (METHODS §1)."""
+"""The exact bytes of every token id (methods.md §1.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the equal runs of two byte streams that differ here and there (METHODS §1).
+"""Finds the equal runs of two byte streams that differ here and there (methods.md §1.3).
 
 The equal prefix first; then anchors, 16-byte windows that either stream has once; then, between them, a dynamic program
 over UTF-8 characters in blocks of a fixed size. Time is linear in the lengths whatever the bytes are: the windows meet

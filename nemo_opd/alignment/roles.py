@@ -1,4 +1,4 @@
-"""Which special tokens of two tokenizers mean the same: pairs by meaning instead of spelling (METHODS §1)."""
+"""Which special tokens of two tokenizers mean the same: pairs by meaning instead of spelling (methods.md §1.4)."""
 
 from __future__ import annotations
 

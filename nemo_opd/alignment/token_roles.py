@@ -1,4 +1,4 @@
-"""What a tokenizer's special tokens mean (METHODS §1)."""
+"""What a tokenizer's special tokens mean (methods.md §1.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the losses of several teachers become one (METHODS §6)."""
+"""How the losses of several teachers become one (methods.md §6)."""
 
 from typing import Annotated, Literal
 

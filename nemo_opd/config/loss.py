@@ -17,11 +17,11 @@ def refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: typ
 
 
 class DivergenceTerm(Settings):
-    """What every distillation term chooses (METHODS §3)."""
+    """What every distillation term chooses (methods.md §3)."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "forward_kl"
     """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between the two, by `beta`; mixed:
-    their weighted sum, by `mixed_weight`; tvd: half the L1 distance (METHODS §3).
+    their weighted sum, by `mixed_weight`; tvd: half the L1 distance (methods.md §3.1).
     """
     beta: float = Field(0.5, ge=0, le=1)
     """jsd: 0 is forward KL, 1 is reverse KL."""
@@ -40,11 +40,11 @@ class DivergenceTerm(Settings):
 
 
 class SameVocabTerm(DivergenceTerm):
-    """A divergence per position, for a teacher with the student's tokenizer (METHODS §4)."""
+    """A divergence per position, for a teacher with the student's tokenizer (methods.md §4)."""
 
     type: Literal["same_vocab"] = "same_vocab"
     support: Literal["full", "teacher_topk", "student_topk", "union"] = "full"
-    """Which tokens are compared: all, the `top_k` most likely of one side, or of either (METHODS §3)."""
+    """Which tokens are compared: all, the `top_k` most likely of one side, or of either (methods.md §3.3)."""
     top_k: int | None = Field(None, ge=1)
     """A support other than full: tokens taken from a side."""
     normalization: Literal["full", "support", "rest"] = "rest"
@@ -95,7 +95,7 @@ def fixed_by_compat(value: object, info: ValidationInfo) -> object:
 
 
 class PKLTerm(ChunkTerm):
-    """The student projected onto the teacher's vocabulary at each chunk's first position (METHODS §5)."""
+    """The student projected onto the teacher's vocabulary at each chunk's first position (methods.md §5.3)."""
 
     type: Literal["p_kl"] = "p_kl"
     compat: Literal["nemo_rl"] | None = None
@@ -135,19 +135,19 @@ class PairedTerm(ChunkTerm):
 
 
 class GoldTerm(PairedTerm):
-    """Exact pairs, and the tails by rank (METHODS §5)."""
+    """Exact pairs, and the tails by rank (methods.md §5.4)."""
 
     type: Literal["gold"] = "gold"
 
 
 class HKLTerm(PairedTerm):
-    """gold on more pairs: those that a projection matches with most of a row's weight (METHODS §5)."""
+    """gold on more pairs: those that a projection matches with most of a row's weight (methods.md §5.5)."""
 
     type: Literal["h_kl"] = "h_kl"
 
 
 class StrictTerm(ChunkTerm):
-    """Exact pairs, at tokens that are such a pair themselves (METHODS §5)."""
+    """Exact pairs, at tokens that are such a pair themselves (methods.md §5.6)."""
 
     type: Literal["strict"] = "strict"
     top_k: int | None = Field(None, ge=1)
@@ -157,20 +157,20 @@ class StrictTerm(ChunkTerm):
 
 
 class SharedPrefixTerm(ChunkTerm):
-    """Both sides pushed onto the vocabulary they share (METHODS §5)."""
+    """Both sides pushed onto the vocabulary they share (methods.md §5.8)."""
 
     type: Literal["shared_prefix"] = "shared_prefix"
 
 
 class BytePrefixTerm(ChunkTerm):
-    """The teacher brought onto the student's vocabulary by byte prefixes (METHODS §5)."""
+    """The teacher brought onto the student's vocabulary by byte prefixes (methods.md §5.7)."""
 
     type: Literal["byte_prefix"] = "byte_prefix"
 
 
 class TCADTerm(DivergenceTerm):
     """What either side finds likely, and the student's mass on it, for a teacher with the student's tokenizer; every
-    sampled sequence counts as one (METHODS §10).
+    sampled sequence counts as one (methods.md §10.2).
     """
 
     type: Literal["tcad"] = "tcad"
@@ -190,7 +190,7 @@ class TCADTerm(DivergenceTerm):
 
 class ImportanceSettings(Settings):
     """How far policies may differ that samples are learned from, by the weight π_train / π_behaviour: the student's
-    probability of a token over that with which it was sampled, temperature, top-k and top-p included (METHODS §14).
+    probability of a token over that with which it was sampled, temperature, top-k and top-p included (methods.md §11).
     """
 
     importance_cap: float | None = Field(None, gt=0)
@@ -217,7 +217,7 @@ class ImportanceSettings(Settings):
 
 class SampledKLTerm(ImportanceSettings):
     """The KL estimated on the sampled tokens alone, or the aligned chunks of them for a teacher with another tokenizer
-    (METHODS §10).
+    (methods.md §10.4).
     """
 
     type: Literal["sampled_kl"] = "sampled_kl"
@@ -270,13 +270,13 @@ class TemperatureTerm(Settings):
 
 
 class ALMTerm(TemperatureTerm):
-    """The likelihood of each chunk as a coin, teacher against student (METHODS §5)."""
+    """The likelihood of each chunk as a coin, teacher against student (methods.md §5.9)."""
 
     type: Literal["alm"] = "alm"
 
 
 class ULDTerm(TemperatureTerm):
-    """Probabilities by rank, whatever their tokens (METHODS §5)."""
+    """Probabilities by rank, whatever their tokens (methods.md §5.10)."""
 
     type: Literal["uld"] = "uld"
     compat: Literal["trl"] | None = None
@@ -312,7 +312,7 @@ LossTerm = Annotated[
 
 
 class Objective(Settings):
-    """kd_weight · KD + ce_weight · CE (METHODS §7)."""
+    """kd_weight · KD + ce_weight · CE (methods.md §7.3)."""
 
     kd_weight: float = Field(1.0, ge=0)
     """Weight of KD, the distillation loss; at 0 no teacher is loaded."""
@@ -385,7 +385,7 @@ class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
     ce_weight: float = Field(0.0, ge=0)
     """Weight of CE, the cross-entropy of the dataset's tokens."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "reverse_kl"
-    """Divergence of KD, as in other losses (METHODS §3)."""
+    """Divergence of KD, as in other losses (methods.md §3.1)."""
     policy_weight: float = Field(1.0, gt=0)
     """Weight of the policy gradient."""
     clip_low: float = Field(0.2, ge=0, lt=1)

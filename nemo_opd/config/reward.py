@@ -11,7 +11,7 @@ class RewardBase(Settings):
     answer_key: str | None = None
     """The column that becomes the prompt's `answer`; null: prompts have none."""
     weighting_beta: float | None = Field(None, gt=0)
-    """Weigh the distillation of a rollout by n · softmax(reward / beta) among its prompt's (METHODS §10)."""
+    """Weigh the distillation of a rollout by n · softmax(reward / beta) among its prompt's (methods.md §10.3)."""
 
 
 class AnswerReward(RewardBase):

@@ -1,4 +1,4 @@
-"""How the student samples (METHODS §10)."""
+"""How the student samples (methods.md §10)."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self

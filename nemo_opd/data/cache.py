@@ -1,4 +1,4 @@
-"""Samples that were made before, on disk (METHODS §1): tokenization and alignment once, not once per epoch."""
+"""Samples that were made before, on disk (methods.md §1.7): tokenization and alignment once, not once per epoch."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Encoder:
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces
     lengths: NDArray[np.int32]
-    """[V]: bytes of text per id that the model can read, 0 for special tokens (METHODS §1)."""
+    """[V]: bytes of text per id that the model can read, 0 for special tokens (methods.md §1.1)."""
     max_length: int
     append_eos: bool
 
@@ -102,7 +102,7 @@ class ChatEncoder:
     renderer: ChatRenderer
     pieces: Pieces
     lengths: NDArray[np.int32]
-    """[V]: bytes of text per id, 0 for special tokens (METHODS §1)."""
+    """[V]: bytes of text per id, 0 for special tokens (methods.md §1.1)."""
     max_length: int
     identity: tuple[object, ...]
 

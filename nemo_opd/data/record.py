@@ -29,7 +29,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled sequence: tokens of the prompt, of the student and of its environment (METHODS §10)."""
+    """One sampled sequence: tokens of the prompt, of the student and of its environment (methods.md §10.1)."""
 
     prompt: Prompt
     """Prompt with the messages and the tools that the environment added before the first turn."""

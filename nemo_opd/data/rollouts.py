@@ -1,4 +1,4 @@
-"""Rollouts to samples: the ids that were sampled, and each teacher's own tokens of the same text (METHODS §10)."""
+"""Rollouts to samples: the ids that were sampled, and each teacher's own tokens of the same text (methods.md §10.1)."""
 
 from __future__ import annotations
 

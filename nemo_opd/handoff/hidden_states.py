@@ -1,4 +1,4 @@
-"""Handoff of final hidden states for every batch, and of the head once: W / E times less than logits (METHODS §9)."""
+"""Handoff of the hidden states of each batch, and once of the head: W / E times less than logits (methods.md §9)."""
 
 from __future__ import annotations
 

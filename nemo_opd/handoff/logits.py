@@ -1,4 +1,4 @@
-"""Handoff of full-vocabulary logits: the reference mode (METHODS §9)."""
+"""Handoff of full-vocabulary logits: the reference mode (methods.md §9)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class TeacherSummary:
     loss: str
     """Type of its distillation loss, such as p_kl."""
     coverage: tuple[str, ...] = ()
-    """Lines on how its vocabulary fits the student's (METHODS §2)."""
+    """Lines on how its vocabulary fits the student's (methods.md §2.7)."""
     warnings: tuple[str, ...] = ()
     """Sentences on why its loss fits the pair badly."""
 

@@ -1,4 +1,4 @@
-"""How rows of logits are cut into blocks, each read once for all terms that need some of it (METHODS §8)."""
+"""How rows of logits are cut into blocks, each read once for all terms that need some of it (methods.md §8.1)."""
 
 from __future__ import annotations
 

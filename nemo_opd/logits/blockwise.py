@@ -1,4 +1,4 @@
-"""Losses over large rows without keeping them: the gradient is formed inside forward (METHODS §8)."""
+"""Losses over large rows without keeping them: the gradient is formed inside forward (methods.md §8.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BlockwiseSum:
 
 
 def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
-    """Σ coefficient · term over one or more terms, with a gradient for the leaves of `source` only (METHODS §8).
+    """Σ coefficient · term over one or more terms, with a gradient for the leaves of `source` only (methods.md §8.1).
 
     Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
     led on: from hidden states, the products with the head are formed once for all terms. All that is saved for backward

@@ -39,7 +39,7 @@ class SideBySideLogits(LogitRows):
 
 
 class AveragedLogits(LogitRows):
-    """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (METHODS §6)."""
+    """Σ weights[i] · z_i / Σ weights of several teachers with one vocabulary (methods.md §6.2)."""
 
     def __init__(self, sources: Sequence[Tensor | LogitRows], weights: Sequence[float]) -> None:
         """Raises ConfigError unless there is one weight ≥ 0 a source, not all 0, and all cover the same positions.

@@ -1,4 +1,4 @@
-"""Logits that a head makes from hidden states (METHODS §8, §9)."""
+"""Logits that a head makes from hidden states (methods.md §8.2, §9)."""
 
 from __future__ import annotations
 

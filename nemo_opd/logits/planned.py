@@ -45,7 +45,7 @@ class PlannedLoss:
     def of(
         name: str, source: TrainableRows, terms: Sequence[Term], num_units: int, normalizer: float | None
     ) -> PlannedLoss:
-        """Σ terms / normalizer, and the unweighted mean over units as the metric `name` (METHODS §7).
+        """Σ terms / normalizer, and the unweighted mean over units as the metric `name` (methods.md §7.1).
 
         normalizer: units of the global batch, by default those of this call; 0 of them make a loss of 0.
         """

@@ -1,4 +1,4 @@
-"""Products of bf16 or fp16 matrices whose sums are not rounded to bf16 or fp16 (METHODS §8).
+"""Products of bf16 or fp16 matrices whose sums are not rounded to bf16 or fp16 (methods.md §8.3).
 
 Between a student and a teacher that nearly agree, the logits differ by less than bf16 can tell: at 16 to 32 its numbers
 lie 0.125 apart, which alone makes a KL of up to 0.125²/12 nats a token. The sums are formed in fp32 in any case; what

@@ -1,4 +1,4 @@
-"""A teacher's rows that a head makes, for many units at a time: thin products cost more than wide ones (METHODS §8)."""
+"""A teacher's rows from a head, for many units at a time: thin products cost more than wide ones (methods.md §8.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logits as losses read them: row by row, from wherever they are (METHODS §8, §9)."""
+"""Logits as losses read them: row by row, from wherever they are (methods.md §8.1, §9)."""
 
 from __future__ import annotations
 

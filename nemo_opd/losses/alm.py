@@ -1,4 +1,4 @@
-"""Likelihoods of whole chunks, whatever the tokens that spell them (METHODS §5)."""
+"""Likelihoods of whole chunks, whatever the tokens that spell them (methods.md §5.9)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def alm(
     temperature: float = 1.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ · Σ −[a log b + (1 − a) log(1 − b)] over chunks / normalizer (METHODS §5), and the metric `kd` in nats.
+    """τ · Σ −[a log b + (1 − a) log(1 − b)] over chunks / normalizer (methods.md §5.9), and the metric `kd` in nats.
 
     a = Q^{1/τ} and b = P^{1/τ}, where Q and P are the products of the probabilities, at temperature 1, that teacher and
     student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises

@@ -1,4 +1,4 @@
-"""The teacher, brought onto the student's vocabulary by byte prefixes, at each chunk's first position (METHODS §5)."""
+"""The teacher on the student's vocabulary by byte prefixes, at each chunk's first position (methods.md §5.7)."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def byte_prefix(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(u, p) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
+    """τ² · Σ divergence(u, p) over chunks / normalizer (methods.md §5.7), and the metric `kd` in nats per chunk.
 
     u(v) = Σ q over the teacher tokens whose longest student prefix is v. Where a chunk is one student token x and the
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:

@@ -1,4 +1,4 @@
-"""What the cross-tokenizer losses share: their arguments, and a loss of the chunks' first positions (METHODS §5)."""
+"""What the cross-tokenizer losses share: their arguments, and a loss of the chunks' first positions (methods.md §5)."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def first_position_term(
     cells_per_unit: int,
     positions: tuple[Sequence[int], int] | None = None,
 ) -> Term:
-    """τ² · Σ compare over units (METHODS §5, §7).
+    """τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
     it takes besides, see `unit_cells`.

@@ -1,4 +1,4 @@
-"""The clipped importance ratio of policy-gradient losses (METHODS §10)."""
+"""The clipped importance ratio of policy-gradient losses (methods.md §10.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What other systems compute, for people who come from them (METHODS §5).
+"""What other systems compute, for people who come from them (methods.md §5.11).
 
 A preset reproduces the formula of a system, with that system's defaults for what is not given. Units, the shift, masks
 and normalizers stay those of this project.

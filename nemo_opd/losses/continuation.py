@@ -1,4 +1,4 @@
-"""What a loss adds for the text of a chunk beyond its first position (METHODS §5)."""
+"""What a loss adds for the text of a chunk beyond its first position (methods.md §5.2)."""
 
 from __future__ import annotations
 

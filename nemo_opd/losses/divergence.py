@@ -1,4 +1,4 @@
-"""Divergences of a student from a teacher distribution: the one home of METHODS §3.
+"""Divergences of a student from a teacher distribution: the one home of methods.md §3.1.
 
 Values and gradients are closed forms, so that s = t gives exactly zero for both and a cell that is empty on both sides
 gives no NaN. The forward and reverse KL carry the term that makes them Bregman divergences (± Σ(s − t)): nothing for
@@ -47,7 +47,7 @@ class Divergence:
 
     @property
     def excess_weight(self) -> float:
-        """How often s − t is added to each cell, over what METHODS §3 sums."""
+        """How often s − t is added to each cell, over what methods.md §3.1 sums."""
         return 0.0 if self.forward_share is None else 2 * self.forward_share - 1
 
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Divergence:
 def divergence(
     log_t: Tensor, log_s: Tensor, kind: str = "forward_kl", *, beta: float = 0.5, mixed_weight: float = 0.5
 ) -> Tensor:
-    """Divergence of each unit, in nats: log-probabilities [U, X] of teacher and student → [U] (METHODS §3).
+    """Divergence of each unit, in nats: log-probabilities [U, X] of teacher and student → [U] (methods.md §3.1).
 
     Computed in fp32 (fp64 for fp64 input). The teacher is a constant. A cell that is −inf on both sides counts nothing.
     Raises ConfigError for an unknown kind or a weight outside [0, 1].

@@ -1,4 +1,4 @@
-"""Matched tokens cell by cell, the others by rank, at the first position of each aligned chunk (METHODS §5)."""
+"""Matched tokens cell by cell, the others by rank, at the first position of each aligned chunk (methods.md §5.4)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def gold(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ [common_weight · divergence + uncommon_weight · tail] over chunks / normalizer (METHODS §5), and `kd`.
+    """τ² · Σ [common_weight · divergence + uncommon_weight · tail] / normalizer over chunks, `kd` (methods.md §5.4).
 
     divergence: on the exact pairs of the projection and one rest cell for all other tokens of a side; where only one
     side has others, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` (8192) most likely

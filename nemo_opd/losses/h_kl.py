@@ -1,4 +1,4 @@
-"""gold on more pairs: those that a projection matches with most of a row's weight (METHODS §5)."""
+"""gold on more pairs: those that a projection matches with most of a row's weight (methods.md §5.5)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def h_kl(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (METHODS §5), and the metric `kd`.
+    """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (methods.md §5.5), and the metric `kd`.
 
     Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.
     Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without

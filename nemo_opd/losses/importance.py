@@ -1,4 +1,4 @@
-"""Importance weights: how much units count that another policy sampled (METHODS §14)."""
+"""Importance weights: how much units count that another policy sampled (methods.md §11)."""
 
 from __future__ import annotations
 

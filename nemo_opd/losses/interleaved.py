@@ -1,4 +1,4 @@
-"""The tokens that teacher and student find likeliest, by turns (METHODS §10)."""
+"""The tokens that teacher and student find likeliest, by turns (methods.md §10.2)."""
 
 import torch
 from torch import Tensor

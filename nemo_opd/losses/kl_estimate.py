@@ -1,4 +1,4 @@
-"""Estimates of KL(p ‖ q) on what the student sampled, and what a loss makes of them (METHODS §10)."""
+"""Estimates of KL(p ‖ q) on what the student sampled, and what a loss makes of them (methods.md §10.4)."""
 
 from __future__ import annotations
 

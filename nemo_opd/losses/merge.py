@@ -1,4 +1,4 @@
-"""Which positions of an aligned chunk a loss compares, and how several become one (METHODS §5)."""
+"""Which positions of an aligned chunk a loss compares, and how several become one (methods.md §5.2)."""
 
 from __future__ import annotations
 

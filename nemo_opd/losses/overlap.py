@@ -1,4 +1,4 @@
-"""How many of the tokens that the student finds likeliest are among the teacher's (METHODS §10)."""
+"""How many of the tokens that the student finds likeliest are among the teacher's (methods.md §10.7)."""
 
 from __future__ import annotations
 

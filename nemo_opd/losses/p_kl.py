@@ -1,4 +1,4 @@
-"""The student, projected onto the teacher's vocabulary, at the first position of each aligned chunk (METHODS §5)."""
+"""The student on the teacher's vocabulary by a projection, at each chunk's first position (methods.md §5.3)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def p_kl(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer (METHODS §5), and the metric `kd`.
+    """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer, and `kd` (methods.md §5.3).
 
     p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
     q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with

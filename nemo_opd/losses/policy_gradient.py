@@ -1,4 +1,4 @@
-"""The clipped policy gradient of rewarded sequences: the baseline without a teacher (METHODS §10)."""
+"""The clipped policy gradient of rewarded sequences: the baseline without a teacher (methods.md §10.6)."""
 
 import torch
 from torch import Tensor
@@ -35,11 +35,11 @@ def grpo(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """−Σ min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) over scored tokens / normalizer (METHODS §10).
+    """−Σ min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) over scored tokens / normalizer (methods.md §10.6).
 
     r = p(token) / exp(logprobs), at temperature 1; A is the advantage of the token's sequence, see `group_advantages`.
     dual_clip: tokens of a negative A count dual_clip · A at most, whatever their ratio. behaviour_logprobs and the
-    settings of importance: as of `sampled_kl`, by default `logprobs` and no cut (METHODS §14).
+    settings of importance: as of `sampled_kl`, by default `logprobs` and no cut (methods.md §11).
 
     Unshifted logits [B, S, V]; ids, logprobs and mask [B, S]: token i is scored, by the logits at i−1; advantages [B].
     normalizer: scored tokens of the global batch, by default of this call, so that every token counts the same

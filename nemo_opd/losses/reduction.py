@@ -1,4 +1,4 @@
-"""What the units of a loss are, and how many there are (METHODS §7)."""
+"""What the units of a loss are, and how many there are (methods.md §7.1)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def count_label_tokens(mask: Tensor) -> Tensor:
 
 
 def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
-    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T], int64 [B] (METHODS §5).
+    """Units of the cross-tokenizer losses in chunk ids [B, S] and [B, T], int64 [B] (methods.md §5.1).
 
     A unit is a chunk present on both sides that holds token 0 of neither.
     """

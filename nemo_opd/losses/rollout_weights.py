@@ -1,4 +1,4 @@
-"""What each of a prompt's rollouts counts for, by how they compare with one another (METHODS §10).
+"""What each of a prompt's rollouts counts for, by how they compare with one another (methods.md §10.3).
 
 Computed in float64 with exactly rounded sums, so that nothing depends on the order of rollouts.
 """

@@ -1,4 +1,4 @@
-"""The KL between student and teacher, estimated on the aligned chunks that were sampled (METHODS §5, §10)."""
+"""The KL between student and teacher, estimated on the aligned chunks that were sampled (methods.md §5, §10.4)."""
 
 from __future__ import annotations
 

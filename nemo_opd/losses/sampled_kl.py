@@ -1,4 +1,4 @@
-"""The KL between student and teacher, estimated on the tokens that were sampled (METHODS §10)."""
+"""The KL between student and teacher, estimated on the tokens that were sampled (methods.md §10.4)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sampled_kl(
 ) -> PlannedLoss:
     """Σ over scored tokens, sampled from the student, of what lowers an estimate of KL(p ‖ q) / normalizer.
 
-    METHODS §10. With s = log p(token) and t = log q(token), at temperature 1, the estimates are k1 = s − t,
+    methods.md §10.4. With s = log p(token) and t = log q(token), at temperature 1, the estimates are k1 = s − t,
     k2 = ½(s − t)² and k3 = exp(t − s) − 1 − (t − s), where t − s is cut at `LARGEST_LOG_RATIO`, beyond which a token
     has no gradient. update="direct" differentiates the estimate: in expectation k3 has the gradient of the forward
     KL(q ‖ p), k2 that of the reverse, and k1 none. update="policy_gradient" takes −estimate as the advantage A
@@ -45,7 +45,7 @@ def sampled_kl(
     k1 its gradient in expectation is that of the reverse KL. logprobs [B, S]: of the sampled tokens by the model that
     sampled them, by default this one, so that r = 1; dual_clip: tokens of a negative A count dual_clip · A at most.
 
-    behaviour_logprobs [B, S] (METHODS §14): by the policy that sampled them, after temperature, top-k and top-p, by
+    behaviour_logprobs [B, S] (methods.md §11): by the policy that sampled them, after temperature, top-k and top-p, by
     default `logprobs`. The loss of a token is multiplied by w = exp(logprobs − behaviour_logprobs), so that r · w is
     its weight p / π_behaviour, while the clip sees only what the student has moved. What is said above of expectations
     then holds for every temperature; with top-k or top-p, for the generalised KL over the tokens S that can be

@@ -1,4 +1,4 @@
-"""Both sides, pushed onto their shared vocabulary, at the first position of each aligned chunk (METHODS §5)."""
+"""Both sides, pushed onto their shared vocabulary, at the first position of each aligned chunk (methods.md §5.8)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shared_prefix(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(Q, P) over chunks / normalizer (METHODS §5), and the metric `kd` in nats per chunk.
+    """τ² · Σ divergence(Q, P) over chunks / normalizer (methods.md §5.8), and the metric `kd` in nats per chunk.
 
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
     that no shared token begins fall into one rest cell, which counts where both sides have such tokens.

@@ -100,7 +100,7 @@ class SparseProjection:
         return SparseProjection(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def log_project(self, log_mass: Tensor) -> Tensor:
-        """log(Rᵀ exp(log_mass)) on the covered columns: [U, V] → [U, X], in log space throughout (METHODS §5).
+        """log(Rᵀ exp(log_mass)) on the covered columns: [U, V] → [U, X], in log space throughout (methods.md §5.3).
 
         Sums run in a fixed order, so repeated calls agree to the bit on every device.
         """

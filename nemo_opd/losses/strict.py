@@ -1,4 +1,4 @@
-"""The shared vocabulary, where both sides have realised the same token (METHODS §5)."""
+"""The shared vocabulary, where both sides have realised the same token (methods.md §5.6)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def strict(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (METHODS §5), and the metric `kd` in nats per unit.
+    """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (methods.md §5.6), and the metric `kd` in nats per unit.
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
@@ -108,7 +108,7 @@ class _SharedVocabulary:
     top_k: int | None
     """None: all of them."""
     has_rest: bool
-    """Whether either side has a cell for its other tokens; where only one has others, none (METHODS §3)."""
+    """Whether either side has a cell for its other tokens; where only one has others, none (methods.md §3.3)."""
 
     @staticmethod
     def of(

@@ -1,4 +1,4 @@
-"""Which tokens two distributions are compared on, and what becomes of the mass of the others (METHODS §3)."""
+"""Which tokens two distributions are compared on, and what becomes of the mass of the others (methods.md §3.3)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Support:
             raise ConfigError(f"top_k={self.top_k}: a support has at least 1 column; give a larger number")
 
     def compare(self, divergence: Divergence, teacher_logits: Tensor, student_logits: Tensor) -> Tensor:
-        """Divergence of each unit, in nats: logits/τ [U, V] of teacher and student → [U] (METHODS §3).
+        """Divergence of each unit, in nats: logits/τ [U, V] of teacher and student → [U] (methods.md §3.3).
 
         The choice of columns is a constant, and so is the teacher.
         """
@@ -150,7 +150,7 @@ class _CellsAndRest(torch.autograd.Function):
 
 
 def log_rest(others: Tensor) -> Tensor | None:
-    """log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (METHODS §3).
+    """log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (methods.md §3.3).
 
     A sum over those columns, since 1 − Σ of the cells has no digit left where they hold nearly all mass. Where all are
     −inf it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
@@ -161,7 +161,7 @@ def log_rest(others: Tensor) -> Tensor | None:
 
 
 def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of cells [U, X] and of the rest [U, 1] on either side → those of all cells (METHODS §3).
+    """Log-probabilities of cells [U, X] and of the rest [U, 1] on either side → those of all cells (methods.md §3.3).
 
     None: a side without columns beyond the cells. Where only one side has some, a rest cell would make divergences
     infinite whatever the student does, so both sides are renormalised without it.
@@ -174,7 +174,7 @@ def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tenso
 
 
 def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
-    """The sum of METHODS §3 over cells [U, X] that are not all of a distribution → [U], which may be negative.
+    """The sum of methods.md §3.3 over cells [U, X] that are not all of a distribution → [U], which may be negative.
 
     What `Divergence` adds of s − t in each cell is nothing in sum over a whole distribution, and taken out again here.
     """

@@ -43,7 +43,7 @@ def tcad(
 ) -> PlannedLoss:
     """τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
 
-    METHODS §10. U: the first `support_size` distinct tokens of teacher's likeliest, student's likeliest, teacher's
+    methods.md §10.2. U: the first `support_size` distinct tokens of teacher's likeliest, student's likeliest, teacher's
     second, … (support="interleaved"), or the `support_size` likeliest of either side ("union"); a constant. q̂ and p̂
     are renormalised on U, P(U) is the student's mass on it, and forward KL with a coefficient of 1 is KL(q̂ ‖ p).
     Unshifted logits [B, S, V] of one vocabulary and mask [B, S], as in `same_vocab`. sequence_weights [B]: w_b, by

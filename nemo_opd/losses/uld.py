@@ -1,4 +1,4 @@
-"""Sorted probabilities of both sides, whatever the tokens behind them (METHODS §5)."""
+"""Sorted probabilities of both sides, whatever the tokens behind them (methods.md §5.10)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def uld(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (METHODS §5), and the metric `kd` per chunk.
+    """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (methods.md §5.10), and the metric `kd` per chunk.
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
     compat="trl": both times the probabilities of the chunk's further tokens, and not times τ². Raises ConfigError

@@ -1,4 +1,4 @@
-"""A causal language model called for its logits or, before its head, for its hidden states (METHODS §9)."""
+"""A causal language model called for its logits or, before its head, for its hidden states (methods.md §9)."""
 
 from __future__ import annotations
 

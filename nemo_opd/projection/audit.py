@@ -1,4 +1,4 @@
-"""What a projection covers, and which loss that suggests (METHODS §2)."""
+"""What a projection covers, and which loss that suggests (methods.md §2.7)."""
 
 from __future__ import annotations
 

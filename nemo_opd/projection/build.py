@@ -1,4 +1,4 @@
-"""Builds the projection of a pair of tokenizers: all passes of METHODS §2, one after the other."""
+"""Builds the projection of a pair of tokenizers: all passes of methods.md §2, one after the other."""
 
 from __future__ import annotations
 

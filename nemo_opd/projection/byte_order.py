@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary begin with which others, as ranges of the tokens in byte order (METHODS §5)."""
+"""Which tokens of a vocabulary begin with which others, as ranges of the tokens in byte order (methods.md §5.7)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Φ, the byte-prefix map: teacher token → the longest student token that begins it (METHODS §2)."""
+"""Φ, the byte-prefix map: teacher token → the longest student token that begins it (methods.md §2.6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Teacher tokens whose embeddings are near (METHODS §2, step 4)."""
+"""Teacher tokens whose embeddings are near (methods.md §2.4)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Student tokens that have a partner of the same bytes or role (METHODS §2, step 1)."""
+"""Student tokens that have a partner of the same bytes or role (methods.md §2.1)."""
 
 from __future__ import annotations
 

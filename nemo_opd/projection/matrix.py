@@ -1,4 +1,4 @@
-"""The projection R of a student's vocabulary onto a teacher's (METHODS §2)."""
+"""The projection R of a student's vocabulary onto a teacher's (methods.md §2)."""
 
 from __future__ import annotations
 

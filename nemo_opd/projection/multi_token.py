@@ -1,4 +1,4 @@
-"""Tokens that the other side spells with several tokens (METHODS §2, steps 2 and 3)."""
+"""Tokens that the other side spells with several tokens (methods.md §2.2, §2.3)."""
 
 from __future__ import annotations
 

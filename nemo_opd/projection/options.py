@@ -17,7 +17,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class BuilderOptions:
-    """The passes of METHODS §2 that made a matrix, and what they were told. None: that pass did not run."""
+    """The passes of methods.md §2 that made a matrix, and what they were told. None: that pass did not run."""
 
     passes: tuple[str, ...] = ()
     """In the order in which they ran; empty for a matrix made from arrays."""

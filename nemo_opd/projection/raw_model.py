@@ -1,4 +1,4 @@
-"""A tokenizer's model alone, for pieces that are not text of their own (METHODS §2, step 2)."""
+"""A tokenizer's model alone, for pieces that are not text of their own (methods.md §2.2)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ψ_S and Ψ_T, the shared-prefix maps: a token → the longest shared token that begins it (METHODS §2)."""
+"""Ψ_S and Ψ_T, the shared-prefix maps: a token → the longest shared token that begins it (methods.md §2.6)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The heaviest entries of each row (METHODS §2, step 5)."""
+"""The heaviest entries of each row (methods.md §2.5)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents re-tokenized so that not a byte changes (METHODS §2, step 2)."""
+"""Contents re-tokenized so that not a byte changes (methods.md §2.2)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Sequences sampled from the student: engines, turns and records (METHODS §10)."""
+"""Sequences sampled from the student: engines, turns and records (methods.md §10)."""

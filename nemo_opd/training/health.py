@@ -1,4 +1,4 @@
-"""Alarms on what the student samples: collapse, run-away lengths, an engine that disagrees (METHODS §10)."""
+"""Alarms on what the student samples: collapse, run-away lengths, an engine that disagrees (methods.md §10.7)."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""The objective of a global step, from its reduced metrics (METHODS §7)."""
+"""The objective of a global step, from its reduced metrics (methods.md §7.3)."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -37,7 +37,7 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
 
 
 class KDScale:
-    """1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD) over the steps so far, `loss.scaling_cap` at most (METHODS §7).
+    """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (methods.md §7.3).
 
     Only steps count that were taken and had both terms. The averages start at 0, which cancels out in their ratio: all
     steps weigh as their age says, the first too.

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns from what its teachers think of its own samples (METHODS §10)."""
+"""On-policy distillation: the student learns from what its teachers think of its own samples (methods.md §10)."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Teachers with the student's tokenizer: what has to agree, and which tokens one side may be without (METHODS §4)."""
+"""Teachers with the student's tokenizer: what has to agree, and which tokens one side may lack (methods.md §4)."""
 
 from collections.abc import Sequence
 

@@ -199,7 +199,7 @@ class StudentWorker:
             leaf = made.cut_off()
             losses = self._losses(self.logit_rows.whole(leaf), micro, step, objectives)
             output = compute_together(losses)
-            # FSDP2 averages gradients over ranks; the objective is a sum over them (METHODS §7).
+            # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
             (output.loss * self.averaged_over).backward()
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad

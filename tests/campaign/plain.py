@@ -50,7 +50,7 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
 
 
 def plain_term(term: LossTerm) -> dict[str, Any]:
-    """With what METHODS §5 says of weights and sizes that are not given."""
+    """With what methods.md §5 says of weights and sizes that are not given."""
     given = term.model_dump()
     ones = dict.fromkeys(("coverage_coef", "common_weight", "uncommon_weight"), 1.0)
     return given | {key: value for key, value in (ones | {"uncommon_topk": 8192}).items() if given.get(key) is None}

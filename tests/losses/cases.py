@@ -98,7 +98,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss with options, and which identities of METHODS §5 hold for it."""
+    """A loss with options, and which identities of methods.md §5.12 hold for it."""
 
     name: str
     loss: Callable[..., LossOutput]

@@ -1,4 +1,4 @@
-"""METHODS §3-§5 with Python floats, loops and dicts: no tensor operation of the code under test."""
+"""methods.md §3–§5 with Python floats, loops and dicts: no tensor operation of the code under test."""
 
 from __future__ import annotations
 

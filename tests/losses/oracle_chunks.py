@@ -1,4 +1,4 @@
-"""The losses of aligned chunks (METHODS §5) with Python floats, loops and dicts."""
+"""The losses of aligned chunks (methods.md §5) with Python floats, loops and dicts."""
 
 from __future__ import annotations
 

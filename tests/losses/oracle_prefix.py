@@ -1,4 +1,4 @@
-"""shared_prefix, byte_prefix, strict, alm and uld of METHODS §5 with Python floats, loops and dicts."""
+"""shared_prefix, byte_prefix, strict, alm and uld of methods.md §5 with Python floats, loops and dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METHODS §3, supports and normalisations, with Python floats, sets and sorting."""
+"""methods.md §3.3, supports and normalisations, with Python floats, sets and sorting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every loss, whatever it computes (DESIGN §5): the identities of METHODS §5, §7 and §8."""
+"""What holds for every loss, whatever it computes: the identities of methods.md §5.12, §7 and §8."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -361,7 +361,7 @@ def test_the_batches_have_what_the_tests_are_about():
 @every_loss
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_what_is_not_finite_shows_in_the_loss(case: Case, side: str):
-    """Bug: a NaN that a maximum, a clamp or a sort hides; training goes by the loss and the gradient (METHODS §16)."""
+    """Bug: a NaN that a maximum, a clamp or a sort hides; training goes by loss and gradient (methods.md §12)."""
     batch = case.batch()
     spoilt = {"student": batch.student, "teacher": batch.teacher} | {side: getattr(batch, side) * float("nan")}
     loss, gradient = case.value_and_gradient(batch.with_logits(**spoilt))

@@ -1,4 +1,4 @@
-"""Weights of what another policy sampled: expectations by enumeration, loops, and how a batch is cut (METHODS §14)."""
+"""Weights of what another policy sampled: expectations by enumeration, loops, cuts of a batch (methods.md §11)."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What a loss keeps for backward: the gradient and nothing else of that size (METHODS §8)."""
+"""What a loss keeps for backward: the gradient and nothing else of that size (methods.md §8.1)."""
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks

@@ -59,7 +59,7 @@ def test_value_equals_the_loop(kind, weights, tau, coef):
 
 
 def test_gradient_of_forward_kl_and_coverage_is_the_closed_form():
-    """∂L/∂z = p ⊙ (1 − R r)/τ with r = q̂/p̃ (METHODS §5), times τ², from a dense R."""
+    """∂L/∂z = p ⊙ (1 − R r)/τ with r = q̂/p̃ (methods.md §5.3), times τ², from a dense R."""
     tau = 1.3
     chunks = (torch.tensor([[-1, 0]]), torch.tensor([[-1, 0]]))
     student, teacher = logits(2, V, 0, rows=1).requires_grad_(), logits(2, W, 1, rows=1)

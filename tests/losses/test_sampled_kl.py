@@ -36,7 +36,7 @@ def expected_gradient(student: Tensor, teacher: Tensor, **options) -> Tensor:
     ],
 )
 def test_expected_gradient(estimator, update, divergence):
-    """METHODS §10. Bugs: a sign, an advantage that is differentiated, the ratio's derivative."""
+    """methods.md §10.4. Bugs: a sign, an advantage that is differentiated, the ratio's derivative."""
     student, teacher = random_logits(1, 2, V, 0, 1.0), random_logits(1, 2, V, 1, 1.0)
     found = expected_gradient(student, teacher, estimator=estimator, update=update)
     if divergence is None:

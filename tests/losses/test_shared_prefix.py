@@ -85,7 +85,7 @@ def test_a_shared_token_beyond_a_smaller_vocabulary_is_no_cell():
 
 
 def test_gradient_of_forward_kl_is_the_closed_form():
-    """∂/∂z_s = p_s (1 − Q(x)/P(x))/τ at x = Ψ_S(s) (METHODS §5), times τ²."""
+    """∂/∂z_s = p_s (1 − Q(x)/P(x))/τ at x = Ψ_S(s) (methods.md §5.8), times τ²."""
     tau = 1.3
     student, teacher = logits(2, V, 0, rows=1).requires_grad_(), logits(2, W, 1, rows=1)
     run(student, teacher, chunks=every_token(2, 1), temperature=tau).loss.backward()

@@ -1,4 +1,4 @@
-"""TCAD against plain loops (METHODS §10), and the choice of its support."""
+"""TCAD against plain loops (methods.md §10.2), and the choice of its support."""
 
 import math
 
@@ -67,7 +67,7 @@ def test_value_equals_the_loop(kind, weights, support):
 
 
 def test_forward_kl_with_coverage_is_the_kl_of_the_teacher_on_the_support_and_the_whole_student():
-    """METHODS §10; value and gradient, from autograd on log-probabilities."""
+    """methods.md §10.2; value and gradient, from autograd on log-probabilities."""
     student, teacher = random_logits(3, 5, V, 2).requires_grad_(), random_logits(3, 5, V, 3)
     loss = tcad(student, teacher, mask=MASK, support_size=4, normalizer=7).loss
     expected = torch.zeros((), dtype=torch.float64)

@@ -14,7 +14,7 @@ from tests.tokenizers_fixture import real_tokenizer
 
 @pytest.mark.tokenizers
 def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
-    """METHODS §2: Qwen3–Llama .848; Llama numerals have no exact partner in a single-digit vocabulary."""
+    """methods.md §2.7: Qwen3–Llama .848; Llama numerals have no exact partner in a single-digit vocabulary."""
     figures = audit(real_tokenizer("llama3_1"), real_tokenizer("qwen3"), llama_qwen)
     assert figures.overlap == pytest.approx(0.848, abs=0.01)
     assert figures.recommended_loss == "p_kl"
@@ -34,7 +34,7 @@ def test_published_overlap(llama_qwen: ProjectionMatrix) -> None:
     ],
 )
 def test_published_overlaps_of_pieces(student: str, teacher: str, published: float) -> None:
-    """METHODS §2, gpt4o for gpt-oss, which has its pieces. Catches pieces that are wrong for a whole kind of token."""
+    """methods.md §2.7, gpt4o for gpt-oss, which has its pieces. Bug: pieces that are wrong for a kind of token."""
     left, right = pieces_of(real_tokenizer(student)), pieces_of(real_tokenizer(teacher))
     pairs = exact_pairs(left, right, left.lengths > 0, right.lengths > 0)
     assert len(pairs) / min(left.vocab_size, right.vocab_size) == pytest.approx(published, abs=0.01)

@@ -36,7 +36,7 @@ def test_real_teacher_tokens(pair: tuple[str, str]) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_a_tokenizer_with_itself_is_the_identity(name: str) -> None:
-    """Byte-fallback twins included: METHODS §5 has byte_prefix equal same_vocab there."""
+    """Byte-fallback twins included: methods.md §5.12 has byte_prefix equal same_vocab there."""
     phi = build_projection(SMALL[name], SMALL[name]).byte_prefix
     assert phi.tolist() == list(range(len(phi)))
 

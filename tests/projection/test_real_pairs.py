@@ -1,4 +1,4 @@
-"""What must hold for the rows of pairs of real tokenizers (METHODS §2), and what a build costs."""
+"""What must hold for the rows of pairs of real tokenizers (methods.md §2), and what a build costs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What one sequence costs by each loss of METHODS §3–§5, §10, §14: plain loops; autograd does the gradient.
+"""What one sequence costs by each loss of methods.md §3–§11: plain loops; autograd does the gradient.
 
 A term is a dict of its settings. A sequence is one dict as the student sees it and one as a teacher does: its `ids` and
 which of them are `scored`, the logits z [S, V] or w [T, W], and `chunks`: of the tokens on both sides, −1 being none. A

@@ -1,4 +1,4 @@
-"""Distillation as METHODS §6, §7 and §10 say, the plain way: one process, one sequence at a time, no padding, float64.
+"""Distillation as methods.md §6, §7 and §10 say, plainly: one process, one sequence at a time, no padding, float64.
 
 A run is a dict of plain values. Of this package nothing is imported, so an error here and there cannot be the same one.
 """

@@ -1,4 +1,4 @@
-"""The objective of a global step, from metrics that are already reduced (METHODS §7)."""
+"""The objective of a global step, from metrics that are already reduced (methods.md §7.3)."""
 
 import json
 import math

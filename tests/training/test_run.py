@@ -1,4 +1,4 @@
-"""A run that ends well: its directory (DESIGN §3), and nothing left of it anywhere else."""
+"""A run that ends well: its directory, and nothing left of it anywhere else."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Steps that are not taken are counted, named, and end a run where none is taken any more (METHODS §16)."""
+"""Steps that are not taken are counted, named, and end a run where none is taken any more (methods.md §12)."""
 
 import math
 

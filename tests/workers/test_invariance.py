@@ -1,4 +1,4 @@
-"""Training gives the same curve and weights however a batch is cut into microbatches and ranks (METHODS §7).
+"""Training gives the same curve and weights however a batch is cut into microbatches and ranks (methods.md §7.1).
 
 One spawn of two ranks does all the work of that world, since starting processes is what costs time.
 

@@ -1,4 +1,4 @@
-"""How the student and its teachers are laid out over ranks leaves no trace in what is learned (DESIGN §4)."""
+"""How the student and its teachers are laid out over ranks leaves no trace in what is learned."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A step on sampled sequences: however a batch is cut, the student learns the same (METHODS §7 and §10)."""
+"""A step on sampled sequences: however a batch is cut, the student learns the same (methods.md §7.1 and §10)."""
 
 import json
 from dataclasses import fields, replace

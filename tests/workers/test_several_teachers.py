@@ -1,4 +1,4 @@
-"""Several teachers in the workers: what METHODS §6 says, however a batch is cut, in training and validation.
+"""Several teachers in the workers: what methods.md §6 says, however a batch is cut, in training and validation.
 
 A learning rate of 1e-12 leaves the student where it is, so that validation after the step sees what training saw.
 Tolerance as in test_invariance; the norm of the gradient tells of a wrong one.
