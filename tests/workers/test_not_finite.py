@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -231,9 +232,11 @@ def test_one_rank_speaks_for_all(paired: dict[str, Seen]) -> None:
     assert math.isfinite(paired["data"].bad["grad_norm"])
 
 
-def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path) -> None:
-    """Bug: both kept checkpoints and final/ hold NaN, and the run exits 0."""
-    (told,) = in_world(1, spoil, [(job_of(tiny), tmp_path)], tmp_path / "world")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_not_finite_is_not_saved_loaded_or_exported(tiny: Tiny, tmp_path: Path, num_ranks: int) -> None:
+    """Bugs: both kept checkpoints and final/ hold NaN, and the run exits 0; a rank that has none goes on alone."""
+    job = job_of(tiny, f"cluster.cpu_ranks={num_ranks}")
+    (told,) = in_world(num_ranks, spoil, [(job, tmp_path)], tmp_path / "world")
     weight, moment, folder, half = told
     assert "state is not finite after its last update, so it is not saved: model.norm.weight has 1 of 16" in weight
     assert "exp_avg of model.norm.weight has 16 of 16 values that are not finite" in moment
@@ -252,13 +255,18 @@ def spoil(given: tuple[Job, Path]) -> list[str]:
 
 
 def spoiled(student: OpenedStudent, folder: Path) -> list[str]:
+    """The weight is on the last rank."""
     norm = student.model.model.norm.weight
     own = norm.to_local().detach()
     kept = own.clone()
 
-    own[3] = 1e5
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+
+    if is_last:
+        own[3] = 1e5
     told = [refusal(NotFiniteError, student.export, folder / "half", "float16")]
-    own[3] = float("nan")
+    if is_last:
+        own[3] = float("nan")
     told.insert(0, refusal(NotFiniteError, student.save, folder / "weight"))
     own.copy_(kept)
 
