@@ -1,4 +1,4 @@
-"""How the losses of several teachers become one (methods.md §6)."""
+"""Aggregation of several teachers' losses into one (methods.md §6)."""
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of

@@ -14,7 +14,7 @@ from nemo_opd.types import Batch, SequenceScores, TeacherRows
 def weighted_by_confidence(
     batch: Batch, scores: Sequence[SequenceScores | None], alphas: Sequence[float | None]
 ) -> Batch:
-    """The batch with rollout weights for the teachers that have an alpha: `power_alpha` of their term.
+    """Add rollout weights to the batch for the teachers that have an alpha: `power_alpha` of their term.
 
     scores: by teacher, with score="log_probability", of the rows of the batch; None where it has no alpha. A batch
     without samples stays as it is.

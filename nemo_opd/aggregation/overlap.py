@@ -1,4 +1,4 @@
-"""Where in the student's samples its likeliest tokens are compared with a teacher's."""
+"""Overlap of the student's likeliest tokens with a teacher's, at positions of the student's samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ EVERY = 4
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Of one teacher with the student."""
+    """Overlap of one teacher with the student."""
 
     projection: ProjectionMatrix | None
     """None where they share a tokenizer."""
@@ -31,7 +31,7 @@ class Overlap:
 
     @staticmethod
     def across(projection: ProjectionMatrix | None, student_vocab_size: int, teacher_vocab_size: int) -> Overlap | None:
-        """For a teacher with another tokenizer; None where no token is known to be the same in both."""
+        """Return the overlap with a teacher of another tokenizer; None where no token is the same in both."""
         if projection is None or not len(projection.shared_pairs):
             return None
         return Overlap(projection, student_vocab_size, teacher_vocab_size)
@@ -44,7 +44,7 @@ class Overlap:
         teacher: TeacherRows,
         sampled: SampledRows,
     ) -> PlannedLoss:
-        """The metric `overlap` over what was sampled in these rows; student: what the teacher is compared on."""
+        """Plan the metric `overlap` of the samples in these rows; student: the rows that the teacher is compared on."""
         own = sampled.is_sampled.unsqueeze(1)
         if teacher.chunks is None:
             positions = torch.arange(student.ids.shape[1], device=student.ids.device)

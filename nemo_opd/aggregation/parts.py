@@ -30,7 +30,7 @@ class Divisor:
     """Divisor of a part's sum over some rows: units / share."""
 
     units: float
-    """Those of the part, or of all parts whose units count alike."""
+    """Units of the part, or of all parts whose units count alike."""
     share: Mean | None = None
     """Texts with such units, of all with any; None: all units count alike."""
 
@@ -46,13 +46,13 @@ class Part:
     """One summand of KD: weight · loss."""
 
     name: str | None
-    """Of the teacher; None where all speak as one."""
+    """Name of the teacher; None where logits are averaged."""
     weight: float
     term: TermLoss
     teacher: int
-    """Whose rows of a batch it reads; of teachers that speak as one the first, as they all have the same."""
+    """Index of the teacher whose rows of a batch it reads; the first where logits are averaged."""
     speaker: Callable[[Sequence[LogitRows]], LogitRows]
-    """From the logits of all teachers to those that it reads."""
+    """Function from the logits of all teachers to those that it reads."""
 
     overlap: Overlap | None = None
     """None without a map from its tokens to the student's."""
@@ -75,7 +75,7 @@ class Part:
         own: Divisor,
         normalizer: float,
     ) -> PlannedLoss:
-        """weight · the loss of these rows / normalizer.
+        """Plan weight · loss of these rows / normalizer.
 
         own: of these rows. Its metrics are the loss's own under the part's name, and under PART and SHARE its part in
         KD.
@@ -101,7 +101,7 @@ class Part:
     def plan_overlap(
         self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
     ) -> list[PlannedLoss]:
-        """How much of what the student finds likeliest in its samples the teacher does too, if that can be said."""
+        """Plan the overlap of both sides' likeliest tokens in the student's samples; None where it is not defined."""
         if self.overlap is None or batch.sampled is None:
             return []
         rows = batch.teachers[self.teacher]
@@ -129,7 +129,7 @@ class Parts:
     """
 
     def divisors(self, batch: Batch) -> tuple[Divisor, ...]:
-        """By part, of these rows."""
+        """Return the divisors of these rows, by part."""
         units = [part.num_units(batch) for part in self.parts]
         if not self.count_together:
             return tuple(map(Divisor, units))
@@ -142,7 +142,7 @@ class Parts:
         )
 
     def normalizers(self, batch: Batch) -> Normalizers:
-        """Of a global batch; 1 where it is without units, as 0 is divided by it."""
+        """Return the normalizers of a global batch, by part; 1 for a part without units."""
         labels, sampled = (int(count_label_tokens(mask).sum()) for mask in (batch.label_mask, batch.sampled_mask))
         return Normalizers(labels or 1, tuple(divisor.value for divisor in self.divisors(batch)), sampled or 1)
 
@@ -154,7 +154,7 @@ class Parts:
         divisors: Sequence[Divisor],
         normalizers: Sequence[float],
     ) -> list[PlannedLoss]:
-        """The parts, whose sum is KD.
+        """Plan the parts, whose sum is KD.
 
         Student's [B, S, V] and teachers' logits [B, T, W] and the batch are of the same rows; divisors: of them;
         normalizers: those of the global batch. The metrics under PART and SHARE make KD also when batches are pooled.
@@ -167,7 +167,7 @@ class Parts:
     def plan_statistics(
         self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch, *, vocab_size: int
     ) -> list[PlannedLoss]:
-        """What is said of the samples in these rows, beside losses; nothing where there are none.
+        """Plan statistics of the samples in these rows; none where there are no samples.
 
         See `plan_rollout_statistics`, and `overlap/<teacher>` (methods.md §10.7).
         """
@@ -183,7 +183,7 @@ def _sum_where(values: Sequence[float], kinds: Sequence[str], wanted: str) -> fl
 
 
 def kd_of(metrics: Mapping[str, Metric]) -> float:
-    """The KD that is trained on, from the metrics under PART and SHARE."""
+    """Return the KD that is trained on, from the metrics under PART and SHARE."""
     total = 0.0
     for name, metric in metrics.items():
         if name.startswith(PART):
@@ -199,7 +199,7 @@ def build_parts(
     student_vocab_size: int,
     teacher_vocab_sizes: Sequence[int],
 ) -> Parts:
-    """The KD of a run with these active teachers; sizes are the tokenizers'."""
+    """Return the KD of a run with these active teachers; sizes are the tokenizers'."""
     teachers, aggregation = config.active_teachers, config.aggregation
     weights = [teacher.weight for teacher in teachers]
     rule = RULES[type(aggregation)]

@@ -1,4 +1,4 @@
-"""How each aggregation settles what the teachers count for: one line a type (methods.md §6)."""
+"""Rules of the aggregations, one line a type (methods.md §6)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from nemo_opd.data.collate import only_chosen
 from nemo_opd.types import Batch, SequenceScores
 
 Scores = Sequence[SequenceScores]
-"""By teacher, of the rows of a batch."""
+"""Scores of the rows of a batch, by teacher."""
 
 
 def _equal_factors(settings: AggregationBase, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
@@ -36,10 +36,10 @@ def _unchanged(settings: AggregationBase, batch: Batch, scores: Scores, priors: 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What an aggregation does, given its settings as the first argument."""
+    """The functions of an aggregation, each with its settings as the first argument."""
 
     factors: Callable[[Any, Sequence[float], Sequence[int]], list[float]] = _equal_factors
-    """From the teachers' weights and vocabulary sizes to the factor of each teacher's loss."""
+    """Function from the teachers' weights and vocabulary sizes to the factor of each teacher's loss."""
     share_out: Callable[[Any, Batch, Scores, Sequence[float]], Batch] = _unchanged
     """The global batch with the weights of its sequences, or with empty rows for teachers that were not selected, from
     the scores that the settings ask for and the teachers' own weights.

@@ -1,4 +1,4 @@
-"""How sure a teacher is of a sequence: one number of bits per byte, whichever score is asked for."""
+"""Scores of sequences by a teacher: bits per byte, whichever score is chosen."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def sequence_scores(
     vocab_size: int,
     chunk_size: int | None = None,
 ) -> SequenceScores:
-    """A teacher's bits and bytes of each sequence, over the scored tokens that carry text (methods.md §6.1).
+    """Sum a teacher's bits and bytes of each sequence over the scored tokens that carry text (methods.md §6.1).
 
     Bits of a token: −log2 p(token) (bits_per_byte), the entropy of p (entropy), or −log2 of the largest probability
     (max_probability); −log2 p(token) of the scored tokens without text as well (log_probability). Unshifted logits
@@ -88,19 +88,19 @@ def joined(parts: Sequence[SequenceScores], num_rows: int | None = None) -> Sequ
 
 
 def sides(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:
-    """What it holds, in the order of its fields."""
+    """Return the fields in their order."""
     return scores.bits, scores.num_bytes, scores.num_tokens
 
 
 def bits_per_byte(scores: Sequence[SequenceScores]) -> Tensor:
-    """float64 [teachers, B]; +inf where a teacher has no byte of a sequence to be scored on."""
+    """Divide bits by bytes: float64 [teachers, B]; +inf where a teacher has no scored byte in a sequence."""
     bits = torch.stack([score.bits for score in scores])
     num_bytes = torch.stack([score.num_bytes for score in scores])
     return torch.where(num_bytes > 0, bits / num_bytes.clamp(min=1), torch.inf)
 
 
 def mean_logprob(scores: SequenceScores) -> Tensor:
-    """The teacher's mean log-probability a token, in nats: float64 [B]; −inf for a sequence without a scored token.
+    """Return the teacher's mean log-probability per token, in nats: float64 [B]; −inf without a scored token.
 
     scores: those of score="log_probability".
     """

@@ -8,7 +8,7 @@ from nemo_opd.types import Batch, Mean, Metric
 
 
 def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
-    """By teacher: `kd_coverage/`, the share of the student's scored tokens that its KD says something about.
+    """Return `kd_coverage/<teacher>`, the share of the student's scored tokens that are in a unit of its KD.
 
     names: of all teachers. With `select_teacher` and `routed` a teacher is measured on its own texts, and
     left out if it has none.
@@ -27,7 +27,7 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
 
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
-    """By teacher: the mean weight of a sequence (`weight/`), or the share of sequences that it teaches (`share/`), if
+    """Return by teacher the mean weight of a sequence (`weight/`), or the share of its sequences (`share/`), if
     that differs from batch to batch; with another tokenizer, the share of aligned chunks behind contents that the
     student reads differently (`changed_history/`).
     """

@@ -11,7 +11,7 @@ from nemo_opd.types import Batch
 
 
 def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes: Sequence[int]) -> list[float]:
-    """What each teacher's loss is multiplied by, whatever the sequence (methods.md §6.1).
+    """Return the factor of each teacher's loss, whatever the sequence (methods.md §6.1).
 
     The weight, unless weights differ from sequence to sequence and have it in them. With vocabulary scaling
     log W_i / log min_j W_j as well: a divergence over more tokens counts for more.
@@ -24,6 +24,6 @@ def teacher_weights(settings: WeightedSum, weights: Sequence[float], vocab_sizes
 
 
 def weighted(batch: Batch, weights_IB: Tensor) -> Batch:
-    """The batch with the weight of each sequence for each teacher: [teachers, B]."""
+    """Add the weight of each sequence for each teacher, [teachers, B], to the batch."""
     pairs = zip(batch.teachers, weights_IB, strict=True)
     return replace(batch, teachers=tuple(replace(teacher, weights=weights) for teacher, weights in pairs))

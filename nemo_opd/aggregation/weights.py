@@ -13,7 +13,7 @@ from nemo_opd.types import SequenceScores
 def sequence_weights(
     scores: Sequence[SequenceScores], *, score: Score, alpha: float, priors: Sequence[float]
 ) -> Tensor:
-    """softmax_i(alpha · score_i + log prior_i) of each sequence: float32 [teachers, B], detached (methods.md §6.1).
+    """Compute softmax_i(alpha · score_i + log prior_i) by sequence: float32 [teachers, B], detached (methods.md §6.1).
 
     score_i is −bits per byte, −entropy in bits per byte, or the largest probability per byte: 2^(−its bits per byte),
     the geometric mean over bytes. priors: of each teacher, above 0; where all are equally sure, weights are as these. A

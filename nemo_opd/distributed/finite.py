@@ -32,7 +32,7 @@ class NotFinite:
 def find_not_finite(
     tensors: Mapping[str, Tensor], *, device: str | torch.device, dtype: torch.dtype | None = None
 ) -> NotFinite | None:
-    """The first floating-point tensor in which a value is NaN or infinite; None where all are finite.
+    """Find the first floating-point tensor in which a value is NaN or infinite; None where all are finite.
 
     Reads each shard once and copies none. device: that of the process group's collectives. dtype: as the values are
     when they are rounded to it. Every rank must give the same names in the same order, with its own shards.
@@ -50,7 +50,7 @@ def find_not_finite(
 
 @torch.no_grad()
 def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> NotFinite | None:
-    """The same of whole tensors, by this process alone."""
+    """Find the first among whole tensors, in this process alone."""
     if not (wrong := _names(tensors, _flags(tensors, dtype))):
         return None
     first = tensors[wrong[0]]
@@ -58,13 +58,13 @@ def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | 
 
 
 def _flags(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """fp32 [tensors]: 1 where this rank has a value that is not finite."""
+    """Flag tensors of which this rank has a value that is not finite: fp32 [tensors]."""
     flags = [_is_wrong(local(value), dtype) for value in tensors.values()]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).float()
 
 
 def _is_wrong(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """By the extremes, which are NaN where a value is; rounding keeps their order."""
+    """Look at the extremes, which are NaN where a value is; rounding keeps their order."""
     if not shard.is_floating_point() or not shard.numel():
         return torch.zeros((), dtype=torch.bool, device=shard.device)
     if shard.itemsize == 1:  # aminmax knows no float8

@@ -1,4 +1,4 @@
-"""How the ranks of a student or of a teacher are arranged, and where each of them is."""
+"""Layout of the ranks of a student or a teacher, and their places."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Layout:
         return self.dp * self.cp * self.tp
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """(d, c, t) of a rank. Raises IndexError for a rank that the layout does not have."""
+        """Return (d, c, t) of a rank. Raises IndexError for a rank that the layout does not have."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} of a layout with {self.size} ranks")
         rest, t = divmod(rank, self.tp)
@@ -41,7 +41,7 @@ class Layout:
         return d, c, t
 
     def rank(self, d: int, c: int = 0, t: int = 0) -> int:
-        """The rank at these coordinates. Raises IndexError for coordinates that the layout does not have."""
+        """Return the rank at these coordinates. Raises IndexError for coordinates that the layout does not have."""
         if not (0 <= d < self.dp and 0 <= c < self.cp and 0 <= t < self.tp):
             raise IndexError(f"coordinates {(d, c, t)} of a layout with dp={self.dp}, cp={self.cp}, tp={self.tp}")
         return (d * self.cp + c) * self.tp + t

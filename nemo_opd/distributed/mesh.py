@@ -9,7 +9,7 @@ FSDP_AXIS = "fsdp"
 
 
 def build_mesh(layout: Layout, device: str) -> DeviceMesh:
-    """All ranks of the group: `dp` alone where neither context nor tensor is parallel, else `dp`, `cp`, `tp`.
+    """Build the mesh of all ranks: `dp` alone where neither context nor tensor is parallel, else `dp`, `cp`, `tp`.
 
     device: "cpu" or "cuda". Collective: it makes process groups.
     """
@@ -19,7 +19,7 @@ def build_mesh(layout: Layout, device: str) -> DeviceMesh:
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """What FSDP2 shards over, one-dimensional; a loss that is summed over ranks is multiplied by its size.
+    """Return the axis that FSDP2 shards over; a loss that is summed over ranks is multiplied by its size.
 
     Collective at its first call for a mesh, when it makes a process group; later ones give the same.
     """
@@ -27,12 +27,12 @@ def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that share matrices; None where each has its own."""
+    """Return the axis of ranks that share matrices; None where each has its own."""
     return _axis(mesh, "tp")
 
 
 def context_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The ranks that share positions; None where each has all of a sequence."""
+    """Return the axis of ranks that share positions; None where each has all of a sequence."""
     return _axis(mesh, "cp")
 
 

@@ -47,7 +47,7 @@ def leave() -> None:
 
 
 def reachable_host() -> str:
-    """An address of this machine that the group's other ranks can connect to."""
+    """Return an address of this machine that the group's other ranks can connect to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Connecting a datagram socket sends nothing; it only asks the routing table.

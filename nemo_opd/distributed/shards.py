@@ -6,7 +6,7 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard, through which gradients flow; a plain tensor itself."""
+    """Return this rank's shard, through which gradients flow; a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

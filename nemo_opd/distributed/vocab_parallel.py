@@ -16,14 +16,14 @@ class VocabularyShards:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_columns: int, device: torch.device) -> None:
-        """num_columns: of this rank; ranks may have different numbers. Collective."""
+        """Exchange the numbers of columns. num_columns: those of this rank; ranks may differ. Collective."""
         self.group = group
         self.rank = dist.get_rank(group)
         self.num_ranks = dist.get_world_size(group)
         self.num_columns = self._from_all(torch.tensor([num_columns], device=device)).flatten().tolist()
 
     def widths(self, width: int) -> list[int]:
-        """Of the vocabulary's leading `width` columns, how many each rank has."""
+        """Count each rank's columns among the vocabulary's leading `width`."""
         begins = accumulate(self.num_columns, initial=0)
         return [max(0, min(columns, width - begin)) for begin, columns in zip(begins, self.num_columns, strict=False)]
 
@@ -36,7 +36,7 @@ class VocabularyShards:
         return torch.cat([of_rank[:count] for of_rank, count in zip(every, counts, strict=True)]), counts
 
     def to_rows(self, columns: Tensor, counts: list[int], widths: list[int]) -> Tensor:
-        """This rank's columns of all ranks' rows [Σ counts, own width] → all columns of its own rows [R, Σ widths]."""
+        """Exchange this rank's columns of all rows [Σ counts, own width] for all columns of its rows [R, Σ widths]."""
         own_rows = counts[self.rank]
         received = self._exchange(
             columns.flatten(),
@@ -46,7 +46,7 @@ class VocabularyShards:
         return torch.cat([part.view(own_rows, width) for part, width in zip(received, widths, strict=True)], 1)
 
     def to_columns(self, rows: Tensor, counts: list[int], widths: list[int]) -> Tensor:
-        """The way back: [R, Σ widths] → [Σ counts, own width]."""
+        """Undo `to_rows`: [R, Σ widths] → [Σ counts, own width]."""
         own_width = widths[self.rank]
         received = self._exchange(
             torch.cat([part.flatten() for part in rows.split(widths, 1)]),
@@ -56,12 +56,12 @@ class VocabularyShards:
         return torch.cat([part.view(count, own_width) for part, count in zip(received, counts, strict=True)])
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        """Over the ranks, in place."""
+        """Reduce over the ranks, in place."""
         dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
     def _from_all(self, tensor: Tensor) -> Tensor:
-        """[...] → [ranks, ...]"""
+        """All-gather: [...] → [ranks, ...]."""
         every = [torch.empty_like(tensor) for _ in range(self.num_ranks)]
         dist.all_gather(every, tensor, group=self.group)
         return torch.stack(every)

@@ -1,4 +1,4 @@
-"""How rows of logits are cut into blocks, each read once for all terms that need some of it (methods.md §8.1)."""
+"""Blocks of rows of logits, each read once for all terms that need some of it (methods.md §8.1)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Units = tuple[slice, slice | Tensor]
 
 
 Step = tuple[Units, ...]
-"""What is computed at a time: the units of each term."""
+"""Units of each term that are computed at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Block:
     """Some rows are in an earlier block as well, of this one or of those that other processes compute meanwhile."""
 
     def units(self, term: int) -> slice:
-        """All of a term's; they are consecutive."""
+        """Return all units of a term; they are consecutive."""
         return slice(self.steps[0][term][0].start, self.steps[-1][term][0].stop)
 
 
@@ -82,7 +82,7 @@ def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None =
 
 
 def own_share(source: LogitRows, items: Sequence[Item], empty: Item) -> Iterator[Item]:
-    """Those that this process of a share computes: equally many in each, with empty ones at the end."""
+    """Yield the parts that this process of a share computes: equally many in each, with empty ones at the end."""
     index, processes = source.share
     for first in range(0, len(items), processes):
         yield items[first + index] if first + index < len(items) else empty
@@ -99,7 +99,7 @@ def _budget(source: LogitRows) -> int:
 
 
 def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:
-    """Where the units end that are taken at a time, from `start` on."""
+    """Find the ends of consecutive parts of units from `start` on."""
     if chunk_size is not None:
         if chunk_size < 1:
             raise ConfigError(
@@ -112,7 +112,7 @@ def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, st
 
 @dataclass(frozen=True, slots=True)
 class _Lengths:
-    """How many rows a block has."""
+    """Numbers of rows of blocks."""
 
     at_once: int
     """Within which steps begin that are read together."""
@@ -130,7 +130,7 @@ def _nothing_from(terms: Sequence[Term]) -> Step:
 
 
 def _among(own: Block, at_once: Sequence[Block]) -> Block:
-    """The block as one of those that the processes of a share compute at once.
+    """Place the block among those that the processes of a share compute at once.
 
     It gets empty steps at its end, of which a term computes what it does of no unit.
     """
@@ -153,7 +153,7 @@ def _blocks_of_all(source: LogitRows, rows: Tensor, places: Sequence[_Places], l
 def _steps_from(
     source: LogitRows, places: Sequence[_Places], begin: int, limit: int, lengths: _Lengths
 ) -> tuple[list[Step], int, int]:
-    """The steps of a block that begins at this row, the row that the next begins at, and that which it ends before."""
+    """Return the steps of a block from this row on, the first row of the next block, and the end of this one."""
     steps, start, covered = [], begin, begin
     while start < min(limit, begin + (lengths.longest if start < covered else lengths.at_once)):
         end = _end_of_step(source, places, start, limit)
@@ -165,21 +165,21 @@ def _steps_from(
 
 
 def _end_of_step(source: LogitRows, places: Sequence[_Places], begin: int, limit: int) -> int:
-    """Before which row a step ends that begins at this one: if it can be, where no unit goes on."""
+    """Return the end of the step that begins at this row, if possible between units."""
     end = min([limit, *(place.end_of_part(source, begin) for place in places)])
     whole = _begin_of_units_across(places, end, begin)
     return whole if whole > begin else end
 
 
 def _begin_of_units_across(places: Sequence[_Places], row: int, first: int) -> int:
-    """The last row up to this one that no unit lies across, looked for after `first` only."""
+    """Return the last row up to this one that no unit lies across, looked for after `first` only."""
     while row > first and (begin := min(place.begin_of_unit_across(row) for place in places)) < row:
         row = begin
     return row
 
 
 def _end_of_units_across(places: Sequence[_Places], row: int, within: int) -> int:
-    """The first row from this one on that no unit lies across; the row itself if there is none within so many."""
+    """Return the first row from this one on that no unit lies across; the row itself if none is within the limit."""
     end = row
     while (further := max(place.end_of_unit_across(end) for place in places)) > end:
         if further - row > within:
@@ -190,25 +190,25 @@ def _end_of_units_across(places: Sequence[_Places], row: int, within: int) -> in
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """Where the rows of a term are among those that all terms need."""
+    """Places of a term's rows among those that all terms need."""
 
     term: Term
     num_rows: int
-    """Of all terms."""
+    """Number of rows of all terms."""
     on_device: Tensor
     """int64 [R]"""
     on_host: Sequence[int]
 
     @staticmethod
     def of(rows: Tensor, term: Term, *, is_alone: bool) -> _Places:
-        """is_alone: the rows are the term's."""
+        """Find the places. is_alone: the rows are the term's."""
         if is_alone:
             return _Places(term, len(rows), rows, range(len(rows)))
         places = torch.searchsorted(rows, term.rows)
         return _Places(term, len(rows), places, places.tolist())
 
     def end_of_part(self, source: LogitRows, begin: int) -> int:
-        """Before which row a step ends that begins at this one and holds no more of the term than may be."""
+        """Return the end of a step that begins at this row and holds no more of the term than allowed."""
         start = self._first_unit(begin)
         stop = start if start == self.term.num_units else _fitting(source, self.term.cells, self.term.chunk_size, start)
         return self.num_rows if stop == self.term.num_units else self._rows_of(stop).start
@@ -220,19 +220,19 @@ class _Places:
         return self._rows_of(units.stop - 1).stop if units.stop > units.start else 0
 
     def begin_of_unit_from(self, row: int) -> int:
-        """The first row from this one on that a unit begins at; behind the last if none does."""
+        """Return the first row from this one on at which a unit begins; after the last if none does."""
         unit = self._first_unit(row)
         return self.num_rows if unit == self.term.num_units else self._rows_of(unit).start
 
     def begin_of_unit_across(self, row: int) -> int:
-        """Of the unit that has rows before this one and others from it on; the row itself if there is none."""
+        """Return the first row of the unit that lies across this row; the row itself if there is none."""
         return self._across(row).start
 
     def end_of_unit_across(self, row: int) -> int:
         return self._across(row).stop
 
     def of_units(self, units: slice, begin: int) -> slice | Tensor:
-        """As places in a block that begins at this row. Of none: nothing."""
+        """Return the rows of units as places in a block that begins at this row; nothing for no units."""
         span = self.term.span(units)
         if span.start == span.stop:
             return slice(0, 0)
@@ -247,11 +247,11 @@ class _Places:
         return rows if rows.stop > row else slice(row, row)
 
     def _rows_of(self, unit: int) -> slice:
-        """From the first of a unit to its last."""
+        """Return the rows of a unit, from its first to its last."""
         span = self.term.span(slice(unit, unit + 1))
         return slice(self.on_host[span.start], self.on_host[span.stop - 1] + 1)
 
     def _first_unit(self, row: int) -> int:
-        """The first that begins at this row or after it."""
+        """Return the first unit that begins at this row or after it."""
         place = bisect_left(self.on_host, row)
         return place if self.term.begins is None else bisect_left(self.term.begins, place)

@@ -27,7 +27,7 @@ class BlockwiseSum:
 
 
 def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
-    """Σ coefficient · term over one or more terms, with a gradient for the leaves of `source` only (methods.md §8.1).
+    """Compute Σ coefficient · term over terms, with a gradient for the leaves of `source` only (methods.md §8.1).
 
     Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
     led on: from hidden states, the products with the head are formed once for all terms. All that is saved for backward
@@ -46,7 +46,7 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
 
 
 def compute_dtype(source: LogitRows) -> torch.dtype:
-    """fp32, or fp64 for fp64 logits."""
+    """Return fp32, or fp64 for fp64 logits."""
     return torch.promote_types(source.dtype, torch.float32)
 
 
@@ -85,7 +85,7 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
 def _parts(
     source: LogitRows, terms: Sequence[Term], block: Block
 ) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
-    """Of each step and term: which term, its units, where their rows are, and these in the compute dtype."""
+    """Yield for each step and term: the term, its units, the places of their rows, and these in the compute dtype."""
     for i, term in enumerate(terms):
         if term.ahead is not None:
             term.ahead.begin(block.units(i), rows_budget(source, terms))
@@ -97,7 +97,7 @@ def _parts(
 
 
 class _BlockGradient:
-    """With respect to the rows of a block, while it is put together [R, X]."""
+    """Gradient with respect to the rows of a block [R, X], while it is put together."""
 
     def __init__(self, terms: Sequence[Term], block: Block) -> None:
         self._shape = (len(block.rows), width_of(terms))

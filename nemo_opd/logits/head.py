@@ -14,12 +14,12 @@ from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 LARGEST_FP16_EXPONENT = 14
 """Exponent that a gradient's largest entry is scaled to before it is rounded to fp16."""
 SMALLEST_EXPONENT = -100
-"""Of a gradient that is still scaled up in full: the factor itself must be a normal fp32 number."""
+"""Exponent of a gradient that is still scaled up in full: the factor itself must be a normal fp32 number."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Head:
-    """From hidden states to logits: soft_cap · tanh(scale · (W h + bias) / soft_cap)."""
+    """Map from hidden states to logits: soft_cap · tanh(scale · (W h + bias) / soft_cap)."""
 
     weight: Tensor
     """[X, D]"""
@@ -39,7 +39,7 @@ class Head:
             raise ConfigError(f"soft_cap={self.soft_cap}: logits are divided by it; give a number above 0, or none")
 
     def after_linear(self, linear: Tensor) -> Tensor:
-        """What becomes of W h + bias [..., X]; in fp32 at least, where there is something to be done."""
+        """Apply scale and soft-cap to W h + bias [..., X]; in fp32 at least, where there is something to apply."""
         if self.scale == 1 and self.soft_cap is None:
             return linear
         logits = linear.to(torch.promote_types(linear.dtype, torch.float32)) * self.scale
@@ -77,7 +77,7 @@ class HeadLogits(TrainableRows):
         return _HeadGradients(self.hidden, self.head)
 
     def cut_off(self) -> HeadLogits:
-        """The same of hidden states as a new leaf, on which gradients gather before they go back through a model."""
+        """Return these logits as a new leaf, which gathers gradients before they go back through a model."""
         return HeadLogits(new_leaf(self.hidden), self.head)
 
 
@@ -129,14 +129,14 @@ class _HeadGradients(Gradients):
 
 
 def _within_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """A gradient with numbers that fp16 has, and the power of two that it is to be multiplied with: a scalar."""
+    """Scale a gradient into the range of fp16, and return it with the power of two to multiply it with, a scalar."""
     exponent = gradient.abs().amax().frexp().exponent if gradient.numel() else gradient.new_zeros((), dtype=torch.int32)
     factor = torch.ldexp(gradient.new_ones(()), exponent.clamp(min=SMALLEST_EXPONENT) - LARGEST_FP16_EXPONENT)
     return gradient / factor, factor
 
 
 def _product(left: Tensor, right: Tensor, factor: Tensor | None) -> Tensor:
-    """left @ right · factor. In bf16 of bf16, as it is rounded to bf16 anyway, and no larger than it has to be."""
+    """Compute left @ right · factor; in bf16 for bf16, as it is rounded to bf16 anyway."""
     if factor is None and left.dtype == right.dtype:
         return left @ right
     made = product(left, right)
@@ -144,7 +144,7 @@ def _product(left: Tensor, right: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None) -> None:
-    """Where the types agree, without a matrix for the product."""
+    """Add a product; where the types agree, without a matrix for it."""
     if factor is None and total.dtype == left.dtype == right.dtype:
         total.addmm_(left, right)
     else:

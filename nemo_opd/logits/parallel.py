@@ -18,7 +18,7 @@ class VocabParallelLogits(TrainableRows):
     """
 
     def __init__(self, local: TensorLogits | HeadLogits, group: dist.ProcessGroup) -> None:
-        """local: this rank's consecutive columns, in rank order; their number may differ. Collective."""
+        """Take this rank's columns. local: consecutive, in rank order; their number may differ. Collective."""
         self.local = local
         self.leaves = local.leaves
         self.device, self.dtype, self.is_product = local.device, local.dtype, local.is_product
@@ -63,7 +63,7 @@ class ContextParallelLogits(TrainableRows):
     """Logits that every rank of a group has: each computes a share of the units, and has its share of the gradient."""
 
     def __init__(self, every: TrainableRows, group: dist.ProcessGroup) -> None:
-        """every: of all positions; it may have a share of its own, among ranks with the same place in `group`."""
+        """Take logits of all positions. every: may have its own share, among ranks with the same place in `group`."""
         self.every, self.group = every, group
         self.leaves, self.shape = every.leaves, every.shape
         self.device, self.dtype, self.is_product = every.device, every.dtype, every.is_product

@@ -39,13 +39,13 @@ class PlannedLoss:
     terms: Sequence[Term]
     coefficient: float
     metrics_of: Callable[[Tensor, Tensor], Metrics]
-    """From the sum of the terms, with the weights of units and without."""
+    """Function from the sum of the terms, with the weights of units and without, to metrics."""
 
     @staticmethod
     def of(
         name: str, source: TrainableRows, terms: Sequence[Term], num_units: int, normalizer: float | None
     ) -> PlannedLoss:
-        """Σ terms / normalizer, and the unweighted mean over units as the metric `name` (methods.md §7.1).
+        """Plan Σ terms / normalizer, and the unweighted mean over units as the metric `name` (methods.md §7.1).
 
         normalizer: units of the global batch, by default those of this call; 0 of them make a loss of 0.
         """
@@ -53,7 +53,7 @@ class PlannedLoss:
         return PlannedLoss(source, terms, 1 / divisor, lambda weighted, unweighted: {name: Mean(unweighted, num_units)})
 
     def times(self, factor: float) -> PlannedLoss:
-        """The same with another weight; the metrics stay as they are."""
+        """Multiply the loss by a weight; the metrics stay as they are."""
         return replace(self, coefficient=self.coefficient * factor)
 
     def compute(self) -> LossOutput:
@@ -61,7 +61,7 @@ class PlannedLoss:
 
 
 def compute_together(losses: Sequence[PlannedLoss]) -> LossOutput:
-    """The sum of losses of one student, and the metrics of all.
+    """Compute the sum of losses of one student, and the metrics of all.
 
     Their rows are made once, and one gradient is saved for all of them; from hidden states, the products with the head
     are formed once.
@@ -87,7 +87,7 @@ class Loss(Generic[Parameters]):
         return self.plan(*args, **kwargs).compute()
 
     def __reduce__(self) -> str:
-        """By its name, as functions are."""
+        """Pickle by name, as functions are."""
         return self.plan.__qualname__
 
 

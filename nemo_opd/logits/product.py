@@ -23,7 +23,7 @@ def product_dtype(left: torch.dtype, right: torch.dtype) -> torch.dtype:
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right, [R, D] and [D, X] → [R, X] in the `product_dtype`, without a graph.
+    """Compute left @ right, [R, D] and [D, X] → [R, X] in the `product_dtype`, without a graph.
 
     Exact but for the rounding of fp32 sums: a product of two bf16 or two fp16 numbers is an fp32 number. Operands of
     different dtypes are taken as they are.
@@ -56,7 +56,7 @@ def _is_native(device: str, dtype: torch.dtype) -> bool:
 
 
 def _upcast_product(left: Tensor, right: Tensor) -> Tensor:
-    """The same from a few columns at a time in the dtype of `left`."""
+    """Compute the product from a few columns at a time, upcast to the dtype of `left`."""
     made = left.new_empty(len(left), right.shape[1])
     step = max(1, UPCAST_BYTES // (left.dtype.itemsize * max(1, len(right))))
     for start in range(0, right.shape[1], step):

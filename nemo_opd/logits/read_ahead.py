@@ -17,7 +17,7 @@ class ReadAhead:
     """
 
     def __init__(self, source: LogitRows, rows: Tensor, width: int, begins: Sequence[int] | None = None) -> None:
-        """rows: int64 [R] of [B·T], that the units need one after another. width: leading columns.
+        """Prepare to read. rows: int64 [R] of [B·T], which the units need one after another. width: leading columns.
 
         begins: [U + 1], where units begin among the rows, on the host; None: each has one.
         """
@@ -29,7 +29,7 @@ class ReadAhead:
         self._read_from = self._read_to = 0
 
     def begin(self, units: slice, budget: int) -> None:
-        """These units come next, in consecutive parts; budget: bytes of logits to be held."""
+        """Announce the units that come next, in consecutive parts; budget: bytes of logits to hold."""
         self._block = self._span(units)
         self._rows_at_once = budget // (self._width * self._source.dtype.itemsize) if self.is_worth_while else 0
         self._read = None
@@ -43,7 +43,7 @@ class ReadAhead:
         return self._within(span)
 
     def _within(self, span: slice) -> Tensor:
-        """Of what is held, after what is held next where that does not reach."""
+        """Return the rows of a part from what is held, reading the next rows where these are missing."""
         if self._read is None or not self._read_from <= span.start <= self._read_to:
             self._read_on(span.start)
         before = self._held(span.start, min(span.stop, self._read_to))

@@ -1,4 +1,4 @@
-"""What is read off the rows of logits while losses are computed from them, and trains nothing."""
+"""Readings of rows of logits that are taken while losses are computed, and train nothing."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Readings:
         return Readings(source, torch.zeros(num_units, num_values, dtype=compute_dtype(source), device=source.device))
 
     def put(self, part: slice, values: Tensor) -> None:
-        """[u, k] of a slice of units."""
+        """Store the readings [u, k] of a slice of units."""
         self.places[part] = values.detach()
 
     def found(self) -> Tensor:
-        """float64 [k, U], of all processes of a share. Collective among them, for use when all units are done."""
+        """Gather the readings of all processes of a share, float64 [k, U]. Collective; call when all units are done."""
         return self.source.reduce(self.places.to(torch.float64, copy=True)).t()
 
 

@@ -17,7 +17,7 @@ class LogitRows(ABC):
     shape: tuple[int, int, int]
     device: torch.device
     dtype: torch.dtype
-    """In which rows are read."""
+    """Dtype in which rows are read."""
     share: tuple[int, int] = (0, 1)
     """Which of how many processes this is, where several compute one loss together, each some of its parts."""
     is_product: bool = False
@@ -25,13 +25,13 @@ class LogitRows(ABC):
 
     @abstractmethod
     def read(self, rows: Tensor, width: int) -> Tensor:
-        """The leading `width` columns of rows [R] → [R, width], without a graph; maybe a view, not to be written to.
+        """Read the leading `width` columns of rows [R] → [R, width], without a graph; maybe a view, not to be written.
 
         With a `share`, every process calls it equally often, each for rows of its own.
         """
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
-        """What the processes of a `share` have found, made one, in place."""
+        """Reduce over the processes of a `share`, in place."""
         return tensor
 
 
@@ -39,7 +39,7 @@ class TrainableRows(LogitRows):
     """Logits that pass a gradient on."""
 
     leaves: tuple[Tensor, ...]
-    """What the gradient is for."""
+    """Tensors that get the gradient."""
 
     @property
     def needs_gradient(self) -> bool:
@@ -54,11 +54,11 @@ class Gradients(ABC):
     """The gradients of a source's leaves, while they are put together."""
 
     dtype: torch.dtype
-    """To which `add` may round what it is given."""
+    """Dtype to which `add` may round its argument."""
 
     @abstractmethod
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
-        """With respect to what `pull_back` leads to: [R, width] of rows [R].
+        """Add the gradient with respect to the result of `pull_back`: [R, width] of rows [R].
 
         onto: some rows were added to before, or are twice among those that the processes of a share add at once. All
         processes have the same.
@@ -66,20 +66,20 @@ class Gradients(ABC):
 
     @abstractmethod
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
-        """From the gradient with respect to logits [R, width] to that with respect to what they were made from."""
+        """Turn the gradient with respect to logits [R, width] into that with respect to their inputs."""
 
     @abstractmethod
     def sums(self) -> tuple[Tensor | None, ...]:
-        """One a leaf, in its `kept_dtype`; None where it takes no gradient."""
+        """Return the sum of each leaf, in its `kept_dtype`; None where it takes no gradient."""
 
 
 def logit_rows(logits: Tensor | LogitRows) -> LogitRows:
-    """A tensor [B, S, X] or what is made like one, as rows."""
+    """Wrap a tensor [B, S, X] as rows; rows pass."""
     return TensorLogits(logits) if isinstance(logits, Tensor) else logits
 
 
 def trainable_rows(logits: Tensor | LogitRows) -> TrainableRows:
-    """The same for the side that learns. Raises ConfigError for logits that pass no gradient on."""
+    """Wrap the logits of the side that learns. Raises ConfigError for logits that pass no gradient on."""
     rows = logit_rows(logits)
     if not isinstance(rows, TrainableRows):
         raise ConfigError(
@@ -116,7 +116,7 @@ class TensorLogits(TrainableRows):
         return _TensorGradients(self.leaves[0])
 
     def cut_off(self) -> TensorLogits:
-        """The same as a new leaf, on which gradients gather before they go back through a model."""
+        """Return these logits as a new leaf, which gathers gradients before they go back through a model."""
         return TensorLogits(new_leaf(self.leaves[0]))
 
 
@@ -149,7 +149,7 @@ class _TensorGradients(Gradients):
 
 
 def kept_dtype(leaf: torch.dtype) -> torch.dtype:
-    """In which a leaf's gradient is kept until backward: its own, but fp32 for fp16.
+    """Return the dtype of a leaf's gradient until backward: the leaf's own, but fp32 for fp16.
 
     A loss scale, without which fp16 has no numbers small enough, is known only then.
     """

@@ -48,7 +48,7 @@ class Term:
         return replace(self, factor=self.factor * factor)
 
     def span(self, units: slice) -> slice:
-        """Where their rows are."""
+        """Return the slice of rows of a slice of units."""
         return units if self.begins is None else slice(self.begins[units.start], self.begins[units.stop])
 
     def sums(self, logits: Tensor, part: slice) -> Tensor:
@@ -76,7 +76,7 @@ def width_of(terms: Sequence[Term]) -> int:
 
 
 def unit_cells(num_units: int, cells_per_unit: int, *positions: tuple[Sequence[int], int]) -> Sequence[int]:
-    """The `cells` of units that take `cells_per_unit` each and, for positions they have several of, more.
+    """Count the cells of units that take `cells_per_unit` each and, for further positions, more.
 
     positions: where units begin among them [U + 1], and the cells that one takes.
     """

@@ -32,7 +32,7 @@ def accuracy(
 def plan_accuracy(
     logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
 ) -> PlannedLoss:
-    """`accuracy` as a metric of that name, to be found together with others."""
+    """Plan the metric `accuracy`, to be computed together with losses."""
     student = trainable_rows(logits_BSV)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])

@@ -33,7 +33,7 @@ def alm(
     temperature: float = 1.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ · Σ −[a log b + (1 − a) log(1 − b)] over chunks / normalizer (methods.md §5.9), and the metric `kd` in nats.
+    """Compute τ · Σ −[a log b + (1 − a) log(1 − b)] / normalizer over chunks, and `kd` in nats (methods.md §5.9).
 
     a = Q^{1/τ} and b = P^{1/τ}, where Q and P are the products of the probabilities, at temperature 1, that teacher and
     student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises
@@ -64,13 +64,13 @@ def likelihood_term(inputs: ChunkInputs) -> Term:
 
 
 def _log_surprise(chunks: RealisedChunks, logits: Tensor, part: slice, temperature: float) -> Tensor:
-    """log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
+    """Compute log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
     odds_against = log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
     return chunks.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 
 def log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
-    """log((1 − p)/p) of the target of each row: logits [R, X] and int64 [R, 1] → [R, 1]."""
+    """Compute log((1 − p)/p) of the target of each row: logits [R, X] and int64 [R, 1] → [R, 1]."""
     return _LogOddsAgainst.apply(logits, targets)
 
 
@@ -102,7 +102,7 @@ class _LogOddsAgainst(torch.autograd.Function):
 
 
 def binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
-    """−[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; the first is a constant.
+    """Compute −[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; the first is a constant.
 
     Neither −log b nor 1 − b underflows in this form. The gradient is a closed form, exactly 0 at a = b.
     """
@@ -110,7 +110,7 @@ def binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tens
 
 
 class _BinaryCrossEntropy(torch.autograd.Function):
-    """With x = −log b, the value is a x − (1 − a) log(1 − b) and its derivative by log x is x (a − b)/(1 − b)."""
+    """Closed form with x = −log b: value a x − (1 − a) log(1 − b), derivative by log x: x (a − b)/(1 − b)."""
 
     @staticmethod
     def forward(ctx: Any, log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
@@ -129,7 +129,7 @@ class _BinaryCrossEntropy(torch.autograd.Function):
 
 
 def log_surprise(odds_against: Tensor) -> Tensor:
-    """log(−log p) of what has the log-odds log((1 − p)/p).
+    """Compute log(−log p) from the log-odds log((1 − p)/p).
 
     −log p itself is 0 in fp32 where p is nearer to 1 than 2^−24.
     """
@@ -138,7 +138,7 @@ def log_surprise(odds_against: Tensor) -> Tensor:
 
 
 def log1mexp(log_x: Tensor) -> Tensor:
-    """log(1 − e^{−x}) of log x."""
+    """Compute log(1 − e^{−x}) from log x."""
     x = log_x.clamp(min=TINY_LOG).exp()
     near, far = torch.log(-torch.expm1(-x)), torch.log1p(-torch.exp(-x))
     return torch.where(log_x < TINY_LOG, log_x, torch.where(x < math.log(2), near, far))

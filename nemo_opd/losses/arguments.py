@@ -1,4 +1,4 @@
-"""What the losses ask of their arguments."""
+"""Checks of the losses' arguments."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def over(logits: Tensor, temperature: float) -> Tensor:
-    """logits / temperature; the same tensor at 1."""
+    """Divide logits by the temperature; the same tensor at 1."""
     return logits if temperature == 1 else logits / temperature
 
 
@@ -37,7 +37,7 @@ def check_positions(logits_shape: Sequence[int], **tensors: Tensor) -> None:
 
 
 def given(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Those that are not None."""
+    """Return the arguments that are not None."""
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
@@ -51,7 +51,7 @@ def check_sequence_weights(weights: Tensor | None, num_sequences: int) -> None:
 
 
 def own_columns(key: str, given: int | None, default: int, num_columns: int) -> int:
-    """`given`, else `default`: the leading columns to use of `num_columns`; raises ConfigError if there are fewer."""
+    """Return the number of leading columns, `given` or `default`. Raises ConfigError if `num_columns` is less."""
     size = default if given is None else given
     if not 0 < size <= num_columns:
         raise ConfigError(

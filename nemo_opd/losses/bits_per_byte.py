@@ -25,7 +25,7 @@ def bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_si
 
 
 def plan_bits_per_byte(logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int) -> PlannedLoss:
-    """`bits_per_byte` as a metric of that name, to be found together with others."""
+    """Plan the metric `bits_per_byte`, to be computed together with losses."""
     counted = tokens.loss_mask & (tokens.num_bytes > 0)
     num_bytes = (tokens.num_bytes * counted)[:, 1:].sum()
 

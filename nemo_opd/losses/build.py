@@ -1,4 +1,4 @@
-"""From a term of the config to the loss of one teacher."""
+"""Losses of teachers from terms of the configuration."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Arguments = dict[str, Tensor]
 Unit = Literal["place", "sequence", "prompt"]
-"""What a loss is a mean of: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
+"""Kind of unit: scored tokens or aligned chunks, which count alike; sequences, each with a mean over its
 tokens; or prompts, whose sequences have weights that add up to 1.
 """
 NOT_ARGUMENTS = frozenset({"type", "power_alpha", *Objective.model_fields})
@@ -49,7 +49,7 @@ class TermLoss:
     plan_loss: Callable[..., PlannedLoss]
     """Everything but the batch is bound."""
     batch_arguments: Callable[[TokenRows, TeacherRows, SampledRows | None], Arguments]
-    """What it reads of a batch besides the logits, by keyword."""
+    """Arguments that it reads from a batch in addition to the logits, by keyword."""
     count: Callable[[Arguments], Tensor]
     """Its units among such arguments, int64 [B]."""
     covered: Callable[[Arguments], Tensor]
@@ -57,11 +57,11 @@ class TermLoss:
     unit: Unit
 
     def num_texts(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> int:
-        """Those of these rows that have a unit."""
+        """Count the rows that have a unit."""
         return int((self.count(self.batch_arguments(student, teacher, sampled)) > 0).sum())
 
     def num_units(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> float:
-        """What its normalizer counts, of these rows: units, those of a sequence times its rollout weight.
+        """Count the units of these rows for the normalizer, those of a sequence times its rollout weight.
 
         Raises ConfigError for a batch without what is read.
         """
@@ -71,7 +71,7 @@ class TermLoss:
         return float((units * teacher.rollout_weights.double()).sum())
 
     def num_covered(self, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None = None) -> Tensor:
-        """The student's scored tokens that this loss says something about: int64 [B]. Raises as `num_units`."""
+        """Count the student's scored tokens that are in a unit: int64 [B]. Raises as `num_units`."""
         return self.covered(self.batch_arguments(student, teacher, sampled))
 
     def plan(
@@ -85,7 +85,7 @@ class TermLoss:
         sampled: SampledRows | None = None,
         sequence_weights: Tensor | None = None,
     ) -> PlannedLoss:
-        """normalizer: the teacher's units in the global batch. Raises ConfigError for a batch without what is read."""
+        """Plan the loss. normalizer: the teacher's units in the global batch. Raises ConfigError for missing inputs."""
         arguments = self.batch_arguments(student, teacher, sampled)
         return self.plan_loss(
             student_logits, teacher_logits, normalizer=normalizer, sequence_weights=sequence_weights, **arguments
@@ -194,7 +194,7 @@ def _count_tokens_in_chunks(arguments: Arguments, projection: ProjectionMatrix |
 
 
 def _strict(arguments: Arguments, projection: ProjectionMatrix, has_continuation: bool) -> tuple[ChunkUnits, Tensor]:
-    """The units, and the sequence of each: int64 [U]."""
+    """Return the units, and the sequence of each: int64 [U]."""
     units = strict_units(**arguments, projection=projection, has_continuation=has_continuation)
     return units, units.student_rows // arguments["student_ids"].shape[1]
 
@@ -216,7 +216,7 @@ def _count_strict_tokens(
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """What a loss is a sum over, as read from a batch."""
+    """Units of a loss in a batch."""
 
     arguments: Callable[[str, TokenRows, TeacherRows, SampledRows | None], Arguments]
     """Keyword arguments of the loss; the first argument is the term's type, for messages."""
@@ -255,7 +255,7 @@ LOSSES = {
     "uld": _Entry(uld, CHUNKS),
     "function": _Entry(token_function, replace(TOKENS, arguments=_scored_tokens_with_ids)),
 }
-"""By the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
+"""Losses by the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
 ACROSS_TOKENIZERS = LOSSES | {
     "sampled_kl": _Entry(sampled_chunk_kl, SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, CHUNKS, needs_projection=True),

@@ -46,7 +46,7 @@ class PrefixRanges:
 
     @staticmethod
     def of(projection: ProjectionMatrix, teacher_vocab_size: int, device: torch.device) -> PrefixRanges:
-        """Among the first `teacher_vocab_size` tokens; made once as long as the matrix lives.
+        """Return the ranges among the first `teacher_vocab_size` tokens; made once as long as the matrix lives.
 
         Raises ProjectionError for a projection without a byte order.
         """
@@ -86,7 +86,7 @@ def byte_prefix(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(u, p) over chunks / normalizer (methods.md §5.7), and the metric `kd` in nats per chunk.
+    """Compute τ² · Σ divergence(u, p) / normalizer over chunks, and `kd` in nats per chunk (methods.md §5.7).
 
     u(v) = Σ q over the teacher tokens whose longest student prefix is v. Where a chunk is one student token x and the
     teacher tokens y_1..y_n, the chain-factorised bound of what the teacher gives x moves from φ(y_1) to x:
@@ -129,7 +129,7 @@ class _Chains:
     is_chain: Tensor
     """bool [U, 1]"""
     positions: ChunkPositions
-    """Of y_2..y_n, where a unit is a chain; none elsewhere."""
+    """Positions of y_2..y_n, where a unit is a chain; none elsewhere."""
     begin: Tensor
     """int64 [R, 1]: what continues the chain there, as a range of the byte order."""
     end: Tensor
@@ -138,7 +138,7 @@ class _Chains:
 
     @staticmethod
     def of(inputs: ChunkInputs, prefixes: PrefixRanges) -> _Chains:
-        """Up to y_{n−1} the token itself continues it; at y_n any token that begins with it."""
+        """Find the chains. Up to y_{n−1} the token itself continues one; at y_n any token that begins with it."""
         units = inputs.units
         is_chain = (units.student_lengths == 1) & (units.teacher_lengths > 1)
         lengths = (units.teacher_lengths - 1) * is_chain
@@ -164,7 +164,7 @@ class _Chains:
 
     @torch.no_grad()
     def _log_surprise(self, inputs: ChunkInputs, part: slice) -> Tensor:
-        """log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
+        """Compute log(−log R) [u, 1] of chains; R: probability of y_2..y_{n−1} and then of a token that y_n begins."""
         span = self.positions.span(part)
         logits = over(inputs.teacher_at(self.positions.rows[span]), inputs.temperature)
         place = self.prefixes.place
@@ -175,7 +175,7 @@ class _Chains:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """What the teacher gives the realised student token at least, and where that goes. Other units move nothing."""
+    """Lower bound of the teacher's mass for the realised student token, and its cell. Other units move nothing."""
 
     first_teacher: Tensor
     """int64 [u, 1]: y_1."""
@@ -191,7 +191,7 @@ class _Bound:
     """[u, 1]: log of the share that stays."""
 
     def teacher_cells(self, teacher: Tensor, cells: CommonCells) -> Tensor:
-        """Logits [u, W] → those of u on the cells and on x apart, [u, X + 1].
+        """Map logits [u, W] to those of u on the cells and on x apart, [u, X + 1].
 
         The share that stays is taken before the sum, so that no difference of nearly equal masses is formed.
         """
@@ -203,7 +203,7 @@ class _Bound:
         return torch.cat([log_u.scatter(1, self.column, own), apart], 1)
 
     def student_cells(self, student: Tensor, cells: CommonCells) -> Tensor:
-        """Logits [u, V] → those on the same cells, [u, X + 1]."""
+        """Map logits [u, V] to those on the same cells, [u, X + 1]."""
         log_realised = student.gather(1, self.realised)
         elsewhere = log_realised.masked_fill(self.is_apart, torch.finfo(student.dtype).min)
         log_p = cells.student.log_project(student.scatter(1, self.realised, elsewhere))
@@ -212,10 +212,10 @@ class _Bound:
 
 
 def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:
-    """The ids [U, 1] of the tokens that rows [U] predict."""
+    """Return the ids [U, 1] of the tokens that rows [U] predict."""
     return ids.flatten().index_select(0, rows + 1).long().unsqueeze(1)
 
 
 def _log_mass(logits: Tensor, is_counted: Tensor) -> Tensor:
-    """log Σ exp of what is counted: [R, W] → [R, 1]."""
+    """Compute log Σ exp of the counted columns: [R, W] → [R, 1]."""
     return log_sum_exp(torch.where(is_counted, logits, torch.finfo(logits.dtype).min)).unsqueeze(1)

@@ -48,7 +48,7 @@ class CommonCells:
     def of_prefixes(
         byte_prefix: NDArray[np.int32], student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> CommonCells:
-        """A map [W], teacher token → student token: a cell for each student token that is reached, a rest for others.
+        """Make cells from a map [W] of teacher to student tokens: one for each student token reached, and a rest.
 
         No rest cell where a single student token is left for it: taken out of it, that token would leave it empty. As
         `of` otherwise.
@@ -63,7 +63,7 @@ class CommonCells:
         )
 
     def column_of(self, cells: Tensor) -> Tensor:
-        """int64 cells, none of them the rest → the columns of [U, X] they are, −1 where they are none."""
+        """Return the columns in [U, X] of student tokens, int64; −1 for tokens that are no cell."""
         column = torch.searchsorted(self.student.columns, cells).clamp(max=self.num_cells - 1)
         return column.masked_fill(self.student.columns[column] != cells, -1)
 
@@ -72,7 +72,7 @@ class CommonCells:
         return self.student.num_columns
 
     def cells_per_unit(self, student_vocab_size: int, teacher_vocab_size: int) -> int:
-        """fp32 numbers alive per unit at the peak of a chunk, with a divergence on the cells."""
+        """Count fp32 numbers alive per unit at the peak of a chunk, with a divergence on the cells."""
         entries = self.student.num_entries + self.teacher.num_entries
         return 5 * student_vocab_size + 3 * teacher_vocab_size + 3 * entries + 12 * self.num_cells
 
@@ -99,6 +99,6 @@ def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], d
 
 
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:
-    """A projection whose rows have one entry, of weight 1, or none."""
+    """Make a projection whose rows have one entry, of weight 1, or none."""
     token = np.flatnonzero(np.isin(cells, common))
     return SparseProjection.of_entries(token, cells[token].astype(np.int64), np.ones(len(token)), len(cells))

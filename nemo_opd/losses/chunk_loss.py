@@ -1,4 +1,4 @@
-"""What the cross-tokenizer losses share: their arguments, and a loss of the chunks' first positions (methods.md §5)."""
+"""Arguments of all cross-tokenizer losses, and a loss of the chunks' first positions (methods.md §5)."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ChunkInputs:
     teacher_ids: Tensor
     """[B, T]"""
     units: ChunkUnits
-    """Of sequences with a weight other than 0."""
+    """Units of sequences with a weight other than 0."""
     student_size: int
     """V: leading columns of the student's head that are its vocabulary."""
     teacher_size: int
@@ -138,7 +138,7 @@ class ChunkInputs:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which losses are computed."""
+        """Dtype in which losses are computed."""
         return compute_dtype(self.student)
 
     @property
@@ -182,7 +182,7 @@ def first_position_term(
     cells_per_unit: int,
     positions: tuple[Sequence[int], int] | None = None,
 ) -> Term:
-    """τ² · Σ compare over units (methods.md §5, §7.1).
+    """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
     it takes besides, see `unit_cells`.

@@ -34,38 +34,38 @@ class ChunkPositions:
 
     @staticmethod
     def single(rows: Tensor) -> ChunkPositions:
-        """Of units [U] of one token each."""
+        """Make the positions of units [U] of one token each."""
         return ChunkPositions(rows, torch.zeros_like(rows), torch.ones_like(rows), range(len(rows) + 1))
 
     def per_position(self, of_units: Tensor) -> Tensor:
-        """[U] → [R]"""
+        """Repeat values of units at their positions: [U] → [R]."""
         return of_units.repeat_interleave(self.lengths, output_size=len(self.rows))
 
     def span(self, units: slice) -> slice:
-        """Where the positions of a slice of units are."""
+        """Return the slice of positions of a slice of units."""
         return slice(self.offsets[units.start], self.offsets[units.stop])
 
     def rows_of(self, units: slice) -> Tensor:
         return self.rows[self.span(units)]
 
     def targets(self, ids: Tensor) -> Tensor:
-        """The ids [R] of the tokens, out of [B, S]."""
+        """Return the ids [R] of the tokens, out of [B, S]."""
         return self.of_tokens(ids).long()
 
     def of_tokens(self, values: Tensor) -> Tensor:
-        """What is said of the tokens, [R], out of [B, S]."""
+        """Return values of the tokens, [R], out of [B, S]."""
         return values.flatten().index_select(0, self.rows + 1)
 
     def mean(self, values: Tensor, units: slice) -> Tensor:
-        """Over the positions of each unit: [R, X] → [U, X], in a fixed order."""
+        """Average over the positions of each unit: [R, X] → [U, X], in a fixed order."""
         return self._reduce("mean", values, units)
 
     def sum(self, values: Tensor, units: slice) -> Tensor:
-        """[R, …] → [U, …]"""
+        """Sum over the positions of each unit: [R, …] → [U, …]."""
         return self._reduce("sum", values, units)
 
     def log_sum_exp(self, values: Tensor, units: slice) -> Tensor:
-        """[R, X] → [U, X]; of cells that are all −inf it is the lowest finite number, and has no gradient."""
+        """Compute log Σ exp over positions: [R, X] → [U, X]; if all are −inf the lowest number, without gradient."""
         values = values.clamp(min=torch.finfo(values.dtype).min)
         peak = self._reduce("max", values.detach(), units)
         mass = (values - peak.repeat_interleave(self.lengths[units], dim=0, output_size=len(values))).exp()

@@ -16,7 +16,7 @@ LARGEST_LOG_RATIO = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """How far from 1 a ratio counts."""
+    """Bounds of the ratio."""
 
     low: float
     """1 − low at least."""
@@ -40,7 +40,7 @@ class Clip:
             )
 
     def __call__(self, log_ratio: Tensor, advantage: Tensor) -> Surrogate:
-        """−min(r A, clip(r) A) for r = exp(log_ratio), and −max(that minimum, dual · A) for A < 0: [u] and [u].
+        """Compute −min(r A, clip(r) A) for r = exp(log_ratio), and −max(that minimum, dual · A) for A < 0: [u] and [u].
 
         The advantage is a constant.
         """
@@ -56,7 +56,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """What a policy-gradient loss makes of tokens."""
+    """Policy-gradient loss of tokens."""
 
     loss: Tensor
     """[u]"""
@@ -67,7 +67,7 @@ class Surrogate:
 
 
 def clip_metrics(ratio: Tensor, is_clipped: Tensor) -> dict[str, Metric]:
-    """Of all tokens [U] and [U]: the share that is clipped, and the mean ratio."""
+    """Return the share of clipped tokens and the mean ratio, from [U] and [U]."""
     return {
         "policy/clip_fraction": Mean(is_clipped.sum(), len(is_clipped)),
         "policy/ratio": Mean(ratio.sum(), len(ratio)),

@@ -1,4 +1,4 @@
-"""What other systems compute, for people who come from them (methods.md §5.11).
+"""Parity with other systems, for people who come from them (methods.md §5.11).
 
 A preset reproduces the formula of a system, with that system's defaults for what is not given. Units, the shift, masks
 and normalizers stay those of this project.
@@ -21,7 +21,7 @@ def check_compat(compat: str | None, systems: Sequence[str]) -> None:
 
 
 def fixed_by(compat: str | None, key: str, given: Value | None, preset: Value, default: Value) -> Value:
-    """The preset's value with `compat`, else what is given, else the default.
+    """Return the preset's value with `compat`, else what is given, else the default.
 
     Raises ConfigError for another value than the preset's.
     """

@@ -1,4 +1,4 @@
-"""What a loss adds for the text of a chunk beyond its first position (methods.md §5.2)."""
+"""The likelihood of a chunk's text beyond its first position, added to a loss (methods.md §5.2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def chunk_loss(
     continuation_weight: float,
     single_units: int | None = None,
 ) -> PlannedLoss:
-    """(term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and the metric `kd`.
+    """Plan (term + continuation_weight · `likelihood_term` of chunks of several tokens) / normalizer, and `kd`.
 
     single_units: those of `term` where it is of no chunk of several tokens, which are then units only if they have a
     weight; by default the term is of all chunks of `inputs`. Raises

@@ -20,7 +20,7 @@ def cross_entropy(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """−Σ log p(token) over scored tokens / normalizer (methods.md §7.3), and the metric `ce` in nats per token.
+    """Compute −Σ log p(token) over scored tokens / normalizer (methods.md §7.3), and the metric `ce` in nats per token.
 
     Unshifted logits [B, S, V]; ids [B, S]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
     counts. vocab_size: columns of the head that belong to the tokenizer, by default all. normalizer: scored tokens of

@@ -40,22 +40,22 @@ class Divergence:
 
     @property
     def forward_share(self) -> float | None:
-        """How much of it is forward KL and, as the rest, reverse KL; None where it is neither."""
+        """Share of forward KL, the rest being reverse KL; None where it is neither."""
         if self.kind == "jsd":
             return 1 - self.beta if self.beta in (0, 1) else None
         return {"forward_kl": 1.0, "reverse_kl": 0.0, "mixed": self.mixed_weight}.get(self.kind)
 
     @property
     def excess_weight(self) -> float:
-        """How often s − t is added to each cell, over what methods.md §3.1 sums."""
+        """Factor of s − t in each cell, in addition to the formulas of methods.md §3.1."""
         return 0.0 if self.forward_share is None else 2 * self.forward_share - 1
 
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
-        """[..., X] and [..., X] → [...]; see `divergence`."""
+        """Compare log-probabilities: [..., X] and [..., X] → [...]; see `divergence`."""
         return _Divergence.apply(*_in_one_dtype(log_t, log_s), self)
 
     def of_logits(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """The same of what the softmax makes of logits/τ [..., X] and [..., X]: faster, with a gradient for them."""
+        """Compare the softmax of logits/τ [..., X] and [..., X]: faster, with a gradient for the logits."""
         return _DivergenceOfLogits.apply(*_in_one_dtype(teacher, student), self)
 
 
@@ -122,7 +122,7 @@ _Formula = Callable[[_Cells], tuple[Tensor, Tensor]]
 
 
 def _formula(of: Divergence) -> _Formula:
-    """At the ends of their range jsd and mixed are one of the KLs; the other, times 0, could be infinite."""
+    """Choose the formula: at the ends of their range jsd and mixed are one KL, as 0 times the other could be NaN."""
     share = of.forward_share
     if share is None:
         return _tvd if of.kind == "tvd" else lambda cells: _jsd(cells, of.beta)
@@ -151,7 +151,7 @@ def _mixed(cells: _Cells, weight: float) -> tuple[Tensor, Tensor]:
 
 
 def _jsd(cells: _Cells, beta: float) -> tuple[Tensor, Tensor]:
-    """log m is formed from the larger side and expm1, so that m = t = s holds exactly where t = s."""
+    """Compute jsd: log m is formed from the larger side and expm1, so that m = t = s holds exactly where t = s."""
     log_ratio = cells.log_ratio.nan_to_num_()  # Finite, since it is multiplied by 0 where it is not.
     # As tensors: of two Python numbers torch.where makes fp32, also among fp64 cells.
     weights = cells.t.new_tensor([beta, 1 - beta])
@@ -168,10 +168,10 @@ def _tvd(cells: _Cells) -> tuple[Tensor, Tensor]:
 
 
 def _excess(cells: _Cells) -> Tensor:
-    """s − t, in place of t."""
+    """Compute s − t, in place of t."""
     return torch.sub(cells.s, cells.t, out=cells.t)
 
 
 def _times(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """weight · log_ratio, in place of log_ratio, with 0 for 0 · ±inf."""
+    """Compute weight · log_ratio, in place of log_ratio, with 0 for 0 · ±inf."""
     return log_ratio.mul_(weight).nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)

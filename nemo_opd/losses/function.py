@@ -37,7 +37,7 @@ def token_function(
     ids: Tensor,
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """Σ function(student, teacher) over scored tokens / normalizer, for a teacher with the student's vocabulary.
+    """Compute Σ function(student, teacher) / normalizer over scored tokens, for a teacher of the student's vocabulary.
 
     function: `package.module:function`, called with logits [U, V] of both sides at U positions, and by name with what
     it has parameters for: `student_ids` and `teacher_ids` [U], the tokens that come next, and `arguments`. It returns
@@ -68,7 +68,7 @@ def chunk_function(
     projection: ProjectionMatrix,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """Σ function(student, teacher) over aligned chunks / normalizer, for a teacher with another vocabulary.
+    """Compute Σ function(student, teacher) / normalizer over aligned chunks, for a teacher with another vocabulary.
 
     As `token_function`, at the first position of each chunk: logits [U, V] and [U, W], and the tokens that come next on
     each side; a parameter `projection` gets the ProjectionMatrix.

@@ -43,7 +43,7 @@ def gold(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ [common_weight · divergence + uncommon_weight · tail] / normalizer over chunks, `kd` (methods.md §5.4).
+    """Compute τ² · Σ [common_weight · divergence + uncommon_weight · tail] / normalizer, and `kd` (methods.md §5.4).
 
     divergence: on the exact pairs of the projection and one rest cell for all other tokens of a side; where only one
     side has others, on the pairs alone, renormalised. tail: Σ_r |p_r − q_r| over the `uncommon_topk` (8192) most likely
@@ -67,7 +67,7 @@ def gold(
 
 @dataclass(frozen=True, slots=True)
 class PairedOptions:
-    """What `gold` and `h_kl` are given; None: by default."""
+    """Options of `gold` and `h_kl`; None: the default."""
 
     merge: str | None
     common_weight: float | None
@@ -94,7 +94,7 @@ class PairedOptions:
         return Merge(fixed_by(self.compat, "merge", self.merge, preset, "first"))
 
     def comparison(self, divergence: Divergence, pairs: TokenPairs) -> PairedDivergence:
-        """compat=trl weighs pairs by their share M of the teacher's vocabulary and the tails by 1 − M."""
+        """Build the comparison; compat=trl weighs pairs by their share M of the teacher's tokens, tails by 1 − M."""
         share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
         shorter = min(len(pairs.student_rest), len(pairs.teacher_rest))
         num_ranks = max(len(pairs.student_rest), len(pairs.teacher_rest)) if self.compat == "trl" else UNCOMMON_TOPK
@@ -115,7 +115,7 @@ def paired_loss(
     divergence: Divergence,
     options: PairedOptions,
 ) -> PlannedLoss:
-    """`gold` on the given pairs."""
+    """Plan `gold` on the given pairs."""
     compare = options.comparison(divergence, pairs)
     term = options.merges.term(
         inputs,
@@ -133,7 +133,7 @@ def _first_given(*values: float | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class PairedDivergence:
-    """How two vocabularies compare, some tokens of which are matched."""
+    """Comparison of two vocabularies, some tokens of which are matched."""
 
     divergence: Divergence
     pairs: TokenPairs
@@ -142,7 +142,7 @@ class PairedDivergence:
     num_ranks: int
     """Tokens of no pair whose probabilities are compared by rank, on either side."""
     is_distribution: bool
-    """Of what is given: it is normalised, and has a rest cell. Else it is compared as it is, on the pairs alone."""
+    """Whether inputs are normalised and get a rest cell; otherwise they are compared as given, on the pairs alone."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
         """Logits/τ or log-probabilities [U, V] and [U, W] → [U]."""
@@ -164,7 +164,7 @@ class PairedDivergence:
 
 
 def _cells_per_unit(inputs: ChunkInputs, compare: PairedDivergence) -> int:
-    """fp32 numbers alive per unit at the peak of a chunk."""
+    """Count fp32 numbers alive per unit at the peak of a chunk."""
     pairs, ranks = compare.pairs, compare.num_ranks
     others = 5 * len(pairs.student_rest) + 3 * len(pairs.teacher_rest)
     tails = min(len(pairs.student_rest), ranks) + min(len(pairs.teacher_rest), ranks)
@@ -190,7 +190,7 @@ class _Split:
 
 
 def _sorted_l1(q: Tensor, p: Tensor) -> Tensor:
-    """Σ |q − p| over ranks, the shorter side padded with 0: [U, X] and [U, Y] → [U]."""
+    """Compute Σ |q − p| over ranks, the shorter side padded with 0: [U, X] and [U, Y] → [U]."""
     num_ranks = max(q.shape[-1], p.shape[-1])
     difference = F.pad(p, (0, num_ranks - p.shape[-1])) - F.pad(q, (0, num_ranks - q.shape[-1]))
     return difference.abs().sum(-1)

@@ -35,7 +35,7 @@ def h_kl(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """`gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6 (methods.md §5.5), and the metric `kd`.
+    """Compute `gold`, which see, on the pairs {(s, argmax_t R[s, t])} of weight ≥ 0.6, and `kd` (methods.md §5.5).
 
     Of the student tokens that claim one teacher token an exact row wins, then the higher weight, then the lower id.
     Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without

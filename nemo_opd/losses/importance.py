@@ -19,12 +19,12 @@ from nemo_opd.types import EffectiveShare, Max, Mean, Metric
 
 LEVELS = ("token", "sequence")
 NUM_READINGS = 3
-"""Of each unit: its weight π_train / π_behaviour, the weight that it counts with, and whether that one is smaller."""
+"""Readings of each unit: its weight π_train / π_behaviour, the weight that counts, and whether that one is smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Importance:
-    """How the weights π_train / π_behaviour are cut, and when a sequence is dropped."""
+    """Bounds of the weights π_train / π_behaviour, and the condition for dropping a sequence."""
 
     level: str = "token"
     """One of LEVELS: the weight of each unit, or the product over all sampled tokens of its sequence."""
@@ -73,7 +73,7 @@ class Importance:
     def applied(
         self, own: Tensor, proximal: Tensor, behaviour: Tensor, sequences: SequenceImportance | None, units: Tensor
     ) -> Weighted:
-        """What units count with, from their log-probabilities [u], without a gradient.
+        """Return the weights of units from their log-probabilities [u], without a gradient.
 
         own: by the model as it is; proximal: by the one that ratios are formed to; behaviour: by the policy that
         sampled. units: int64 [u], the sequence of each. The factor goes before r = exp(own − proximal) or its clipped
@@ -102,7 +102,7 @@ class Importance:
         return Weighted(factor, warp, bounded(log_weight).exp(), used, log_weight > limit)
 
     def metrics(self, readings: Tensor, sequences: SequenceImportance | None) -> dict[str, Metric]:
-        """Of all units, from their readings [NUM_READINGS, U] in float64."""
+        """Return metrics of all units from their readings [NUM_READINGS, U] in float64."""
         weight, used, is_truncated = readings
         count = len(weight)
         metrics: dict[str, Metric] = {
@@ -134,10 +134,10 @@ class SequenceImportance:
 
 @dataclass(frozen=True, slots=True)
 class Weighted:
-    """What units count with; all [u]."""
+    """Weights of units; all [u]."""
 
     factor: Tensor
-    """Before the clipped ratio."""
+    """Factor of the clipped ratio."""
     warp: Tensor
     """π_old / π_behaviour of each unit, before any cut."""
     weight: Tensor
@@ -148,7 +148,7 @@ class Weighted:
     """bool"""
 
     def readings(self) -> Tensor:
-        """[u, NUM_READINGS]"""
+        """Return the readings [u, NUM_READINGS]."""
         return torch.stack([self.weight, self.used, self.is_truncated.to(self.weight.dtype)], 1)
 
 
@@ -158,7 +158,7 @@ def bounded(log_weight: Tensor) -> Tensor:
 
 
 def log_likelihoods(student: TrainableRows, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
-    """log p of targets [U] by rows [U] of the student's [B·S, V], float64 [U], computed now and without a gradient."""
+    """Compute log p of targets [U] by rows [U] of the student's [B·S, V], float64 [U], now and without a gradient."""
     found: list[Tensor] = []
 
     def read(logits: Tensor, part: slice) -> Tensor:

@@ -18,7 +18,7 @@ def check_support(support: str, support_size: int) -> None:
 
 
 def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Columns:
-    """The first `size` distinct columns of teacher's 1st, student's 1st, teacher's 2nd, …: logits [U, V] of both sides.
+    """Choose the first `size` distinct columns of teacher's 1st, student's 1st, teacher's 2nd, …, from logits [U, V].
 
     A constant; size ≤ V.
     """
@@ -33,13 +33,13 @@ def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Co
 
 
 def _ranked(logits: Tensor, size: int) -> Tensor:
-    """The `size` largest columns of each row, the largest first: [U, V] → int64 [U, size]."""
+    """Return the `size` largest columns of each row, the largest first: [U, V] → int64 [U, size]."""
     found = largest(logits, size)
     return found.gather(1, logits.detach().gather(1, found).argsort(stable=True, dim=1, descending=True))
 
 
 def _repeats(columns: Tensor) -> Tensor:
-    """Where the same column stands earlier in the row: int64 [U, X] → bool [U, X]."""
+    """Mark columns that stand earlier in the row: int64 [U, X] → bool [U, X]."""
     values, order = columns.sort(stable=True, dim=1)
     again = torch.zeros_like(columns, dtype=torch.bool)
     again[:, 1:] = values[:, 1:] == values[:, :-1]

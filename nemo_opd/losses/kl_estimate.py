@@ -1,4 +1,4 @@
-"""Estimates of KL(p ‖ q) on what the student sampled, and what a loss makes of them (methods.md §10.4)."""
+"""Estimates of KL(p ‖ q) on tokens that the student sampled, and their losses (methods.md §10.4)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SampledChunks:
     sequences: Tensor
     """int64 [U]: which sequence each is of."""
     importance: SequenceImportance | None
-    """What is known of whole sequences; None where nothing is needed."""
+    """Importance of whole sequences; None where it is not needed."""
     weights: Tensor | None
     """[U]; None: all 1."""
 
@@ -50,11 +50,11 @@ class SampledChunks:
         return len(self.student)
 
     def proximal(self, s: Tensor, part: slice) -> Tensor:
-        """log-probability of units by the model that sampled them, [u]; s: by the student now."""
+        """Return log-probabilities [u] of units by the model that sampled them; s: by the student now."""
         return s.detach() if self.logprobs is None else self._of_units(self.logprobs, s, part)
 
     def behaviour(self, s: Tensor, part: slice) -> Tensor:
-        """The same by the policy that sampled them."""
+        """Return log-probabilities [u] by the policy that sampled them."""
         if self.behaviour_logprobs is None:
             return self.proximal(s, part)
         return self._of_units(self.behaviour_logprobs, s, part)
@@ -66,7 +66,7 @@ class SampledChunks:
 
 @dataclass(frozen=True, slots=True)
 class KLEstimate:
-    """How units are estimated, and how an estimate trains. Raises ConfigError for names that are none."""
+    """Estimator and update. Raises ConfigError for unknown names."""
 
     estimator: str
     """One of ESTIMATORS."""
@@ -86,7 +86,7 @@ class KLEstimate:
             )
 
     def plan(self, chunks: SampledChunks, normalizer: float | None, chunk_size: int | None) -> PlannedLoss:
-        """The sum over units / normalizer, by default their number. chunk_size: units computed at a time."""
+        """Plan the sum over units / normalizer, by default their number. chunk_size: units computed at a time."""
         student, teacher, num_units = chunks.student, chunks.teacher, len(chunks)
         readings = Readings.of(chunks.source, num_units, 3 + NUM_READINGS)
 
@@ -129,7 +129,7 @@ class KLEstimate:
 
 
 def _estimated(estimator: str, s: Tensor, t: Tensor) -> Tensor:
-    """Of KL(p ‖ q), from log-probabilities [u] of student and teacher."""
+    """Estimate KL(p ‖ q) from log-probabilities [u] of student and teacher."""
     if estimator == "k1":
         return s - t
     if estimator == "k2":

@@ -1,4 +1,4 @@
-"""What the losses share that compare both sides at every scored token of one tokenizer."""
+"""Arguments and positions of losses that compare both sides at every scored token of one tokenizer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class LabelPositions:
         teacher_vocab_size: int | None = None,
         chunk_size: int | None = None,
     ) -> LabelPositions:
-        """Of the scored tokens in a mask [B, S]. Raises ConfigError for shapes or sizes that do not fit."""
+        """Find the scored tokens in a mask [B, S]. Raises ConfigError for shapes or sizes that do not fit."""
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
         check_positions(teacher.shape, mask=mask)
         check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)

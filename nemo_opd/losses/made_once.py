@@ -1,4 +1,4 @@
-"""What losses derive from the arrays of a projection, kept as long as the arrays live."""
+"""Objects that losses derive from the arrays of a projection, kept as long as the arrays live."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _made: dict[tuple[Hashable, ...], Any] = {}
 
 
 def made_once(make: Callable[[], Made], arrays: Sequence[NDArray[np.generic]], *key: Hashable) -> Made:
-    """What `make` returns, the same object for the same arrays and key; `key` names what is made and all it reads."""
+    """Return the result of `make`, one object for the same arrays and key; `key` names the object and its inputs."""
     full_key = (*key, *map(id, arrays))
     if full_key not in _made:
         _made[full_key] = make()

@@ -1,4 +1,4 @@
-"""Which positions of an aligned chunk a loss compares, and how several become one (methods.md §5.2)."""
+"""Positions of an aligned chunk that a loss compares, and how several are merged (methods.md §5.2)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIVE_COPIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """How a loss merges a chunk."""
+    """Merge of a chunk's positions."""
 
     kind: str
     """One of MERGES. first: the chunk's first position on either side. For parity with other systems: mean, of all its
@@ -37,7 +37,7 @@ class Merge:
             raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(MERGES)}")
 
     def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int) -> Term:
-        """`first_position_term`, or the same of merged positions.
+        """Make `first_position_term`, or the like for merged positions.
 
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
@@ -84,7 +84,7 @@ class Merge:
 
 
 def _times_observed(positions: ChunkPositions, log_p: Tensor, ids: Tensor, part: slice) -> Tensor:
-    """log of p_1 · Π_{j>1} p_j(x_j): [R, X] → [u, X]."""
+    """Compute log of p_1 · Π_{j>1} p_j(x_j): [R, X] → [u, X]."""
     is_first = positions.place[positions.span(part)] == 0
     realised = ids.flatten().index_select(0, positions.rows_of(part) + 1).long().unsqueeze(1)
     following = log_p.gather(1, realised).masked_fill(is_first.unsqueeze(1), 0)

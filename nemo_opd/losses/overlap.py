@@ -1,4 +1,4 @@
-"""How many of the tokens that the student finds likeliest are among the teacher's (methods.md §10.7)."""
+"""Overlap of the student's and the teacher's likeliest tokens (methods.md §10.7)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan_overlap(
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """The metric `overlap`: |student's top_k ∩ teacher's top_k| / top_k as a mean over scored tokens; trains nothing.
+    """Plan the metric `overlap`: the mean of |student's top_k ∩ teacher's top_k| / top_k over scored tokens.
 
     Unshifted logits [B, S, V] and [B, S, W] of one vocabulary and mask [B, S], as in `same_vocab`. Raises ConfigError
     for shapes or sizes that do not fit.
@@ -79,7 +79,7 @@ def plan_chunk_overlap(
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """The same at the first positions of aligned chunks: a student token is among the teacher's by its exact partner.
+    """Plan `overlap` at the first positions of aligned chunks, where student tokens count as their exact partners.
 
     Tokens without one are in no overlap, so that 1 is not always within reach. Arguments as of `p_kl`. Raises
     ConfigError for shapes or sizes that do not fit, ProjectionError for a projection without exact pairs.

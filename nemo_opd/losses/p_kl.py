@@ -44,7 +44,7 @@ def p_kl(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer, and `kd` (methods.md §5.3).
+    """Compute τ² · Σ [divergence(q̂, p̂) − coverage_coef · log Σ p̃] over chunks / normalizer, and `kd` (methods.md §5.3).
 
     p̃ = Rᵀp at the row before a chunk's first student token, q at the row before its first teacher token; q̂ and p̂ are
     q and p̃ renormalised on the covered columns of R. vocab_topk: q̂ and p̂ are compared on the covered columns with
@@ -97,7 +97,7 @@ class _Cells:
 
     @staticmethod
     def of(inputs: ChunkInputs, merge: Merge | None, columns: Tensor, top_k: int | None) -> _Cells:
-        """The columns with the largest teacher logit in the rows that `merge` compares, or in all rows.
+        """Choose the columns with the largest teacher logit in the rows that `merge` compares, or in all rows.
 
         Of equal ones the lower column first.
         """
@@ -109,19 +109,19 @@ class _Cells:
         return _Cells(order[:top_k].sort().values, order[top_k:].sort().values)
 
     def take(self, log_mass: Tensor) -> Tensor:
-        """Logits of columns [U, X] → those of the cells, [U, k + 1] or [U, X]."""
+        """Map logits of columns [U, X] to those of the cells, [U, k + 1] or [U, X]."""
         if self.kept is None or self.others is None:
             return log_mass
         rest = log_sum_exp(log_mass.index_select(1, self.others)).unsqueeze(1)
         return torch.cat([self.take_kept(log_mass), rest], -1)
 
     def take_kept(self, columns: Tensor) -> Tensor:
-        """[U, X] → the columns with a cell of their own, [U, k] or [U, X]."""
+        """Select the columns with their own cell: [U, X] → [U, k] or [U, X]."""
         return columns if self.kept is None else columns.index_select(1, self.kept)
 
 
 def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
-    """[W]: over indices [R] into [B·T]; −inf without rows."""
+    """Return the largest logits [W] over rows [R] of [B·T]; −inf without rows."""
     largest = torch.full((inputs.teacher_size,), -torch.inf, dtype=inputs.dtype, device=inputs.device)
     parts = unit_parts(inputs.teacher, unit_cells(len(rows), 2 * inputs.teacher_size))
     for part in own_share(inputs.teacher, parts, slice(0, 0)):
@@ -131,5 +131,5 @@ def _largest_logits(inputs: ChunkInputs, rows: Tensor) -> Tensor:
 
 
 def _cells_per_unit(sparse: SparseProjection, inputs: ChunkInputs) -> int:
-    """fp32 numbers alive per unit at the peak of a chunk."""
+    """Count fp32 numbers alive per unit at the peak of a chunk."""
     return 5 * inputs.student_size + 3 * inputs.teacher_size + 3 * sparse.num_entries + 12 * sparse.num_columns

@@ -40,7 +40,7 @@ class TokenPairs:
     def exact(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
-        """The shared vocabulary within the given sizes; made once as long as the matrix lives (methods.md §2.1).
+        """Pair the shared vocabulary within the given sizes; made once as long as the matrix lives (methods.md §2.1).
 
         Raises ProjectionError where no pair is left.
         """
@@ -50,7 +50,7 @@ class TokenPairs:
     def relaxed(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
-        """Each student token with its teacher token of weight ≥ RELAXED_WEIGHT (methods.md §5.5).
+        """Pair each student token with its teacher token of weight ≥ RELAXED_WEIGHT (methods.md §5.5).
 
         Of the students that claim one teacher token an exact row wins, then the higher weight, then the lower id.
         Within the given sizes; made once as long as the matrix lives. Raises ProjectionError where no pair is left.

@@ -35,7 +35,7 @@ def grpo(
     vocab_size: int | None = None,
     chunk_size: int | None = None,
 ) -> PlannedLoss:
-    """−Σ min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) over scored tokens / normalizer (methods.md §10.6).
+    """Compute −Σ min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) over scored tokens / normalizer (methods.md §10.6).
 
     r = p(token) / exp(logprobs), at temperature 1; A is the advantage of the token's sequence, see `group_advantages`.
     dual_clip: tokens of a negative A count dual_clip · A at most, whatever their ratio. behaviour_logprobs and the

@@ -28,5 +28,5 @@ class RealisedChunks:
         return len(self.positions.lengths)
 
     def log_likelihood(self, logits: Tensor, part: slice) -> Tensor:
-        """Σ log p(token) over each unit's tokens [u], from their logits [R, X]."""
+        """Compute Σ log p(token) over each unit's tokens [u], from their logits [R, X]."""
         return -self.positions.sum(surprise(logits, self.targets[self.positions.span(part)]), part)

@@ -1,4 +1,4 @@
-"""What the units of a loss are, and how many there are (methods.md §7.1)."""
+"""Units of losses, and their number (methods.md §7.1)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChunkUnits:
         return (self.student_lengths > 1) | (self.teacher_lengths > 1)
 
     def where(self, kept: Tensor) -> ChunkUnits:
-        """The units that bool [U] is true of. Its `nonzero` waits for the device."""
+        """Select the units for which bool [U] is true. Its `nonzero` waits for the device."""
         index = kept.nonzero().squeeze(1)
         return ChunkUnits(
             self.student_rows[index], self.teacher_rows[index], self.student_lengths[index], self.teacher_lengths[index]
@@ -55,7 +55,7 @@ def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
 
 
 def label_rows(mask: Tensor) -> Tensor:
-    """The logit rows, as indices [U] into [B·S], that predict the scored tokens of a mask [B, S].
+    """Return the logit rows, as indices [U] into [B·S], that predict the scored tokens of a mask [B, S].
 
     One `nonzero`, which waits for the device.
     """
@@ -64,7 +64,7 @@ def label_rows(mask: Tensor) -> Tensor:
 
 
 def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """`label_rows` of the sequences with a weight [B] other than 0, and the weights of those rows [U]; None: all 1."""
+    """Return `label_rows` of sequences with a weight [B] other than 0, and the weights of the rows [U]; None: all 1."""
     if sequence_weights is None:
         return label_rows(mask), None
     rows = label_rows(mask * (sequence_weights != 0).unsqueeze(1))
@@ -72,7 +72,7 @@ def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[
 
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
-    """The units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
+    """Return the units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
     is_unit, teacher_position = first_positions(student_chunk_id, teacher_chunk_id)
     row, position = is_unit.nonzero(as_tuple=True)
     return ChunkUnits(
@@ -84,7 +84,7 @@ def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnit
 
 
 def first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
-    """Where chunks begin: is_unit bool [B, S] at a unit's first student token, and int64 [B, S] its first teacher one.
+    """Find the first tokens of units: is_unit bool [B, S] at the student's, and int64 [B, S], the teacher's position.
 
     Chunk ids are −1 or non-decreasing. The second tensor means something only where the first is true.
     """

@@ -1,4 +1,4 @@
-"""What is said of sampled sequences at every step: how sure the student is, and how far the engine is from it."""
+"""Statistics of sampled sequences: the student's entropy, and the mismatch between engine and trainer."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What each of a prompt's rollouts counts for, by how they compare with one another (methods.md §10.3).
+"""Weights of a prompt's rollouts relative to one another (methods.md §10.3).
 
 Computed in float64 with exactly rounded sums, so that nothing depends on the order of rollouts.
 """
@@ -15,7 +15,7 @@ from nemo_opd.errors import ConfigError
 
 
 def confidence_weights(mean_logprob: Tensor, prompt_ids: Tensor | Sequence[int], coefficient: float = 1.0) -> Tensor:
-    """softmax(coefficient · mean_logprob) within each prompt's rollouts: [B] and [B] → [B], summing to 1 a prompt.
+    """Compute softmax(coefficient · mean_logprob) within each prompt: [B] and [B] → [B], summing to 1 a prompt.
 
     mean_logprob: of the teacher, a token; −inf is a rollout without one, which weighs nothing unless all of the prompt
     are such. Of the type and device of mean_logprob. Raises ConfigError for other shapes, a NaN or +inf, or a
@@ -36,7 +36,7 @@ def confidence_weights(mean_logprob: Tensor, prompt_ids: Tensor | Sequence[int],
 
 
 def reward_weights(reward: Tensor, prompt_ids: Tensor | Sequence[int], coefficient: float = 1.0) -> Tensor:
-    """n · softmax(reward / coefficient) within each prompt's n rollouts: [B] and [B] → [B], of mean 1 a prompt.
+    """Compute n · softmax(reward / coefficient) within each prompt's n rollouts: [B] and [B] → [B], of mean 1 a prompt.
 
     Of the type and device of reward. Raises ConfigError for other shapes, a reward that is not finite, or a coefficient
     that is not above 0.
@@ -54,7 +54,7 @@ def reward_weights(reward: Tensor, prompt_ids: Tensor | Sequence[int], coefficie
 def group_advantages(
     rewards: Tensor, prompt_ids: Tensor | Sequence[int], *, scale: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
-    """(reward − mean) / (standard deviation + epsilon) within each prompt's rollouts: [B] and [B] → [B].
+    """Compute (reward − mean) / (standard deviation + epsilon) within each prompt's rollouts: [B] and [B] → [B].
 
     Of n − 1 degrees of freedom. Where all rewards of a prompt are equal it is exactly 0. scale=False: without the
     division. Of the type and device of rewards. Raises ConfigError for other shapes or a reward that is not finite.
@@ -69,7 +69,7 @@ def _within_prompts(
     prompt_ids: Tensor | Sequence[int],
     name: str,
 ) -> Tensor:
-    """The function of each prompt's values, where they belong: [B] → [B]."""
+    """Apply a function to the values of each prompt: [B] → [B]."""
     prompts = prompt_ids.tolist() if isinstance(prompt_ids, Tensor) else list(prompt_ids)
     if values.dim() != 1 or len(prompts) != len(values):
         raise ConfigError(

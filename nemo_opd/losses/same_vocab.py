@@ -32,7 +32,7 @@ def same_vocab(
     normalization: str = "rest",
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(q, p) over scored tokens / normalizer (methods.md §4), and the metric `kd` in nats per token.
+    """Compute τ² · Σ divergence(q, p) / normalizer over scored tokens, and `kd` in nats per token (methods.md §4).
 
     Unshifted logits [B, S, V] and [B, S, W]; mask [B, S]: token i is scored, by the logits at i−1, so token 0 never
     counts; the student may have further positions. A head wider than the vocabulary (by default the narrower head) is

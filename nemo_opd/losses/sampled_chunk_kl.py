@@ -34,7 +34,7 @@ def sampled_chunk_kl(
     importance_veto: float | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """`sampled_kl` with a chunk as one action: Σ over sampled chunks of what lowers an estimate of the KL / normalizer.
+    """Compute `sampled_kl` with a chunk as one action: Σ over sampled chunks of the loss of a KL estimate / normalizer.
 
     s = Σ log p(token) over the student's tokens of a chunk, t = Σ log q(token) over the teacher's, at temperature 1;
     k1, k2, k3, the advantage A = −estimate and −min(r A, clip(r) A) are those of `sampled_kl` with these, and

@@ -35,7 +35,7 @@ def sampled_kl(
     importance_veto: float | None = None,
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """Σ over scored tokens, sampled from the student, of what lowers an estimate of KL(p ‖ q) / normalizer.
+    """Compute Σ over scored tokens, sampled from the student, of the loss of an estimate of KL(p ‖ q) / normalizer.
 
     methods.md §10.4. With s = log p(token) and t = log q(token), at temperature 1, the estimates are k1 = s − t,
     k2 = ½(s − t)² and k3 = exp(t − s) − 1 − (t − s), where t − s is cut at `LARGEST_LOG_RATIO`, beyond which a token

@@ -56,14 +56,14 @@ class Segments:
             segment += number
 
     def max(self, cells: Tensor) -> Tensor:
-        """[U, M] → [U, Y]"""
+        """Take the maximum of each segment: [U, M] → [U, Y]."""
         result = cells.new_empty(len(cells), len(self.order))
         for own, peak in self.each(cells, result):
             torch.amax(own, 1, out=peak)
         return result
 
     def sum(self, cells: Tensor) -> Tensor:
-        """[U, M] → [U, Y]; padding is added too."""
+        """Sum each segment: [U, M] → [U, Y]; padding is added too."""
         result = cells.new_empty(len(cells), len(self.order))
         for own, total in self.each(cells, result):
             torch.sum(own, 1, out=total)

@@ -31,7 +31,7 @@ def shared_prefix(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(Q, P) over chunks / normalizer (methods.md §5.8), and the metric `kd` in nats per chunk.
+    """Compute τ² · Σ divergence(Q, P) / normalizer over chunks, and `kd` in nats per chunk (methods.md §5.8).
 
     P(x) = Σ p over the student tokens that the longest shared token x begins, Q(x) likewise from the teacher; tokens
     that no shared token begins fall into one rest cell, which counts where both sides have such tokens.
@@ -56,7 +56,7 @@ def shared_prefix(
 
 
 def shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
-    """The shared vocabulary as cells. Raises ProjectionError for a projection without the maps onto it."""
+    """Return the shared vocabulary as cells. Raises ProjectionError for a projection without the maps onto it."""
     student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(

@@ -10,7 +10,7 @@ from nemo_opd.logits.saved import scaled
 
 
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [..., X] → probabilities p [..., X], and log Σ exp [..., 1] in fp64: log p = logits − log Σ exp.
+    """Return probabilities p of logits [..., X], and log Σ exp [..., 1] in fp64: log p = logits − log Σ exp.
 
     The second is read off the largest p, and holds for each p to its own rounding, whatever that of the sum.
     """
@@ -19,7 +19,7 @@ def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """log Σ exp over cells of which one at least is finite: [..., X] → [...].
+    """Compute log Σ exp over cells of which one at least is finite: [..., X] → [...].
 
     Unlike torch.logsumexp it is as fast as a softmax, also where most cells underflow.
     """

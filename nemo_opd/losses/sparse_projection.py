@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What is left of R without its pairs: entries whose row or column has others, or whose weight is not 1.
+    """Rest of R without its pairs: entries whose row or column has others, or whose weight is not 1.
 
     Entries are cells of the layout of their columns, M of them.
     """
@@ -62,7 +62,7 @@ class SparseProjection:
     def of(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> SparseProjection:
-        """The matrix within the given vocabulary sizes on `device`, made once as long as the matrix lives.
+        """Cut the matrix to the given vocabulary sizes on `device`, made once as long as the matrix lives.
 
         Raises ProjectionError where no entry is left.
         """
@@ -93,14 +93,14 @@ class SparseProjection:
 
     @property
     def num_entries(self) -> int:
-        """Those that sums are formed of."""
+        """Entries that sums are formed of."""
         return len(self.block.student)
 
     def to(self, device: torch.device) -> SparseProjection:
         return SparseProjection(*(getattr(self, field.name).to(device) for field in fields(self)))
 
     def log_project(self, log_mass: Tensor) -> Tensor:
-        """log(Rᵀ exp(log_mass)) on the covered columns: [U, V] → [U, X], in log space throughout (methods.md §5.3).
+        """Compute log(Rᵀ exp(log_mass)) on the covered columns in log space: [U, V] → [U, X] (methods.md §5.3).
 
         Sums run in a fixed order, so repeated calls agree to the bit on every device.
         """
@@ -160,7 +160,7 @@ def _block(
     is_inside: NDArray[np.bool_],
     tokens: NDArray[np.int64],
 ) -> Block:
-    """Of all entries those that are inside; `tokens`: its rows, ascending."""
+    """Select the entries inside the block; `tokens`: its rows, ascending."""
     entries = np.flatnonzero(is_inside)
     entries = entries[np.argsort(column[entries], kind="stable")]
     columns, first = np.unique(column[entries], return_index=True)

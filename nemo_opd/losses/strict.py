@@ -38,7 +38,7 @@ def strict(
     continuation_weight: float = 0.0,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ divergence(q̂, p̂) over `strict_units` / normalizer (methods.md §5.6), and the metric `kd` in nats per unit.
+    """Compute τ² · Σ divergence(q̂, p̂) / normalizer over `strict_units`, and `kd` in nats per unit (methods.md §5.6).
 
     q̂ and p̂ are q and p on the exact pairs of the projection, all or the `top_k` that the student finds likeliest,
     renormalised (normalization="support") or with one more cell for what each side has elsewhere ("rest"), which is
@@ -91,7 +91,7 @@ def strict_units(
 def _are_realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
 ) -> Tensor:
-    """bool [U]"""
+    """Test whether the realised tokens of units are exact pairs: bool [U]."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
     partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
     student = student_ids.flatten().index_select(0, units.student_rows + 1).long()
@@ -129,7 +129,7 @@ class _SharedVocabulary:
         return of_teacher.take(teacher), of_student.take(student)
 
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
-        """The columns of the cells in each row of teacher and student; a constant."""
+        """Return the columns of the cells in each row of teacher and student; a constant."""
         if self.top_k is None:
             return Columns(self.teacher.expand(len(student), -1)), Columns(self.student.expand(len(student), -1))
         shared = student.detach().index_select(1, self.student)
@@ -152,5 +152,5 @@ def _check(top_k: int | None, normalization: str) -> None:
 
 
 def _cells_per_unit(inputs: ChunkInputs, shared: _SharedVocabulary) -> int:
-    """fp32 numbers alive per unit at the peak of a chunk; an int64 column index counts as two."""
+    """Count fp32 numbers alive per unit at the peak of a chunk; an int64 column index counts as two."""
     return 7 * inputs.student_size + 5 * inputs.teacher_size + 16 * shared.num_cells

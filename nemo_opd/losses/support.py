@@ -1,4 +1,4 @@
-"""Which tokens two distributions are compared on, and what becomes of the mass of the others (methods.md §3.3)."""
+"""Supports of comparisons, and the mass outside them (methods.md §3.3)."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ class Support:
         return self.top_k is None or self.top_k >= num_columns
 
     def num_cells(self, num_columns: int) -> int:
-        """The most cells that a unit of that many columns has."""
+        """Return the largest number of cells that a unit of that many columns has."""
         if self.top_k is None or self.takes_all(num_columns):
             return num_columns
         return (2 if self.kind == "union" else 1) * self.top_k + 1
 
     def choose(self, teacher_logits: Tensor, student_logits: Tensor) -> Columns:
-        """The columns of each unit: logits [U, V] of both sides; `top_k` is less than V."""
+        """Choose the columns of each unit: logits [U, V] of both sides; `top_k` is less than V."""
         assert self.top_k is not None
         if self.kind == "teacher_topk":
             return Columns(largest(teacher_logits, self.top_k))
@@ -104,18 +104,18 @@ class Columns:
 
     @staticmethod
     def union(first: Tensor, second: Tensor, num_columns: int) -> Columns:
-        """Of indices [U, X] and [U, Y], each without repeats in a row, into rows of `num_columns`."""
+        """Join indices [U, X] and [U, Y], each without repeats in a row, into rows of `num_columns`."""
         in_first = torch.zeros(len(first), num_columns, dtype=torch.bool, device=first.device).scatter_(1, first, True)
         repeated = torch.cat([torch.zeros_like(first, dtype=torch.bool), in_first.gather(1, second)], 1)
         return Columns(torch.cat([first, second], 1), repeated)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Logits or log-probabilities [U, V] → [U, X], −inf in a repeat."""
+        """Select logits or log-probabilities: [U, V] → [U, X], −inf in a repeat."""
         taken = rows.gather(-1, self.index)
         return taken if self.repeated is None else taken.masked_fill(self.repeated, -torch.inf)
 
     def cells(self, logits: Tensor) -> Tensor:
-        """Logits [U, V] → those of the columns taken, and log Σ exp over the others: [U, X + 1].
+        """Map logits [U, V] to those of the columns taken, and log Σ exp over the others: [U, X + 1].
 
         The last is a sum over the others, since 1 − Σ of those taken has no digit left where they hold nearly all mass.
         In a row with every column taken it is about the lowest finite number, whose gradient is 0 and not the NaN of
@@ -150,7 +150,7 @@ class _CellsAndRest(torch.autograd.Function):
 
 
 def log_rest(others: Tensor) -> Tensor | None:
-    """log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (methods.md §3.3).
+    """Compute log Σ exp of the columns beyond the cells: [U, Y] → [U, 1]; None for Y = 0 (methods.md §3.3).
 
     A sum over those columns, since 1 − Σ of the cells has no digit left where they hold nearly all mass. Where all are
     −inf it is about the lowest finite number, whose gradient is 0 and not the NaN of −inf.
@@ -174,7 +174,7 @@ def with_rest(log_t: Tensor, log_s: Tensor, rest_t: Tensor | None, rest_s: Tenso
 
 
 def truncated(divergence: Divergence, log_t: Tensor, log_s: Tensor) -> Tensor:
-    """The sum of methods.md §3.3 over cells [U, X] that are not all of a distribution → [U], which may be negative.
+    """Compute the sum of methods.md §3.1 over cells [U, X] that are not all of a distribution → [U]; may be negative.
 
     What `Divergence` adds of s − t in each cell is nothing in sum over a whole distribution, and taken out again here.
     """

@@ -1,4 +1,4 @@
-"""How unlikely a token was: −log p."""
+"""Surprise of tokens: −log p."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ LIVE_COPIES = 4
 
 
 def surprise(logits: Tensor, targets: Tensor) -> Tensor:
-    """−log p of a token in each row, in nats: logits [R, X] and int64 [R] → [R]."""
+    """Compute −log p of a token in each row, in nats: logits [R, X] and int64 [R] → [R]."""
     return _Surprise.apply(logits, targets.unsqueeze(1))
 
 

@@ -41,7 +41,7 @@ def tcad(
     support: str = "interleaved",
     **shared: Unpack[TokenArguments],
 ) -> PlannedLoss:
-    """τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
+    """Compute τ² · Σ_b w_b · mean over its scored tokens of divergence(q̂, p̂) − coverage_coef · log P(U) / normalizer.
 
     methods.md §10.2. U: the first `support_size` distinct tokens of teacher's likeliest, student's likeliest, teacher's
     second, … (support="interleaved"), or the `support_size` likeliest of either side ("union"); a constant. q̂ and p̂
@@ -93,7 +93,7 @@ class _Comparison:
     coverage_coef: float
 
     def __call__(self, teacher: Tensor, student: Tensor) -> Tensor:
-        """Of each unit, in nats: logits/τ [U, V] and [U, V] → [U]."""
+        """Compare units, in nats: logits/τ [U, V] and [U, V] → [U]."""
         if self.support_size >= student.shape[1]:
             return self.of.of_logits(teacher, student)
         columns = self._choose(teacher, student)
@@ -112,7 +112,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True)
 class _SequenceMeans:
-    """What makes of a sum over tokens one of the means of sequences."""
+    """Weights that turn a sum over tokens into a sum over the means of sequences."""
 
     weights: Tensor
     """float64 [B]: w_b; 0 without a scored token."""
@@ -126,6 +126,6 @@ class _SequenceMeans:
         return _SequenceMeans(given.double() * (tokens > 0), tokens)
 
     def of_tokens(self, places: LabelPositions) -> Tensor:
-        """[U]: w_b / tokens of b."""
+        """Return w_b / tokens of b for each token: [U]."""
         dtype = torch.promote_types(places.student.dtype, torch.float32)
         return (self.weights / self.tokens).to(dtype).index_select(0, places.sequences)

@@ -23,7 +23,7 @@ def uld(
     compat: str | None = None,
     **shared: Unpack[ChunkArguments],
 ) -> PlannedLoss:
-    """τ² · Σ Σ_r |sort(p)_r − sort(q)_r| over chunks / normalizer (methods.md §5.10), and the metric `kd` per chunk.
+    """Compute τ² · Σ Σ_r |sort(p)_r − sort(q)_r| / normalizer over chunks, and `kd` per chunk (methods.md §5.10).
 
     p and q at the rows before a chunk's first tokens, sorted in descending order, the shorter one continued with zeros.
     compat="trl": both times the probabilities of the chunk's further tokens, and not times τ². Raises ConfigError
@@ -52,5 +52,5 @@ def _ranked(log_p: Tensor, ranks: int) -> Tensor:
 
 
 def _cells_per_unit(inputs: ChunkInputs, ranks: int) -> int:
-    """fp32 numbers alive per unit at the peak of a chunk; an int64 of a sort counts as two."""
+    """Count fp32 numbers alive per unit at the peak of a chunk; an int64 of a sort counts as two."""
     return 8 * inputs.student_size + 6 * inputs.teacher_size + 4 * ranks
