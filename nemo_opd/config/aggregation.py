@@ -1,4 +1,4 @@
-"""How the losses of several teachers become one (methods.md §6)."""
+"""Aggregation of several teachers' losses (methods.md §6)."""
 
 from typing import Annotated, Literal
 
@@ -7,13 +7,13 @@ from pydantic import Field, ValidationInfo, field_validator
 from nemo_opd.config.base import Settings
 
 Score = Literal["bits_per_byte", "entropy", "max_probability"]
-"""How sure a teacher is of a sequence, on its own tokens and per byte, so that tokenizers compare."""
+"""Confidence of a teacher in a sequence, on its own tokens and per byte, so that tokenizers compare."""
 
 
 class AggregationBase(Settings):
     @property
     def score(self) -> Score | None:
-        """What each teacher has to say about each sequence before the student's step; None for nothing."""
+        """Score that is needed of each teacher and sequence before the student's step; None for none."""
         return None
 
 

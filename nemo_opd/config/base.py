@@ -51,4 +51,4 @@ class FrozenDict(dict[K, V]):
 
 
 Frozen = Annotated[dict[K, V], AfterValidator(FrozenDict)]
-"""Of a field that names its own keys."""
+"""Type of a field with free keys."""

@@ -106,7 +106,7 @@ class Groups:
     listed: frozenset[str]
     """Groups in its defaults."""
     keys: frozenset[str]
-    """What it sets itself."""
+    """Keys that it sets."""
 
     @classmethod
     def of(cls, config_dir: Path, primary: Path) -> "Groups":

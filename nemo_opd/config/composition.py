@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf refuse, as one line that names the override or the file."""
+"""Errors of Hydra and OmegaConf as one line that names the override or the file."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from nemo_opd.errors import ConfigError
 
 @contextmanager
 def composition_errors(command: CommandLine) -> Iterator[None]:
-    """What Hydra and OmegaConf raise inside becomes a ConfigError; Hydra's own report has no clear last line."""
+    """Turn errors of Hydra and OmegaConf inside into a ConfigError; Hydra's own report has no clear last line."""
     previous = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises only when asked to
     try:
@@ -61,7 +61,7 @@ def explain_composition(error: Exception, command: CommandLine) -> str:
 
 
 def first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
-    """The first override, as typed, with which composing fails, and the configuration without it.
+    """Find the first override, as typed, with which composing fails, and the configuration without it.
 
     None for an override where composing fails without any.
     """

@@ -17,7 +17,7 @@ class HubDataset(Settings):
 
 
 class Source(Settings):
-    """Where documents come from: one kind of file (paths or globs), or the hub."""
+    """Source of documents: one kind of file (paths or globs), or the hub."""
 
     arrow_files: tuple[str, ...] = ()
     """Paths or globs of Arrow files, in the stream or the file format."""
@@ -68,7 +68,7 @@ class Data(Settings):
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
     validation: ValidationSource = Field(default_factory=ValidationSource)
-    """Without a source nothing is validated."""
+    """Validation documents; without a source there is no validation."""
     text_key: str = "text"
     """The column that holds a document's text."""
     messages_key: str | None = None
@@ -76,7 +76,7 @@ class Data(Settings):
     every side renders it with its own chat template and only what the assistant says is learned; `text_key` is unused.
     """
     tools_key: str | None = None
-    """With `messages_key`: the column of the tools that a conversation may call, or that as JSON."""
+    """Column of the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
     response_key: str | None = None
     """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
     is what the assistant says last.

@@ -101,7 +101,7 @@ def of_cluster(config: RunFields) -> Ignored:
 
 
 def of_loss(config: RunFields) -> Ignored:
-    """Of terms that no teacher has."""
+    """Find settings of loss terms that no teacher has."""
     followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
     is_chunked = isinstance(config.loss, ChunkTerm)
     if is_chunked and followers and not any(isinstance(each, CrossTokenizerTeacher) for each in followers):

@@ -1,4 +1,4 @@
-"""Who answers the student between its turns."""
+"""Environment that answers the student between its turns."""
 
 from typing import Annotated, Literal
 
@@ -9,11 +9,11 @@ from nemo_opd.config.base import YEAR_S, Settings
 
 class EnvironmentBase(Settings):
     max_turns: int = Field(4, ge=1)
-    """Of the student in one rollout."""
+    """Maximal turns of the student in one rollout."""
     max_response_tokens: int = Field(256, ge=1)
-    """Of the environment between two turns; what is longer is cut, with a mark that says so."""
+    """Maximal tokens of the environment between two turns; a longer answer is cut, and a mark added."""
     call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
-    """For one answer; an environment that takes longer ends the run."""
+    """Seconds for one answer; an environment that takes longer ends the run."""
 
 
 class CalculatorEnvironment(EnvironmentBase):

@@ -1,4 +1,4 @@
-"""How well a model answers questions that can be checked."""
+"""Evaluation on questions whose answers can be checked."""
 
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -18,9 +18,9 @@ class Questions(Settings):
     n: int = Field(1, ge=1)
     """Sampled answers to each question."""
     k: tuple[int, ...] = (1,)
-    """For pass@k and maj@k; none above n."""
+    """Values of k for pass@k and maj@k; none above n."""
     greedy: bool = True
-    """Also take the likeliest answer once."""
+    """Whether to sample the likeliest answer too, once."""
     temperature: float = Field(1.0, gt=0)
     """Logits are divided by it before a token is sampled."""
     top_p: float = Field(1.0, gt=0, le=1)
@@ -47,7 +47,7 @@ class Questions(Settings):
 
 
 class Evaluation(Questions):
-    """In a run."""
+    """Evaluation in a run."""
 
     every: int | None = Field(None, ge=1)
     """Optimizer steps; by default before the first and after the last alone."""
@@ -67,30 +67,30 @@ class QuestionSource(ValidationSource):
     messages_key: str | None = None
     """The column that holds it as a conversation; `text_key` is then unused."""
     tools_key: str | None = None
-    """With `messages_key`: the column of the tools that a conversation may call."""
+    """Column of the tools that a conversation may call; with `messages_key`."""
 
 
 class EvaluationConfig(Questions):
-    """Of a model that is already there: everything `examples/evaluate.py` depends on."""
+    """Evaluation of an existing model: all settings of `examples/evaluate.py`."""
 
     model: str
     """A Hugging Face folder, hub name, or `demo:arithmetic_student`."""
     tokenizer: str | None = None
-    """Where the tokenizer is, when not with the model."""
+    """Folder or hub name of the tokenizer; by default that of the model."""
     chat_template: str | None = None
     """A file with the chat template (Jinja), when the tokenizer has none or another is wanted."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """What the template is given besides the conversation, such as `enable_thinking: false`."""
+    """Arguments of the template in addition to the conversation, such as `enable_thinking: false`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """With rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
+    """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
-    """With rollout.type=hf."""
+    """Device of the model with rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
     """Questions; scored by `reward`."""
     reward: Reward
-    """What an answer is worth."""
+    """Reward of an answer."""
     environment: Environment | None = None
-    """Who answers between the model's turns; None: it has one turn."""
+    """Environment that answers between the model's turns; None: it has one turn."""
     rollout: Rollouts = Field(default_factory=HFRollout)
     """The engine. How it samples is told beside it: n, temperature, top_p, top_k, max_new_tokens."""
     max_new_tokens: int = Field(256, ge=1)
@@ -100,7 +100,7 @@ class EvaluationConfig(Questions):
     seed: int = Field(0, ge=0)
     """Seed of sampling."""
     output_dir: Path | None = None
-    """Where results.json and samples.jsonl go; `outputs/evaluation/<time>` when not given."""
+    """Folder of results.json and samples.jsonl; by default `outputs/evaluation/<time>`."""
 
     @field_validator("output_dir", mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""How a teacher's output reaches the student."""
+"""Handoff of a teacher's output to the student."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""When a run is in trouble."""
+"""Alarms on the health of a run."""
 
 from typing import Literal
 

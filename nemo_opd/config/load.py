@@ -1,4 +1,4 @@
-"""From the command line to validated settings: Hydra composes, pydantic checks."""
+"""Loading of settings from the command line: Hydra composes, pydantic validates."""
 
 import sys
 import tempfile
@@ -30,7 +30,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def run_with_hydra(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
-    """`run_settings_with_hydra` for the settings of a run."""
+    """Run `run_settings_with_hydra` for the settings of a run."""
     run_settings_with_hydra(task, RunConfig, config_dir=config_dir, config_name=config_name)
 
 
@@ -110,7 +110,7 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def from_dict(data: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run; every problem found is one line of a ConfigError."""
+    """Validate the settings of a run; every problem found is one line of a ConfigError."""
     return validated(data, RunConfig)
 
 

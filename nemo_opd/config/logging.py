@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl."""
+"""Loggers in addition to metrics.jsonl."""
 
 from typing import Literal
 
@@ -15,7 +15,7 @@ class Console(Settings):
     validated steps are always printed.
     """
     memory_table: bool = False
-    """With run.dry_run: the whole memory estimate, part by phase."""
+    """Whether run.dry_run shows the whole memory estimate, part by phase."""
 
 
 class TensorBoard(Settings):

@@ -25,6 +25,6 @@ class Lora(Settings):
     but the head.
     """
     export: Literal["merged", "adapter"] = "merged"
-    """What checkpoints' `student` and `final` are. merged: a whole model that needs nothing else. adapter: a folder
+    """Form of `student` in checkpoints and of `final`. merged: a whole model that needs nothing else. adapter: a folder
     for `peft`, which needs the base model.
     """

@@ -10,14 +10,14 @@ Value = TypeVar("Value")
 
 
 def refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
-    """The value, or ValueError where it is not the default and has no effect: "… with `reason`, or leave it out"."""
+    """Return the value. Raises ValueError if it is not the default and has no effect: "… with `reason`, or leave it out"."""
     if not has_effect and value != of.model_fields[str(info.field_name)].default:
         raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
     return value
 
 
 class DivergenceTerm(Settings):
-    """What every distillation term chooses (methods.md §3)."""
+    """Settings of every term with a divergence (methods.md §3)."""
 
     divergence: Literal["forward_kl", "reverse_kl", "jsd", "mixed", "tvd"] = "forward_kl"
     """forward_kl: KL(teacher ‖ student); reverse_kl: KL(student ‖ teacher); jsd: between the two, by `beta`; mixed:
@@ -80,7 +80,7 @@ class SameVocabTerm(DivergenceTerm):
 
 
 class ChunkTerm(DivergenceTerm):
-    """What terms choose that compare one pair of distributions a chunk."""
+    """Settings of terms that compare one pair of distributions a chunk."""
 
     continuation_weight: float = Field(0.0, ge=0)
     """Weight of the `alm` term of chunks with several tokens on a side, which is added."""
@@ -99,9 +99,9 @@ class PKLTerm(ChunkTerm):
 
     type: Literal["p_kl"] = "p_kl"
     compat: Literal["nemo_rl"] | None = None
-    """What that system computes, for parity."""
+    """System whose loss is reproduced, for parity."""
     merge: Literal["first", "mean"] | None = None
-    """Where in a chunk: at its first position, the default, or over all of them, for parity."""
+    """Positions of a chunk that are compared: the first, by default, or for parity the mean over all."""
     coverage_coef: float | None = Field(None, ge=0)
     """Weight of −log of the student's mass on covered teacher columns; 1 when not given."""
     vocab_topk: int | None = Field(None, ge=1)
@@ -111,18 +111,18 @@ class PKLTerm(ChunkTerm):
 
 
 class PairedTerm(ChunkTerm):
-    """What terms choose that compare matched tokens cell by cell and the others by rank."""
+    """Settings of terms that compare matched tokens cell by cell and the others by rank."""
 
     compat: Literal["nemo_rl", "trl"] | None = None
-    """What that system computes, for parity."""
+    """System whose loss is reproduced, for parity."""
     merge: Literal["first", "mean", "observed"] | None = None
-    """Where in a chunk: at its first position, the default; for parity over all of them (mean), or at its first times
+    """Positions of a chunk that are compared: the first, by default; for parity the mean over all, or the first times
     the probabilities of its further tokens (observed).
     """
     common_weight: float | None = Field(None, ge=0)
-    """Of the divergence on matched tokens; 1 when not given."""
+    """Weight of the divergence on matched tokens; 1 by default."""
     uncommon_weight: float | None = Field(None, ge=0)
-    """Of the sorted L1 distance of the others; 1 when not given."""
+    """Weight of the sorted L1 distance of the others; 1 by default."""
     uncommon_topk: int | None = Field(None, ge=1)
     """Others that are compared on either side, the likeliest; 8192 when not given."""
 
@@ -169,8 +169,8 @@ class BytePrefixTerm(ChunkTerm):
 
 
 class TCADTerm(DivergenceTerm):
-    """What either side finds likely, and the student's mass on it, for a teacher with the student's tokenizer; every
-    sampled sequence counts as one (methods.md §10.2).
+    """Tokens that either side finds likely, and the student's mass on them, for a teacher with the student's tokenizer;
+    every sampled sequence counts as one (methods.md §10.2).
     """
 
     type: Literal["tcad"] = "tcad"
@@ -189,14 +189,14 @@ class TCADTerm(DivergenceTerm):
 
 
 class ImportanceSettings(Settings):
-    """How far policies may differ that samples are learned from, by the weight π_train / π_behaviour: the student's
-    probability of a token over that with which it was sampled, temperature, top-k and top-p included (methods.md §11).
+    """Bounds on the difference of policies that samples are learned from, by the weight π_train / π_behaviour: the
+    student's probability of a token over that with which it was sampled, temperature, top-k and top-p included (methods.md §11).
     """
 
     importance_cap: float | None = Field(None, gt=0)
     """Upper bound of the weights; null: no bound."""
     importance_level: Literal["token", "sequence"] = "token"
-    """What a weight is of: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
+    """Unit of a weight: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
     sequence together, which needs an `importance_cap` and one more product with the head.
     """
     importance_veto: float | None = Field(None, gt=0, lt=1)
@@ -222,7 +222,7 @@ class SampledKLTerm(ImportanceSettings):
 
     type: Literal["sampled_kl"] = "sampled_kl"
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Of a token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
+    """Estimator of the KL of a token or chunk, with d = log p − log q: d, d²/2, or exp(−d) − 1 + d."""
     update: Literal["policy_gradient", "direct"] = "policy_gradient"
     """policy_gradient: the negative estimate is the advantage of the token or chunk, in a clipped policy gradient;
     direct: the estimate is differentiated, which with k2 is the gradient of the reverse KL and with k3 that of the
@@ -263,7 +263,7 @@ class SampledKLTerm(ImportanceSettings):
 
 
 class TemperatureTerm(Settings):
-    """What terms choose that take no divergence."""
+    """Settings of terms without a divergence."""
 
     temperature: float = Field(1.0, gt=0)
     """uld: logits of both sides are divided by it. alm: likelihoods of chunks have the exponent 1 / temperature."""
@@ -280,7 +280,7 @@ class ULDTerm(TemperatureTerm):
 
     type: Literal["uld"] = "uld"
     compat: Literal["trl"] | None = None
-    """What that system computes, for parity."""
+    """System whose loss is reproduced, for parity."""
 
 
 class FunctionTerm(Settings):

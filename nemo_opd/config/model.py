@@ -1,4 +1,4 @@
-"""What a student and a teacher have in common, and the student."""
+"""Settings of the student, and those that it shares with teachers."""
 
 from typing import Literal
 
@@ -14,13 +14,13 @@ class Model(Settings):
     model: str
     """A Hugging Face folder, hub name, or `demo:student`."""
     tokenizer: str | None = None
-    """Where the tokenizer is, when not with the model."""
+    """Folder or hub name of the tokenizer; by default that of the model."""
     chat_template: str | None = None
     """A file with the chat template (Jinja), when the tokenizer has none or another is wanted."""
     chat_template_kwargs: Frozen[str, bool | int | float | str | None] = Field(default_factory=dict)
-    """What the template is given besides the conversation, such as `enable_thinking: false`."""
+    """Arguments of the template in addition to the conversation, such as `enable_thinking: false`."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
-    """How the model is cut over ranks."""
+    """Parallel layout of the model."""
 
     @property
     def tokenizer_source(self) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What settings of on-policy distillation demand of each other. Each check raises ValueError, with the way out."""
+"""Checks of on-policy settings against each other. Each raises ValueError with the way out."""
 
 from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
@@ -11,7 +11,7 @@ ONLY_ON_POLICY = ("reward", "environment", "evaluation")
 
 
 def check_off_policy(config: RunFields) -> None:
-    """Of a run without rollouts."""
+    """Check a run without rollouts."""
     for key in ONLY_ON_POLICY:
         if getattr(config, key) is not None:
             raise ValueError(f"{key} is about what the student samples, and this run samples nothing; add rollout=hf")
@@ -101,7 +101,7 @@ def check_reward(config: RunFields) -> None:
 
 
 def check_rollout_weights(config: RunFields) -> None:
-    """A rollout's weight has one origin, and what the teachers say about a text is asked once."""
+    """Check that a rollout's weight has one origin, and that teachers score a text once."""
     for i, alpha in enumerate(confidence_alphas(config)):
         if alpha is None:
             continue
@@ -154,7 +154,7 @@ def check_scaling(config: RunFields, rollout: Rollouts) -> None:
 
 
 def confidence_alphas(config: RunFields) -> list[float | None]:
-    """By active teacher: how sharply its own confidence weighs the rollouts of a prompt; None where it does not."""
+    """Return by active teacher its `power_alpha`, by which its confidence weighs rollouts; None without one."""
     terms = map(config.term, range(len(config.active_teachers)))
     is_on_policy = config.rollout is not None
     return [term.power_alpha if is_on_policy and isinstance(term, TCADTerm) else None for term in terms]

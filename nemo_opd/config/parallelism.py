@@ -1,4 +1,4 @@
-"""How one model is cut over the ranks that hold it together."""
+"""Parallel layout of one model over its ranks."""
 
 from pydantic import Field, model_validator
 
@@ -13,7 +13,7 @@ class Parallelism(Settings):
     cp: int = Field(1, ge=1)
     """Context parallel: ranks that share the positions of every sequence. Needs GPUs where above 1."""
     sequence_parallel: bool = False
-    """With tp: between attention and feed-forward blocks each rank holds a part of the positions, not all of them."""
+    """Whether each rank holds only a part of the positions between attention and feed-forward blocks; with tp."""
 
     @model_validator(mode="after")
     def sequence_parallel_needs_tp(self) -> "Parallelism":

@@ -1,4 +1,4 @@
-"""What pydantic refuses, as a line for each problem with the key as it is typed."""
+"""Errors of pydantic as a line for each problem, with the key as it is typed."""
 
 import difflib
 import re
@@ -29,7 +29,7 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
 def explain(
     path: list[int | str], problems: Sequence[ErrorDetails], data: Mapping[str, Any], model: type[BaseModel]
 ) -> str:
-    """`key=value: reason; way out`, with the key as it is written on the command line."""
+    """Format `key=value: reason; way out`, with the key as it is written on the command line."""
     problem = problems[0]
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
@@ -77,7 +77,7 @@ def reason_of(problem: ErrorDetails) -> str:
 
 
 def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
-    """The location without what pydantic adds for members of a union: tags, and names of types.
+    """Return the location without parts that pydantic adds for members of a union: tags, and names of types.
 
     ends_in_key: its end is no tag, but may be a key that is missing.
     """
@@ -109,7 +109,7 @@ def suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseM
 
 
 def known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
-    """The keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
+    """Return the keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
     models = [model]
     for part in path:
         data = data[part]

@@ -31,7 +31,7 @@ def store_help(model: type[BaseModel], config_dir: Path, program: str) -> None:
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str) -> str:
-    """What `--help` prints: usage, options of groups, and the keys by section."""
+    """Return the text of `--help`: usage, options of groups, and the keys by section."""
     groups = {folder.name: options(folder) for folder in sorted(config_dir.iterdir()) if folder.is_dir()}
     sections = {name: ", ".join(keys(field)) for name, field in model.model_fields.items()}
     own = [name for name, inner in sections.items() if not inner]
@@ -64,7 +64,7 @@ def options(folder: Path) -> str:
 
 
 def keys(field: FieldInfo) -> list[str]:
-    """Of a section, whichever of its types it has."""
+    """Return the keys of a section, of all its types."""
     return list(dict.fromkeys(name for model in models_in(field.annotation) for name in model.model_fields))
 
 
@@ -75,7 +75,7 @@ def entry(name: str, content: str) -> str:
 
 
 def page() -> str:
-    """The Markdown page: a table a section, and one for each type of it that has more keys."""
+    """Write the Markdown page: a table a section, and one for each type of it that has more keys."""
     return "\n".join(
         (
             "# Settings",
@@ -136,7 +136,7 @@ def type_of(field: FieldInfo) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """As people write it, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
+    """Format a type as people write it, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return type_name(arguments[0])

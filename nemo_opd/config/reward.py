@@ -1,4 +1,4 @@
-"""What a rollout is worth."""
+"""Rewards of rollouts."""
 
 from typing import Annotated, Literal
 
@@ -44,7 +44,7 @@ class MathReward(AnswerReward):
 
 
 class EnvironmentReward(RewardBase):
-    """What the environment paid."""
+    """The reward that the environment gave."""
 
     type: Literal["environment"] = "environment"
 
@@ -56,7 +56,7 @@ class FunctionReward(RewardBase):
     function: str = Field(pattern=r"^[\w.]+:\w+$")
     """`package.module:function`."""
     call_timeout_s: float = Field(300, gt=0, le=YEAR_S)
-    """For one rollout; a function that takes longer ends the run."""
+    """Seconds for one rollout; a function that takes longer ends the run."""
 
 
 Reward = Annotated[

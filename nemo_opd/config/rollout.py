@@ -1,4 +1,4 @@
-"""How the student samples (methods.md §10)."""
+"""Sampling from the student (methods.md §10)."""
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -61,8 +61,8 @@ class ServerRollout(RolloutBase):
     program: Literal["vllm", "sglang", "transformers"] = "vllm"
     """Program of the server, started here or found at `url`."""
     url: str | None = None
-    """Of a server that runs, with the options that docs/on_policy.md names; by default one is started on this machine
-    and ended with the run.
+    """Address of a running server, with the options that docs/on_policy.md names; by default one is started on this
+    machine and ended with the run.
     """
     command: tuple[str, ...] | None = Field(None, min_length=1)
     """Starts the server, without model and port; by default the program's own command. For a program in a virtual
@@ -85,9 +85,9 @@ class ServerRollout(RolloutBase):
     concurrency: int = Field(256, ge=1)
     """Requests under way at once."""
     weights_folder: Path | None = None
-    """Where the student is written for the server to load, in a folder `rollout_weights` that is removed at the end; by
-    default in the run's directory. Server and student must both see it. A vLLM that is started here loads only its
-    first weights from it, and reads later ones in the student's memory.
+    """Folder in which the student is written for the server to load, in a subfolder `rollout_weights` that is removed at the
+    end; by default in the run's directory. Server and student must both see it. A vLLM that is started here loads only
+    its first weights from it, and reads later ones in the student's memory.
     """
 
     @field_validator("url")

@@ -101,7 +101,7 @@ class RunConfig(RunFields):
 
     @model_validator(mode="after")
     def compared_teachers_have_a_weight(self) -> Self:
-        """A teacher of weight 0 would be chosen, or take its share of a softmax, and teach nothing there."""
+        """Refuse teachers of weight 0: one would be chosen, or take its share of a softmax, and teach nothing there."""
         if isinstance(self.aggregation, AveragedLogits) or self._needs_several_teachers() is None:
             return self
         for i, teacher in enumerate(self.teachers):

@@ -89,11 +89,11 @@ class RunFields(Settings):
 
     @property
     def routing(self) -> Routed | None:
-        """How the data name a teacher, where they do and it matters."""
+        """Routing of texts to teachers by the data; None where there is none."""
         return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
 
     def term(self, teacher: int) -> LossTerm:
-        """The distillation term of one teacher: its own, else the run's, as its tokenizer allows."""
+        """Return the distillation term of one teacher: its own, else the run's, as its tokenizer allows."""
         entry = self.teachers[teacher]
         if entry.loss is not None:
             return entry.loss

@@ -16,7 +16,7 @@ from nemo_opd.errors import ConfigError
 MASK = "***"
 WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
 NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{WORDS}"
-"""Of what ends with such a word: HF_TOKEN and --api-key, but neither --tokenizer nor --max-num-batched-tokens."""
+"""Pattern of names ending with such a word: HF_TOKEN and --api-key, but not --tokenizer or --max-num-batched-tokens."""
 SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
 HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
 IN_ADDRESSES = (
@@ -45,9 +45,9 @@ PROBE = "what-is-secret"
 
 Path = tuple[str | int, ...]
 _known: dict[str, str] = {}
-"""What is shown for a value wherever it is."""
+"""Replacements of secret values."""
 _references: dict[Path, tuple[str, str]] = {}
-"""By path, a value and the reference by which it was written."""
+"""Values and the references by which they were written, by path."""
 
 
 def remember(raw: Any, resolved: Any) -> None:
@@ -89,7 +89,7 @@ def is_reference(written: object, pattern: re.Pattern[str]) -> TypeGuard[str]:
 
 
 def without_secrets(text: str) -> str:
-    """A text for people, such as an error, without the secrets that are known and without credentials in addresses."""
+    """Mask known secrets, and credentials in addresses, in a text for people, such as an error."""
     for value in sorted(_known, key=len, reverse=True):
         if len(value) >= SHORTEST:
             text = text.replace(value, _known[value])
@@ -118,7 +118,7 @@ def is_masked(settings: Any, path: Path, value: str) -> bool:
 
 
 def _reference(path: Path, value: str) -> str | None:
-    """How the value was written where it came from the environment, whatever validation has made of it since.
+    """Return the reference to the environment by which the value was written, whatever validation has made of it.
 
     Paths lose what is superfluous, and single values become lists.
     """
@@ -130,7 +130,7 @@ def _reference(path: Path, value: str) -> str | None:
 
 
 def masked_leaf(settings: Any, path: Path, value: str) -> str:
-    """One value of a configuration; MASK where nothing of it may be shown."""
+    """Return a value of a configuration as it may be shown; MASK where nothing of it may."""
     *parent, last = path
     section = parent[-1] if len(parent) > 1 else None
     if section == ENVIRONMENT:
@@ -175,7 +175,7 @@ def leaves(settings: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def changed(settings: Any, change: Callable[[Path, str], str], path: Path = ()) -> Any:
-    """A copy with each text changed."""
+    """Copy nested containers with each text changed."""
     if isinstance(settings, dict):
         return {key: changed(value, change, (*path, key)) for key, value in settings.items()}
     if is_list(settings):

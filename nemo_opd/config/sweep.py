@@ -1,4 +1,4 @@
-"""Where the runs of a `--multirun` go: one folder for all, and in it one each, named by what it varies."""
+"""Folders of a `--multirun`: one for all, and in it one for each run, named by the settings that vary."""
 
 import hashlib
 import re
@@ -22,14 +22,14 @@ class Sweep:
     """The runs of one command line, in the order in which they come."""
 
     keys: tuple[str, ...]
-    """What varies."""
+    """Keys that vary."""
     root: Path | None = None
     """Known with the first run."""
     names: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, typed: Sequence[str]) -> "Sweep":
-        """typed: the command line's overrides."""
+        """Find the keys that vary. typed: the command line's overrides."""
         return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if is_sweep(argument)))
 
     def place(self, data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -47,7 +47,7 @@ class Sweep:
         return {**data, "run": placed} if "run" in data else placed
 
     def _next_name(self, overrides: Sequence[str]) -> str:
-        """Of the values that vary; numbered where that does not tell two runs apart."""
+        """Return a name from the values that vary; numbered where it is taken."""
         pairs = (override.lstrip("+").partition("=") for override in overrides)
         varied = ",".join(f"{key}={shown(key, value)}" for key, _, value in pairs if key in self.keys)
         name = ODD.sub("_", varied).strip("_") or "run"
@@ -65,7 +65,7 @@ def shown(key: str, value: str) -> str:
 
 
 def is_sweep(argument: str) -> bool:
-    """Whether an override has several values, for a run with each."""
+    """Return whether an override has several values, for a run with each."""
     try:
         return OverridesParser.create().parse_override(argument).is_sweep_override()
     except HydraException:

@@ -50,7 +50,7 @@ class CrossTokenizerTeacher(TeacherBase):
     this teacher. When not given it reads all of the student's text, as far as its model has positions.
     """
     equal_history: EqualHistory = "text"
-    """What the student and the teacher must both have read before a chunk that is compared. Their templates and
+    """Text that the student and the teacher must both have read before a chunk that is compared. Their templates and
     tokenizers may drop or rewrite contents: earlier turns' thinking, white space, accents. text: the same contents up
     to white space and Unicode form; bytes: byte for byte; none: anything.
     """

@@ -1,1 +1,1 @@
-"""From files of text to batches of token ids as the student and every teacher see them."""
+"""Batches of token ids for the student and every teacher, from files of text."""

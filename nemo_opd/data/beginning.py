@@ -12,7 +12,7 @@ from nemo_opd.data.seams import find_seam
 MARGIN = 1024
 """Characters behind a seam: what a pre-tokenizer may look at beyond a run of one kind, and a normaliser change."""
 CHARACTERS_A_TOKEN = 8
-"""Of a first try."""
+"""Estimate for a first try."""
 EDGE = 64
 """Characters by which tokenizers may misplace a token that trims spaces or composes marks."""
 

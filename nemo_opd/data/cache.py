@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 VERSION = 4
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
-"""For another process to finish writing."""
+"""Seconds for another process to finish writing."""
 
 
 class CachedSampleMaker:
@@ -63,7 +63,7 @@ class CachedSampleMaker:
         return sample
 
     def __getstate__(self) -> dict[str, object]:
-        """A connection belongs to one process."""
+        """Leave the connection out, which belongs to one process."""
         return self.__dict__ | {"_store": None}
 
     def _read(self, key: bytes) -> bytes | None:

@@ -14,7 +14,7 @@ from nemo_opd.errors import OPDError, StorageError
 OF_WRITING = FULL | {errno.EROFS, errno.EFBIG}
 """Raised by no reader: libraries read the user's files in the same call."""
 WAIT_S = 2 * 3600.0
-"""For another process. At 0.2 GB/s it has converted 1.4 TB."""
+"""Seconds for another process, in which it converts 1.4 TB at 0.2 GB/s."""
 POLL_S = 0.5
 
 _log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ class ChatSampleMaker:
         return identity_of("chat", self.student, self.teachers)
 
     def __call__(self, conversation: Document) -> Sample:
-        """The conversation cut to each side's length; a teacher keeps nothing behind the last chunk of a cut student.
+        """Cut the conversation to each side's length; a teacher keeps nothing after the last chunk of a cut student.
 
         Raises AlignmentError where a template refuses it, DataError for a token that a model cannot read.
         """
@@ -80,7 +80,7 @@ def teacher_sample(
     rendered: RenderedChat,
     reached: int | None,
 ) -> TeacherSample:
-    """rendered: what the student reads; reached: the place in it at which it is cut, None where it is not."""
+    """Make a teacher's sample. rendered: the student's text; reached: the place at which it is cut, None for no cut."""
     theirs = teacher.encoder.rendered(conversation)
     place = len(theirs.text) if reached is None else rendered.counterpart(reached, theirs)
     whole = teacher.encoder.read(theirs, locate_up_to(teacher.encoder, theirs, place))

@@ -18,7 +18,7 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
-    """Samples as the rows of a batch, right-padded to the longest of each side; routed ones for their teacher alone.
+    """Make a batch of samples, right-padded to the longest of each side; routed ones for their teacher alone.
 
     Bytes are those that all models of a sample predict, chunks those that are compared.
     """
@@ -30,7 +30,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def only_chosen(batch: Batch, choice: Tensor) -> Batch:
-    """The batch with empty rows where a teacher is not the one of choice, int64 [B], for the sequence.
+    """Empty the rows where a teacher is not the one of choice, int64 [B], for the sequence.
 
     An empty row has length 0, no scored token and no chunk, so a (micro)batch of such rows is one position wide.
     """
@@ -38,7 +38,7 @@ def only_chosen(batch: Batch, choice: Tensor) -> Batch:
 
 
 def pad_rows(batch: Batch, rows: int) -> Batch:
-    """The batch with empty sequences behind, so that it has `rows` rows; its own rows are unchanged."""
+    """Append empty sequences, so that the batch has `rows` rows; its own rows are unchanged."""
     missing = rows - len(batch)
     if missing < 0:
         raise ValueError(f"rows={rows} is fewer than the {len(batch)} rows of the batch")

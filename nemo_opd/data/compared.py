@@ -1,4 +1,4 @@
-"""The bytes of a text that all its models predict: what bits per byte are taken over, everywhere."""
+"""The bytes of a text that all its models predict, over which all bits per byte are taken."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 
 
 def compared(sample: Sample) -> Sample:
-    """The sample with bytes for those tokens only that stand for content which every one of its models predicts.
+    """Keep bytes for those tokens only that stand for content which all models of the sample predict.
 
     Those models are the student and the teachers that read the text: one where it is routed, else all. Whole tokens
     count: a stretch of text between two places where all of them cut it counts if each of them learns all of its tokens
@@ -31,7 +31,7 @@ def compared(sample: Sample) -> Sample:
 
 
 def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[np.bool_]:
-    """bool [S]: tokens of the student in stretches that are compared whole."""
+    """Mark tokens of the student in stretches that are compared whole: bool [S]."""
     is_read = student.loss_mask.copy()
     opens = np.ones(len(student), np.bool_)
     for teacher in teachers:
@@ -48,7 +48,7 @@ def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[n
 
 
 def teacher_bytes(teacher: TeacherSample, before: Tokens, student: Tokens, is_kept: NDArray[np.bool_]) -> TeacherSample:
-    """The teacher's sample with the bytes of its tokens in the stretches that are kept. before: the student's tokens
+    """Keep the bytes of a teacher's tokens in the kept stretches. before: the student's tokens
     that it was made for.
     """
     if teacher.chunks is None:

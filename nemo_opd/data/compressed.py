@@ -42,7 +42,7 @@ OPENERS: dict[bytes, Opener] = {
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
 }
-"""By the first bytes of a file, whatever its name."""
+"""Openers by the first bytes of a file, whatever its name."""
 
 
 def uncompressed(path: Path, source: str) -> Path:

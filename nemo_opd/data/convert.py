@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def require_rows(filled: list[Path], key: str, paths: list[Path]) -> None:
-    """`datasets` refuses to convert nothing."""
+    """Raise DataError without rows, which `datasets` refuses to convert."""
     if not filled:
         raise DataError(f"{key}={shown(paths)}: no documents; the files have no rows")
 
@@ -124,7 +124,7 @@ def columns_of(dataset: datasets.Dataset, names: list[str]) -> pa.Table:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """What `datasets` logs of an error is in the error too."""
+    """Silence `datasets` inside: its log of an error is in the error too."""
     level = datasets.logging.get_verbosity()
     datasets.logging.set_verbosity(logging.CRITICAL)
     try:

@@ -1,4 +1,4 @@
-"""What a loader reads: texts or conversations, by their indices."""
+"""Documents of a loader: texts or conversations, by index."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ def read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Conten
 
 
 def parsed(value: Any) -> Any:
-    """A column's value, which may be JSON. Raises DataError where it is malformed.
+    """Parse a column's value, which may be JSON. Raises DataError where it is malformed.
 
     Arrow gives every message all keys that any message has; those that are null were not there.
     """

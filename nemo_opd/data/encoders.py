@@ -56,7 +56,9 @@ class Encoder:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
     ) -> Self:
-        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
+        """Make an encoder. vocab_size: ids that the model can read, by default all. Raises AlignmentError for tokens without
+        exact bytes.
+        """
         pieces = pieces_of(tokenizer)
         return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos)
 
@@ -66,14 +68,14 @@ class Encoder:
         return fingerprint(self.tokenizer), eos, self.max_length, len(self.lengths)
 
     def __call__(self, text: str) -> Encoding:
-        """The text's tokens, uncut. A tokenizer without an end-of-sequence token appends none.
+        """Tokenize the text, uncut. A tokenizer without an end-of-sequence token appends none.
 
         Raises DataError for a text with a token that the model cannot read.
         """
         return self._encoding(self._encoded(text), text)
 
     def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
-        """The same, and [S]: the first character of each token, which do not decrease."""
+        """Tokenize, and locate the first character of each token, [S], which do not decrease."""
         encoded = self._encoded(text, return_offsets_mapping=True)
         encoding = self._encoding(encoded, text)
         starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
@@ -114,7 +116,7 @@ class ChatEncoder:
         template_kwargs: Mapping[str, Any],
         vocab_size: int | None = None,
     ) -> Self:
-        """`vocab_size`: ids the model can read, all by default.
+        """Make an encoder. vocab_size: ids the model can read, all by default.
 
         Raises AlignmentError where tokens lack exact bytes or there is no chat template.
         """
@@ -126,7 +128,7 @@ class ChatEncoder:
         return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
 
     def __call__(self, conversation: Conversation) -> ChatTokens:
-        """The conversation's tokens, uncut.
+        """Tokenize the conversation, uncut.
 
         Raises AlignmentError where the template refuses it, DataError for a token that the model cannot read.
         """
@@ -138,7 +140,7 @@ class ChatEncoder:
         return self.renderer.render(conversation.messages, conversation.tools)
 
     def read(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
-        """located: tokens of the rendered text, all or the first.
+        """Read the roles of tokens. located: tokens of the rendered text, all or the first.
 
         Raises DataError for one that the model cannot read.
         """

@@ -11,7 +11,7 @@ from nemo_opd.errors import DataError
 
 
 def resolve_files(entries: Iterable[str], *, key: str) -> list[Path]:
-    """The files that paths, globs (`**` is recursive, matches are sorted) and demo references name, in the order given.
+    """Return the files of paths, globs (`**` is recursive, matches are sorted) and demo references, in the order given.
 
     Raises DataError, naming `key` and the entry, for what is missing, matches no file or is a folder.
     """

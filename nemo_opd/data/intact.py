@@ -36,7 +36,7 @@ def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
 
 
 def first_damage(table: pa.Table) -> Damage | None:
-    """The first damaged row of the first damaged column, None where all of them are sound."""
+    """Find the first damaged row of the first damaged column; None where all are sound."""
     with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
         return next(damaged(threads, table), None)
 

@@ -140,7 +140,7 @@ def is_string(dtype: pa.DataType) -> bool:
 
 
 def is_list_of_objects(dtype: pa.DataType) -> bool:
-    """Also objects that differ in keys and types, which `datasets` keeps as JSON."""
+    """Return whether a type is a list of objects, also of different keys and types, which `datasets` keeps as JSON."""
     if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         return isinstance(dtype, pa.JsonType)
     return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)

@@ -107,7 +107,7 @@ class TrainLoader:
             self._reader = _Workers(self._samples, indices, workers) if workers else _Thread(self._samples, indices)
 
     def next(self) -> Batch:
-        """The next batch; the last of an epoch may be short. Raises what reading and aligning its documents raises."""
+        """Return the next batch; the last of an epoch may be short. Raises errors of reading and aligning."""
         self.start()
         assert self._reader is not None
         batch = self._reader.next()
@@ -115,7 +115,7 @@ class TrainLoader:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The place in the run, and what it depends on."""
+        """Return the place in the run, and what it depends on."""
         return self._order.place(self._num_batches)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -206,7 +206,7 @@ class _Workers:
 
 
 def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:
-    """All documents once, in order; the last batch may be short."""
+    """Yield all documents once, in order; the last batch may be short."""
     samples = SampleSource.of(documents, sample_maker)
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
@@ -218,7 +218,7 @@ def _unchanged(samples: Samples) -> Samples:
 
 
 def _set_up_worker(worker_id: int) -> None:
-    """One thread a worker; the loader sees to torch's."""
+    """Limit libraries to one thread a worker; the loader sees to torch's."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.setsid()
     for number in ENDING:

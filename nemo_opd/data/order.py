@@ -25,11 +25,11 @@ class BatchOrder:
         return -(-self.num_documents // self.batch_size)
 
     def place(self, num_batches: int) -> dict[str, int]:
-        """Behind so many batches, with all that it depends on, to be stored."""
+        """Return the place after `num_batches` batches, with all that it depends on, to be stored."""
         return {"num_batches": num_batches, **{name: int(value) for name, value in asdict(self).items()}}
 
     def num_batches_at(self, place: Mapping[str, int]) -> int:
-        """Of a stored place. Raises CheckpointError when that was with other data, batch size, seed or shuffling."""
+        """Return the number of batches at a stored place. Raises CheckpointError for other data, batch size, seed, shuffling."""
         for name, value in self.place(0).items():
             if name != "num_batches" and place.get(name) != value:
                 raise CheckpointError(

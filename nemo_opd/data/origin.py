@@ -1,4 +1,4 @@
-"""Where the rows of a source are in its files, for messages."""
+"""Places of rows in the files of a source, for messages."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

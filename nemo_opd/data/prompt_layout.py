@@ -58,7 +58,7 @@ class PromptLayout:
 
 
 def prompt_layout(data: Data, answer_key: str | None = None, response_key: str | None = None) -> PromptLayout:
-    """`answer_key`: None where no reward reads an answer."""
+    """Check the columns of prompts. answer_key: None where no reward reads an answer."""
     return PromptLayout(layout_of(data), answer_key, response_key)
 
 

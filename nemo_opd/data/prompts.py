@@ -11,7 +11,7 @@ from nemo_opd.errors import AlignmentError, DataError
 
 
 def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
-    """The prompts of these rows, in order.
+    """Read the prompts of these rows, in order.
 
     Messages have strings as contents; those of the assistant at the end are the response and no part of the prompt.
     Raises DataError, naming the row, for a conversation that is malformed or without a user's message.
@@ -49,7 +49,7 @@ def chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | 
 
 
 def without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
-    """The messages before those of the assistant at the end, and what these say."""
+    """Split the assistant's messages at the end off: the messages before, and their text."""
     stop = len(messages)
     while stop and messages[stop - 1]["role"] == "assistant":
         stop -= 1
@@ -58,7 +58,7 @@ def without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str |
 
 
 def written(answer: object) -> str | None:
-    """An answer as text; 72.0 is 72."""
+    """Write an answer as text; 72.0 is 72."""
     if answer is None:
         return None
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -43,7 +43,9 @@ class CrossTokenizerText:
         vocab_size: int | None = None,
         equal_history: EqualHistory = "text",
     ) -> CrossTokenizerText:
-        """`vocab_size`: ids the model can read, all by default. Raises AlignmentError where tokens lack exact bytes."""
+        """Prepare for a tokenizer. vocab_size: ids that the model can read, by default all. Raises AlignmentError for tokens
+        without exact bytes.
+        """
         lengths = pieces_of(tokenizer).lengths[:vocab_size]
         return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner, equal_history)
 
@@ -78,7 +80,7 @@ def teacher_sample(rollout: Rollout, student: Tokens, teacher: SameTokenizer | C
 
 
 def text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
-    """The teacher ends the text with its own end of sequence where the student ended it."""
+    """Make a sample of a text, with the teacher's end of sequence where the student ended it."""
     text, response = text_of(rollout.prompt), rollout.responses[-1]
     whole = teacher.continuation(text, response, is_ended=rollout.finish_reason == "stop")
     require_ids(whole.ids, len(teacher.lengths), teacher.tokenizer, text + response)
@@ -90,7 +92,7 @@ def text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) 
 
 
 def chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
-    """The teacher's template writes the conversation; what the student sampled is compared with that turn by turn."""
+    """Make a sample of a conversation in the teacher's template, compared with the student's turn by turn."""
     conversation = Conversation(list(rollout.messages), list(rollout.prompt.tools or ()) or None)
     try:
         whole = own_turns(teacher.encoder(conversation), rollout)
@@ -102,7 +104,7 @@ def chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) 
 
 
 def sampled_tokens(rollout: Rollout) -> ChatTokens:
-    """The true ids with the student's turns as contents, without the tokens that ended them.
+    """Return the sampled ids with the student's turns as contents, without the tokens that ended them.
 
     The contents of others are left empty where they stand: nothing of them is learned, so nothing has to be aligned.
     They are somewhere between two turns.
@@ -122,7 +124,7 @@ def sampled_tokens(rollout: Rollout) -> ChatTokens:
 
 
 def own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:
-    """The teacher's tokens with only the sampled turns to be learned, through the last of those.
+    """Cut the teacher's tokens after the last sampled turn, and score the sampled turns alone.
 
     A turn that was cut by length has no end, whatever the template writes there.
     """

@@ -101,14 +101,14 @@ class SameTokenizer:
     lacking: tuple[int, ...] = ()
     """Ids of the student that are no tokens of the teacher: nothing is learned from it where they stand."""
     substitute: int = 0
-    """What the teacher reads in their place, where its embeddings may have no row."""
+    """Id that the teacher reads in their place, where its embeddings may have no row."""
 
     @property
     def identity(self) -> tuple[object, ...] | None:
         return (self.lacking, self.substitute) if self.lacking else None
 
     def sample(self, student: Tokens) -> TeacherSample:
-        """What the teacher reads of the student's tokens: those themselves where it has all of them."""
+        """Return the teacher's tokens: the student's own where the teacher has all of them."""
         is_lacking = np.isin(student.ids, self.lacking)
         if not is_lacking.any():
             return TeacherSample(student, None)
@@ -148,7 +148,7 @@ class Aligned(Protocol):
 
 
 def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
-    """The identity of a sample maker of these."""
+    """Return the identity of a sample maker with these settings."""
     parts = [
         teacher.identity
         if isinstance(teacher, SameTokenizer)
@@ -167,7 +167,7 @@ def exact_length(alignment: Alignment) -> int:
 
 
 def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_history: EqualHistory) -> Chunks:
-    """The exact chunks all of whose tokens are to be learned, and are within `student` and `teacher`.
+    """Find the exact chunks all of whose tokens are scored, and are within `student` and `teacher`.
 
     Either may be shorter than what was aligned. equal_history: what both sides must have read in common before a chunk
     that is compared.

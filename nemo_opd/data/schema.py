@@ -141,7 +141,7 @@ def root_cause(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """One value as it is, several as the first and a count."""
+    """Format one value as it is, several as the first and a count."""
     if not isinstance(value, (list, tuple)):
         return repr(str(value))
     more = f" and {len(value) - 1} more" if len(value) > 1 else ""

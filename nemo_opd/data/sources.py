@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 def load_documents(source: Source, layout: Layout, *, key: str) -> datasets.Dataset:
-    """The columns of the layout, under our names, in the order of the files and of their rows.
+    """Load the columns of the layout, under our names, in the order of files and rows.
 
     `key` is where the source stands in the config (`data.train`). All of it is checked. Raises DataError, naming the
     key, the file and the row, for a source that is absent, missing, damaged, without the layout's columns, or without
@@ -107,7 +107,7 @@ def features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> dat
 
 
 def _warn_without_end(path: Path, key: str) -> None:
-    """A stream may lack its end mark, but one whose writer was interrupted between two batches looks the same."""
+    """Warn of a stream without an end mark: it is optional, but missing too where a writer was interrupted."""
     with path.open("rb") as file:
         file.seek(-len(_ARROW_END), os.SEEK_END)
         if file.read() != _ARROW_END:

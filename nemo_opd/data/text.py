@@ -45,7 +45,7 @@ class TextSampleMaker:
         return identity_of("text", self.student, self.teachers)
 
     def __call__(self, text: Document) -> Sample:
-        """The text cut to the student's length; a teacher reads as much of it, as far as its own length goes.
+        """Cut the text to the student's length; a teacher reads as much of it, as far as its own length goes.
 
         It keeps nothing behind the last chunk of a cut student. Of a long text only the beginning is tokenized.
 
@@ -70,7 +70,7 @@ class TextSampleMaker:
 
 
 def teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:
-    """whole: holds all that the student's tokens stand for. Their number of bytes says nothing of the teacher's, whose
+    """Make a teacher's sample. whole: the text of the student's tokens. Their bytes say nothing of the teacher's, whose
     tokenizer may rewrite the text in another way.
     """
     alignment = teacher.aligner.align(student.ids, whole.ids)

@@ -6,9 +6,9 @@ from nemo_opd.errors import ModelError
 
 DEMO_PREFIX = "demo:"
 MODEL_NAMES = ("student", "teacher_same", "teacher_cross")
-"""Of the demo corpus."""
+"""Models of the demo corpus."""
 ARITHMETIC_MODEL_NAMES = ("arithmetic_student", "arithmetic_teacher", "arithmetic_teacher_cross")
-"""Of the demo's sums."""
+"""Models of the demo's sums."""
 
 
 def is_demo(ref: str) -> bool:
@@ -17,7 +17,7 @@ def is_demo(ref: str) -> bool:
 
 
 def model_path(name: str) -> Path:
-    """The Hugging Face folder of a demo model, one of either tuple of names. Raises ModelError for another name."""
+    """Return the Hugging Face folder of a demo model, by a name of either tuple. Raises ModelError for another name."""
     names = (*MODEL_NAMES, *ARITHMETIC_MODEL_NAMES)
     if name not in names:
         choices = ", ".join(f"{DEMO_PREFIX}{known}" for known in names)

@@ -38,7 +38,7 @@ class Column:
     left: int
     right: int
     carry: int
-    """From the column before, 0 or 1."""
+    """Carry from the column before, 0 or 1."""
 
     @property
     def total(self) -> int:
@@ -87,15 +87,15 @@ class Sum:
 
 
 def response_of(columns: Sequence[Column]) -> str:
-    """The columns as they are worked, and the number that their totals spell: the last one's in full, the units of the
-    others.
+    """Write the columns as they are worked, and the number that their totals spell: the last one's in full, the units
+    of the others.
     """
     number = "".join([str(columns[-1].total), *(str(column.total % 10) for column in columns[-2::-1])])
     return "; ".join([*(column.worked for column in columns), number])
 
 
 def arrow_file(split: Split) -> Path:
-    """The Arrow stream file of a split, rows `{text, response, answer}`; builds both splits when absent.
+    """Return the Arrow stream file of a split, rows `{text, response, answer}`; builds both splits when absent.
 
     Raises DataError for another split. Safe in concurrent processes: each writes under a name of its own, and the
     rename puts the same bytes in place.
@@ -115,7 +115,7 @@ def arrow_file(split: Split) -> Path:
 
 
 def sums() -> Iterator[Sum]:
-    """The sums of both splits, each once, in an order that is the same on every machine."""
+    """Yield the sums of both splits, each once, in an order that is the same on every machine."""
     seen = set()
     for number in range(NUM_DRAWS):
         one, other = _hash(f"draw {number}"), _hash(f"other {number}")

@@ -56,7 +56,7 @@ class Document:
 
 
 def arrow_file(split: Split) -> Path:
-    """The Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
+    """Return the Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
 
     Raises DataError for another split, or where the interpreter has no sources. Safe in
     concurrent processes: each writes under a name of its own, and the rename puts the same bytes in place.
@@ -86,7 +86,7 @@ def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
 
 
 def source_files(root: Path) -> list[SourceFile]:
-    """The *.py files below `root` outside EXCLUDED_FOLDERS, sorted by path."""
+    """Return the *.py files below `root` outside EXCLUDED_FOLDERS, sorted by path."""
     found = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
@@ -104,13 +104,13 @@ def cache_key(sources: list[SourceFile]) -> str:
 
 
 def split_of(path: str) -> Split:
-    """The split of a source file, by a hash of its path below the root."""
+    """Return the split of a source file, by a hash of its path below the root."""
     digest = hashlib.sha256((VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
     return "validation" if int.from_bytes(digest[:4], "big") % 100 < VALIDATION_PERCENT else "train"
 
 
 def documents(root: Path, source: SourceFile) -> Iterator[Document]:
-    """The documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
+    """Yield the documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
     try:
         text = (root / source.path).read_bytes().decode("utf-8")
     except UnicodeDecodeError:
