@@ -10,7 +10,7 @@ Value = TypeVar("Value")
 
 
 def refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
-    """Return the value. Raises ValueError if it is not the default and has no effect: "… with `reason`, or leave it out"."""
+    """Return the value. Raises ValueError, with `reason`, if it is not the default and has no effect."""
     if not has_effect and value != of.model_fields[str(info.field_name)].default:
         raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
     return value
@@ -190,7 +190,8 @@ class TCADTerm(DivergenceTerm):
 
 class ImportanceSettings(Settings):
     """Bounds on the difference of policies that samples are learned from, by the weight π_train / π_behaviour: the
-    student's probability of a token over that with which it was sampled, temperature, top-k and top-p included (methods.md §11).
+    student's probability of a token over that with which it was sampled, temperature, top-k and top-p included
+    (methods.md §11).
     """
 
     importance_cap: float | None = Field(None, gt=0)

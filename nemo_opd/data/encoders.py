@@ -56,8 +56,8 @@ class Encoder:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, max_length: int, append_eos: bool, vocab_size: int | None = None
     ) -> Self:
-        """Make an encoder. vocab_size: ids that the model can read, by default all. Raises AlignmentError for tokens without
-        exact bytes.
+        """Make an encoder. vocab_size: ids that the model can read, by default all. Raises AlignmentError for
+        tokens without exact bytes.
         """
         pieces = pieces_of(tokenizer)
         return cls(tokenizer, pieces, pieces.lengths[:vocab_size], max_length, append_eos)

@@ -29,7 +29,7 @@ class BatchOrder:
         return {"num_batches": num_batches, **{name: int(value) for name, value in asdict(self).items()}}
 
     def num_batches_at(self, place: Mapping[str, int]) -> int:
-        """Return the number of batches at a stored place. Raises CheckpointError for other data, batch size, seed, shuffling."""
+        """Return the number of batches at a stored place. Raises CheckpointError for another order."""
         for name, value in self.place(0).items():
             if name != "num_batches" and place.get(name) != value:
                 raise CheckpointError(

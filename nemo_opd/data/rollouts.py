@@ -43,8 +43,8 @@ class CrossTokenizerText:
         vocab_size: int | None = None,
         equal_history: EqualHistory = "text",
     ) -> CrossTokenizerText:
-        """Prepare for a tokenizer. vocab_size: ids that the model can read, by default all. Raises AlignmentError for tokens
-        without exact bytes.
+        """Prepare for a tokenizer. vocab_size: ids that the model can read, by default all. Raises AlignmentError for
+        tokens without exact bytes.
         """
         lengths = pieces_of(tokenizer).lengths[:vocab_size]
         return cls(tokenizer, TextContinuation(tokenizer), lengths, max_length, aligner, equal_history)
