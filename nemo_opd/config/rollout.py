@@ -85,9 +85,9 @@ class ServerRollout(RolloutBase):
     concurrency: int = Field(256, ge=1)
     """Requests under way at once."""
     weights_folder: Path | None = None
-    """Folder in which the student is written for the server to load, in a subfolder `rollout_weights` that is removed at
-    the end; by default in the run's directory. Server and student must both see it. A vLLM that is started here loads
-    only its first weights from it, and reads later ones in the student's memory.
+    """Folder in which the student is written for the server to load, in a subfolder `rollout_weights` that is removed
+    at the end; by default in the run's directory. Server and student must both see it. A vLLM that is started here
+    loads only its first weights from it, and reads later ones in the student's memory.
     """
 
     @field_validator("url")
