@@ -2,16 +2,14 @@
 
 from nemo_opd.projection import nemo_rl
 from nemo_opd.projection.audit import Audit, Coverage, audit, recommended_loss
-from nemo_opd.projection.build import build_projection
-from nemo_opd.projection.byte_prefix import add_byte_prefix
-from nemo_opd.projection.cache import cached_projection
+from nemo_opd.projection.build import build_projection, cached_projection
 from nemo_opd.projection.embedding import EmbeddingSource, add_embeddings
+from nemo_opd.projection.entries import sort_and_cut
 from nemo_opd.projection.exact import exact_map
 from nemo_opd.projection.matrix import ProjectionMatrix
 from nemo_opd.projection.multi_token import add_multi_token
 from nemo_opd.projection.options import BuilderOptions
-from nemo_opd.projection.shared_prefix import add_shared_prefix
-from nemo_opd.projection.sort_and_cut import sort_and_cut
+from nemo_opd.projection.prefix_maps import add_byte_prefix, add_shared_prefix
 
 __all__ = [
     "Audit",

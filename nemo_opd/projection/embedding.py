@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.entries import Entries, assemble, entries_of, widened
-from nemo_opd.projection.matrix import ProjectionMatrix, pair_of
-from nemo_opd.projection.pair import TokenizerPair
+from nemo_opd.projection.entries import Entries, with_entries
+from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.pair import TokenizerPair, pair_of
 from nemo_opd.projection.spelling import Progress
 
 if TYPE_CHECKING:
@@ -68,13 +68,12 @@ def add_embeddings(
     range, and for tokenizers of another pair.
     """
     source = EmbeddingSource(student_embeddings, teacher_embeddings, weight, temperature, width, device)
-    return add_embeddings_of(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer), source, progress)
+    return embedding_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer), source, progress)
 
 
-def add_embeddings_of(
+def embedding_pass(
     matrix: ProjectionMatrix, pair: TokenizerPair, embeddings: EmbeddingSource, progress: Progress | None
 ) -> ProjectionMatrix:
-    """`add_embeddings` of tokenizers that were read before."""
     _check_settings(embeddings)
     student_VD = _checked("student", embeddings.student, pair.student.pieces.vocab_size)
     teacher_WE = _checked("teacher", embeddings.teacher, pair.teacher.pieces.vocab_size)
@@ -85,11 +84,7 @@ def add_embeddings_of(
     logger.info("embedding spaces of %d and %d dimensions joined by %d exact pairs", *spaces.widths, len(anchors))
 
     found = _nearest(spaces, student_VD, teacher_WE, rows, columns, embeddings, progress)
-    old = entries_of(matrix.indices, matrix.weights, rows)
-    width = matrix.top_k + min(embeddings.width, len(columns))
-    made = assemble(Entries.concatenate(old, found), matrix.student_vocab_size, width)
-    indices, weights = widened(matrix.indices, matrix.weights, width)
-    indices[rows], weights[rows] = made[0][rows], made[1][rows]
+    indices, weights = with_entries(matrix, rows, found, matrix.top_k + min(embeddings.width, len(columns)))
     options = matrix.options.after(
         "embedding",
         embedding_weight=embeddings.weight,

@@ -1,11 +1,17 @@
-"""Rows of a projection from a list of its entries."""
+"""Rows of a projection, made from entries, and the cut to the heaviest of each row (methods.md §2.5)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection.matrix import ProjectionMatrix
+
+_Arrays = tuple[NDArray[np.int32], NDArray[np.float32]]
+"""Indices and weights."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -16,7 +22,7 @@ class Entries:
     columns: NDArray[np.int64]
     weights: NDArray[np.float64]
     later: NDArray[np.bool_]
-    """Goes behind other entries of its weight."""
+    """Goes after other entries of its weight."""
 
     @classmethod
     def concatenate(cls, *parts: Entries) -> Entries:
@@ -30,25 +36,29 @@ class Entries:
     def where(self, kept: NDArray[np.bool_]) -> Entries:
         return Entries(self.rows[kept], self.columns[kept], self.weights[kept], self.later[kept])
 
+    def merged(self) -> Entries:
+        """Return each cell once, with the sum of its weights, ordered by row and column."""
+        order = np.lexsort((self.columns, self.rows))
+        rows, columns = self.rows[order], self.columns[order]
+        is_first = np.ones(len(rows), np.bool_)
+        is_first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
+        starts = np.flatnonzero(is_first)
+        if not len(starts):
+            return self
+        return Entries(
+            rows[starts],
+            columns[starts],
+            np.add.reduceat(self.weights[order], starts),
+            np.logical_and.reduceat(self.later[order], starts),
+        )
 
-def entries_of(indices: NDArray[np.int32], weights: NDArray[np.float32], rows: NDArray[np.int64]) -> Entries:
-    """The entries of the given rows of [V, K] arrays."""
-    place, column = np.nonzero(indices[rows] >= 0)
-    row = rows[place]
-    return Entries(
-        row,
-        indices[row, column].astype(np.int64),
-        weights[row, column].astype(np.float64),
-        np.zeros(len(row), np.bool_),
-    )
 
-
-def assemble(entries: Entries, num_rows: int, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Teacher ids and weights [num_rows, width] of the heaviest entries of each row, with weights of sum 1.
+def assemble(entries: Entries, num_rows: int, width: int) -> _Arrays:
+    """Return teacher ids and weights [num_rows, width] of the heaviest entries of each row, with weights of sum 1.
 
     The weights of a cell add up. At equal weight what is not `later` comes first, then the lower id.
     """
-    merged = _merge(entries)
+    merged = entries.merged()
     order = np.lexsort((merged.columns, merged.later, -merged.weights, merged.rows))
     rows, columns, heaviest = merged.rows[order], merged.columns[order], merged.weights[order]
     place = np.arange(len(rows)) - np.searchsorted(rows, rows)
@@ -58,33 +68,53 @@ def assemble(entries: Entries, num_rows: int, width: int) -> tuple[NDArray[np.in
     weights = np.zeros((num_rows, width))
     indices[rows, place] = columns[kept]
     weights[rows, place] = heaviest[kept]
-    return indices, normalised(weights)
+    return indices, _normalised(weights)
 
 
-def normalised(weights: NDArray[np.floating]) -> NDArray[np.float32]:
-    """Rows [V, K] of sum 1; a row without weight stays so."""
+def with_entries(matrix: ProjectionMatrix, rows: NDArray[np.int64], new: Entries, width: int) -> _Arrays:
+    """Return the arrays of `matrix` with `rows` assembled again from their old and the new entries, cut to `width`."""
+    place, column = np.nonzero(matrix.indices[rows] >= 0)
+    row = rows[place]
+    old = Entries(
+        row,
+        matrix.indices[row, column].astype(np.int64),
+        matrix.weights[row, column].astype(np.float64),
+        np.zeros(len(row), np.bool_),
+    )
+    made_indices, made_weights = assemble(Entries.concatenate(old, new), matrix.student_vocab_size, width)
+    indices, weights = _widened(matrix, width)
+    indices[rows], weights[rows] = -1, 0
+    indices[rows, :width], weights[rows, :width] = made_indices[rows], made_weights[rows]
+    return indices, weights
+
+
+def sort_and_cut(matrix: ProjectionMatrix, top_k: int) -> ProjectionMatrix:
+    """Sort the entries of each row by weight, cut to [V, top_k] and rescale to sum 1. Empty rows stay empty.
+
+    At equal weight the order of the row stays, in which the passes put direct before reverse entries, then lower ids.
+    Raises ProjectionError for top_k < 1.
+    """
+    check_width("top_k", top_k)
+    indices, weights = _widened(matrix, top_k)
+    order = np.argsort(np.where(indices >= 0, -weights, 1), axis=1, kind="stable")[:, :top_k]
+    kept = _normalised(np.take_along_axis(weights, order, axis=1))
+    options = matrix.options.after("sort_and_cut", top_k=top_k)
+    return replace(matrix, indices=np.take_along_axis(indices, order, axis=1), weights=kept, options=options)
+
+
+def check_width(name: str, width: int) -> None:
+    """Raise ProjectionError for rows without room for an entry."""
+    if width < 1:
+        raise ProjectionError(f"{name} is {width}, but a row needs room for one entry; give 1 or more")
+
+
+def _normalised(weights: NDArray[np.floating]) -> NDArray[np.float32]:
+    """Scale rows [V, K] to sum 1; a row without weight stays as it is."""
     total = weights.sum(axis=1, keepdims=True, dtype=np.float64)
     return (weights / np.where(total > 0, total, 1)).astype(np.float32)
 
 
-def _merge(entries: Entries) -> Entries:
-    """Each cell once, ordered by row and column."""
-    order = np.lexsort((entries.columns, entries.rows))
-    rows, columns = entries.rows[order], entries.columns[order]
-    is_first = np.ones(len(rows), np.bool_)
-    is_first[1:] = (rows[1:] != rows[:-1]) | (columns[1:] != columns[:-1])
-    starts = np.flatnonzero(is_first)
-    return Entries(
-        rows[starts],
-        columns[starts],
-        np.add.reduceat(entries.weights[order], starts) if len(starts) else entries.weights,
-        np.logical_and.reduceat(entries.later[order], starts) if len(starts) else entries.later,
-    )
-
-
-def widened(
-    indices: NDArray[np.int32], weights: NDArray[np.float32], width: int
-) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """Copies with empty entries up to `width` columns."""
-    room = ((0, 0), (0, max(0, width - indices.shape[1])))
-    return np.pad(indices, room, constant_values=-1), np.pad(weights, room)
+def _widened(matrix: ProjectionMatrix, width: int) -> _Arrays:
+    """Copy the arrays, padded with empty entries to at least `width` columns."""
+    room = ((0, 0), (0, max(0, width - matrix.top_k)))
+    return np.pad(matrix.indices, room, constant_values=-1), np.pad(matrix.weights, room)

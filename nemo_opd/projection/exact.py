@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,16 +25,15 @@ def exact_map(
     *,
     roles: RoleOverrides | None = None,
 ) -> ProjectionMatrix:
-    """One entry a row, [V, 1]: the teacher token of the same bytes, special tokens by role; other rows are empty.
+    """Pair equal tokens, one entry a row [V, 1]: by bytes, special tokens by role; other rows are empty.
 
     `roles` as for TokenAligner. A special token whose partner is taken has a row that is not flagged exact.
     Raises AlignmentError for a tokenizer whose pieces cannot be exact and for roles of unknown tokens.
     """
-    return exact_map_of(read_pair(student_tokenizer, teacher_tokenizer, roles))
+    return exact_pass(read_pair(student_tokenizer, teacher_tokenizer, roles))
 
 
-def exact_map_of(pair: TokenizerPair) -> ProjectionMatrix:
-    """`exact_map` of tokenizers that were read before."""
+def exact_pass(pair: TokenizerPair) -> ProjectionMatrix:
     student, teacher = pair.student, pair.teacher
     indices = np.full((student.pieces.vocab_size, 1), -1, np.int32)
     for s, t in pair.special.best.items():
@@ -57,36 +56,29 @@ def exact_map_of(pair: TokenizerPair) -> ProjectionMatrix:
 
 
 def exact_pairs(
-    student: Pieces,
-    teacher: Pieces,
-    student_is_text: NDArray[np.bool_],
-    teacher_is_text: NDArray[np.bool_],
+    student: Pieces, teacher: Pieces, student_is_text: NDArray[np.bool_], teacher_is_text: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """One-to-one pairs [P, 2] (student id, teacher id) of equal bytes.
+    """Return the one-to-one pairs [P, 2] (student id, teacher id) of equal bytes.
 
     Ids that share their bytes are taken in order of origin, then of id, on both sides: the first is paired with the
     first, the second with the second.
     """
-    by_bytes: dict[tuple[bytes, int], int] = {}
-    for token_id, key in _ranked(teacher, teacher_is_text):
-        by_bytes[key] = token_id
+    by_bytes = {key: t for t, key in _ranked(teacher, teacher_is_text)}
     pairs = [(s, by_bytes[key]) for s, key in _ranked(student, student_is_text) if key in by_bytes]
     return np.array(sorted(pairs), np.int64).reshape(-1, 2)
 
 
-def _ranked(pieces: Pieces, is_text: NDArray[np.bool_]) -> Sequence[tuple[int, tuple[bytes, int]]]:
-    """(id, (bytes, place among the ids with these bytes)) of all text."""
+def _ranked(pieces: Pieces, is_text: NDArray[np.bool_]) -> Iterator[tuple[int, tuple[bytes, int]]]:
+    """Yield (id, (bytes, place among the ids with these bytes)) of all text."""
     contents = pieces.as_list()
     seen: dict[bytes, int] = {}
-    ranked = []
     for token_id in natural_order(pieces, is_text):
         piece = contents[token_id]
         seen[piece] = place = seen.get(piece, -1) + 1
-        ranked.append((token_id, (piece, place)))
-    return ranked
+        yield token_id, (piece, place)
 
 
 def natural_order(pieces: Pieces, kept: NDArray[np.bool_]) -> list[int]:
-    """The ids kept: ordinary pieces, then byte-fallback pieces, then added tokens, each in order of id."""
+    """Return the kept ids: ordinary pieces, then byte-fallback pieces, then added tokens, each in order of id."""
     ids = np.flatnonzero(kept)
     return ids[np.argsort(pieces.origin[ids], kind="stable")].tolist()

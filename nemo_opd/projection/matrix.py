@@ -1,9 +1,9 @@
-"""The projection R of a student's vocabulary onto a teacher's (methods.md §2)."""
+"""The projection of a student's vocabulary onto a teacher's (methods.md §2)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,23 +12,19 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nemo_opd.alignment.backend import fingerprint
-from nemo_opd.alignment.pieces import Pieces
-from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 from nemo_opd.projection import io
-from nemo_opd.projection.byte_order import checked_byte_order
 from nemo_opd.projection.options import BuilderOptions
-from nemo_opd.projection.pair import TokenizerPair, read_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Importer = Callable[
+_Importer = Callable[
     ["str | PathLike[str]", "PreTrainedTokenizerBase | None", "PreTrainedTokenizerBase | None"], "ProjectionMatrix"
 ]
-IMPORTERS: dict[str, Importer] = {}
-"""File suffix → reader of a foreign format, which its own module enters here."""
-ROW_SUM_TOLERANCE = 1e-4
+IMPORTERS: dict[str, _Importer] = {}
+"""File suffix → reader of a foreign format, registered by the reader's module."""
+_ROW_SUM_TOLERANCE = 1e-4
 """float32 weights of a row sum to 1 within K · 6e-8; the rest is room for weights written with few digits."""
 
 
@@ -54,7 +50,7 @@ class ProjectionMatrix:
     teacher_shared_prefix: NDArray[np.int32] | None
     """Ψ_T [W]: likewise for teacher tokens."""
     teacher_byte_order: NDArray[np.int32] | None
-    """[W, 3]: the teacher tokens in byte order, and the range of those that begin with each; see `byte_order`."""
+    """[W, 3]: the teacher tokens in byte order, and the range of those that begin with each, as `byte_order` gives."""
     options: BuilderOptions
 
     def __init__(
@@ -74,7 +70,7 @@ class ProjectionMatrix:
         teacher_byte_order: ArrayLike | None = None,
         options: BuilderOptions | None = None,
     ) -> None:
-        """`exact` is a claim of who built the arrays: no row is exact when not given.
+        """Check and store the arrays. No row is exact when `exact` is not given.
 
         `teacher_vocab_size` (largest id + 1) is the largest index + 1 when not given, which is too small where the
         last teacher ids are reached by no row. Raises ProjectionError for arrays that are no such matrix.
@@ -88,23 +84,22 @@ class ProjectionMatrix:
         if (student_shared_prefix is None) != (teacher_shared_prefix is None):
             raise ProjectionError("a shared-prefix map is given for one side only; give both or neither")
         num_shared = int(flags.sum())
-        order = None if teacher_byte_order is None else checked_byte_order(teacher_byte_order, size)
-        values = (
-            ("indices", checked_indices.astype(np.int32)),
-            ("weights", checked_weights.astype(np.float32)),
-            ("exact", flags),
-            ("teacher_vocab_size", size),
-            ("student_fingerprint", student_fingerprint),
-            ("teacher_fingerprint", teacher_fingerprint),
-            ("student_name", student_name),
-            ("teacher_name", teacher_name),
-            ("byte_prefix", _prefix_map("byte_prefix", byte_prefix, size, rows)),
-            ("student_shared_prefix", _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared)),
-            ("teacher_shared_prefix", _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared)),
-            ("teacher_byte_order", order),
-            ("options", BuilderOptions() if options is None else options),
-        )
-        for name, value in values:
+        values = {
+            "indices": checked_indices.astype(np.int32),
+            "weights": checked_weights.astype(np.float32),
+            "exact": flags,
+            "teacher_vocab_size": size,
+            "student_fingerprint": student_fingerprint,
+            "teacher_fingerprint": teacher_fingerprint,
+            "student_name": student_name,
+            "teacher_name": teacher_name,
+            "byte_prefix": _prefix_map("byte_prefix", byte_prefix, size, rows),
+            "student_shared_prefix": _prefix_map("student_shared_prefix", student_shared_prefix, rows, num_shared),
+            "teacher_shared_prefix": _prefix_map("teacher_shared_prefix", teacher_shared_prefix, size, num_shared),
+            "teacher_byte_order": _byte_order(teacher_byte_order, size),
+            "options": BuilderOptions() if options is None else options,
+        }
+        for name, value in values.items():
             object.__setattr__(self, name, value)
 
     @property
@@ -130,26 +125,7 @@ class ProjectionMatrix:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""
-        header = io.Header(
-            student_vocab_size=self.student_vocab_size,
-            teacher_vocab_size=self.teacher_vocab_size,
-            row_width=self.top_k,
-            student_fingerprint=self.student_fingerprint,
-            teacher_fingerprint=self.teacher_fingerprint,
-            student_name=self.student_name,
-            teacher_name=self.teacher_name,
-            options=self.options,
-        )
-        arrays = io.Arrays(
-            self.indices,
-            self.weights,
-            self.exact,
-            self.byte_prefix,
-            self.student_shared_prefix,
-            self.teacher_shared_prefix,
-            self.teacher_byte_order,
-        )
-        io.write(path, header, arrays)
+        io.write(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def load(
@@ -158,33 +134,19 @@ class ProjectionMatrix:
         student_tokenizer: PreTrainedTokenizerBase | None = None,
         teacher_tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> ProjectionMatrix:
-        """Read what `save` wrote, or a `.pt` file of NeMo-RL, and check that it belongs to the tokenizers given.
+        """Read a file of `save`, or a `.pt` file of NeMo-RL, and check that it belongs to the tokenizers given.
 
-        A `.pt` file does not say whose it is: with both tokenizers it gets their sizes, fingerprints and exact rows
+        A `.pt` file does not name its tokenizers: with both given it gets their sizes, fingerprints and exact rows
         where its ids fit. Raises ProjectionError for a file that is missing, damaged, of another version or of another
         pair.
         """
         if (importer := IMPORTERS.get(Path(path).suffix)) is not None:
             return importer(path, student_tokenizer, teacher_tokenizer)
-        header, arrays = io.read(path)
-        _check_pair(path, "student", header.student_fingerprint, student_tokenizer)
-        _check_pair(path, "teacher", header.teacher_fingerprint, teacher_tokenizer)
+        content = io.read(path)
+        _check_pair(path, "student", content["student_fingerprint"], student_tokenizer)
+        _check_pair(path, "teacher", content["teacher_fingerprint"], teacher_tokenizer)
         try:
-            return cls(
-                arrays.indices,
-                arrays.weights,
-                arrays.exact,
-                teacher_vocab_size=header.teacher_vocab_size,
-                student_fingerprint=header.student_fingerprint,
-                teacher_fingerprint=header.teacher_fingerprint,
-                student_name=header.student_name,
-                teacher_name=header.teacher_name,
-                byte_prefix=arrays.byte_prefix,
-                student_shared_prefix=arrays.student_shared_prefix,
-                teacher_shared_prefix=arrays.teacher_shared_prefix,
-                teacher_byte_order=arrays.teacher_byte_order,
-                options=header.options,
-            )
+            return cls(**content)
         except ProjectionError as error:
             raise ProjectionError(f"{path} holds no projection: {error}") from None
 
@@ -210,12 +172,12 @@ def _check_rows(indices: NDArray[np.int64], weights: NDArray[np.float64], size: 
     _refuse(~np.isfinite(weights) | (weights < 0), "has a weight that is negative or not finite")
     _refuse(~used & (weights != 0), "has weight at an empty entry (index -1)")
     _refuse((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0), "has a teacher id twice; add up their weights")
-    _refuse(used.any(axis=1) & (np.abs(sums - 1) > ROW_SUM_TOLERANCE), "has weights whose sum is not 1")
+    _refuse(used.any(axis=1) & (np.abs(sums - 1) > _ROW_SUM_TOLERANCE), "has weights whose sum is not 1")
 
 
-def _refuse(bad: NDArray[np.bool_], what: str) -> None:
+def _refuse(bad: NDArray[np.bool_], problem: str) -> None:
     if bad.any():
-        raise ProjectionError(f"row {int(np.argwhere(bad)[0][0])} {what}")
+        raise ProjectionError(f"row {int(np.argwhere(bad)[0][0])} {problem}")
 
 
 def _check_exact(exact: NDArray[np.bool_], indices: NDArray[np.int64]) -> None:
@@ -240,38 +202,33 @@ def _check_pair(path: str | PathLike[str], side: str, expected: str, tokenizer: 
     )
 
 
+def _integers(name: str, values: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.integer]:
+    array = np.asarray(values)
+    if array.shape != shape or array.dtype.kind not in "iu":
+        raise ProjectionError(f"{name} must be integers {list(shape)}, not {array.dtype} {array.shape}")
+    return array
+
+
 def _prefix_map(name: str, ids: ArrayLike | None, length: int, limit: int) -> NDArray[np.int32] | None:
     if ids is None:
         return None
-    array = np.asarray(ids)
-    if array.shape != (length,) or array.dtype.kind not in "iu":
-        raise ProjectionError(f"{name} must be integers [{length}], not {array.dtype} {array.shape}")
+    array = _integers(name, ids, (length,))
     outside = np.flatnonzero((array < -1) | (array >= limit))
     if len(outside):
         raise ProjectionError(f"{name}[{outside[0]}] is {array[outside[0]]}, outside [-1, {limit})")
     return array.astype(np.int32)
 
 
-def pair_of(
-    matrix: ProjectionMatrix,
-    student_tokenizer: PreTrainedTokenizerBase,
-    teacher_tokenizer: PreTrainedTokenizerBase,
-    roles: RoleOverrides | None = None,
-) -> TokenizerPair:
-    """The tokenizers of `matrix`, with the roles it was built with unless others are given.
-
-    Raises ProjectionError where the matrix was made for others, AlignmentError as `read_pair` does.
-    """
-    pair = read_pair(student_tokenizer, teacher_tokenizer, dict(matrix.options.roles) if roles is None else roles)
-    _check_side("student", matrix.student_fingerprint, matrix.student_vocab_size, pair.student.pieces)
-    _check_side("teacher", matrix.teacher_fingerprint, matrix.teacher_vocab_size, pair.teacher.pieces)
-    return pair
-
-
-def _check_side(side: str, fingerprint: str, vocab_size: int, pieces: Pieces) -> None:
-    if vocab_size != pieces.vocab_size or fingerprint not in ("", pieces.fingerprint):
+def _byte_order(values: ArrayLike | None, size: int) -> NDArray[np.int32] | None:
+    if values is None:
+        return None
+    array = _integers("teacher_byte_order", values, (size, 3))
+    order, begin, end = array.T
+    if not np.array_equal(np.sort(order), np.arange(size)):
+        raise ProjectionError(f"teacher_byte_order does not order the {size} teacher tokens: each comes once")
+    wrong = np.flatnonzero((begin < 0) | (begin >= end) | (end > size))
+    if len(wrong):
         raise ProjectionError(
-            f"the projection was made for another {side} tokenizer ({vocab_size} ids, "
-            f"fingerprint {fingerprint[:12] or 'unknown'}; the one given has {pieces.vocab_size} ids, fingerprint "
-            f"{pieces.fingerprint[:12]}); give the tokenizer it was built from, or build the projection of this pair"
+            f"teacher_byte_order gives teacher id {wrong[0]} the range {begin[wrong[0]]} to {end[wrong[0]]} of {size}"
         )
+    return array.astype(np.int32)

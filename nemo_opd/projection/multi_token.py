@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from nemo_opd.errors import ProjectionError
-from nemo_opd.projection.entries import Entries, assemble, entries_of, widened
-from nemo_opd.projection.matrix import ProjectionMatrix, pair_of
-from nemo_opd.projection.pair import TokenizerPair
+from nemo_opd.projection.entries import Entries, check_width, with_entries
+from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.pair import TokenizerPair, pair_of
 from nemo_opd.projection.spelling import Progress, spell_with
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DECAY = 0.1
+_DECAY = 0.1
 """Weight of a piece relative to the one before: 0.9, 0.09, 0.009, …"""
 
 
@@ -39,15 +38,13 @@ def add_multi_token(
     Raises ProjectionError for width < 1 and tokenizers of another pair, AlignmentError for inexact tokenizers.
     """
     pair = pair_of(matrix, student_tokenizer, teacher_tokenizer)
-    return add_multi_token_of(matrix, pair, width=width, reverse=reverse, progress=progress)
+    return multi_token_pass(matrix, pair, width=width, reverse=reverse, progress=progress)
 
 
-def add_multi_token_of(
+def multi_token_pass(
     matrix: ProjectionMatrix, pair: TokenizerPair, *, width: int, reverse: bool, progress: Progress | None
 ) -> ProjectionMatrix:
-    """`add_multi_token` of tokenizers that were read before."""
-    if width < 1:
-        raise ProjectionError(f"width is {width}, but a row needs room for one entry; give 1 or more")
+    check_width("width", width)
     open_rows = pair.student.is_text & ~matrix.exact
     missing = np.flatnonzero(open_rows & (matrix.row_lengths == 0))
     unpaired = pair.teacher.is_text.copy()
@@ -61,8 +58,8 @@ def add_multi_token_of(
     symmetric = _decayed(spelled.ids, alone[spelled.content], spelled.place, later=True)
 
     entries = Entries.concatenate(direct, symmetric.where(open_rows[symmetric.rows]))
-    indices, weights = _merged(matrix, entries, width)
-    options = matrix.options.after("multi_token", width=width, decay=DECAY, reverse=reverse)
+    indices, weights = with_entries(matrix, np.unique(entries.rows), entries, width)
+    options = matrix.options.after("multi_token", width=width, decay=_DECAY, reverse=reverse)
     return replace(matrix, indices=indices, weights=weights, options=options)
 
 
@@ -75,16 +72,4 @@ def _shifted(progress: Progress | None, done_before: int, total: int) -> Progres
 
 
 def _decayed(rows: NDArray[np.int64], columns: NDArray[np.int64], place: NDArray[np.int64], *, later: bool) -> Entries:
-    return Entries(rows, columns, (1 - DECAY) * DECAY ** place.astype(np.float64), np.full(len(rows), later))
-
-
-def _merged(matrix: ProjectionMatrix, entries: Entries, width: int) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
-    """The rows of `matrix`, those with new entries made anew from old and new ones."""
-    changed = np.unique(entries.rows)
-    old = entries_of(matrix.indices, matrix.weights, changed)
-    num_columns = max(width, matrix.top_k)
-    indices, weights = widened(matrix.indices, matrix.weights, num_columns)
-    made = assemble(Entries.concatenate(old, entries), matrix.student_vocab_size, width)
-    indices[changed], weights[changed] = -1, 0
-    indices[changed, :width], weights[changed, :width] = made[0][changed], made[1][changed]
-    return indices, weights
+    return Entries(rows, columns, (1 - _DECAY) * _DECAY ** place.astype(np.float64), np.full(len(rows), later))

@@ -11,36 +11,36 @@ from nemo_opd.alignment.roles import RoleOverrides
 from nemo_opd.errors import ProjectionError
 
 Roles = tuple[tuple[str, tuple[str, ...]], ...]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Count = Annotated[int, Field(ge=0)]
+_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class BuilderOptions:
-    """The passes of methods.md §2 that made a matrix, and what they were told. None: that pass did not run."""
+    """The passes of methods.md §2 that made a matrix, and their settings. None: that pass did not run."""
 
     passes: tuple[str, ...] = ()
     """In the order in which they ran; empty for a matrix made from arrays."""
     roles: Roles = ()
     """(token content, its roles), by content: the overrides with which special tokens were paired."""
-    width: Count | None = None
+    width: _Count | None = None
     """Entries a row of the multi-token pass."""
-    decay: Positive | None = None
+    decay: _Positive | None = None
     """Weight of a piece relative to the one before."""
     reverse: bool = False
-    """The multi-token pass also re-tokenized the teacher's tokens with the student."""
-    embedding_weight: Positive | None = None
-    embedding_temperature: Positive | None = None
-    embedding_width: Count | None = None
-    embedding_anchors: Count | None = None
-    """Exact pairs by which the two embedding spaces were brought together."""
-    top_k: Count | None = None
+    """Whether the multi-token pass also re-tokenized the teacher's tokens with the student."""
+    embedding_weight: _Positive | None = None
+    embedding_temperature: _Positive | None = None
+    embedding_width: _Count | None = None
+    embedding_anchors: _Count | None = None
+    """Exact pairs on which the two embedding spaces were aligned."""
+    top_k: _Count | None = None
     """Entries a row after the cut."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def after(self, name: str, **changes: Any) -> BuilderOptions:
-        """These options and one more pass; a pass that runs again is listed again."""
+        """Return these options with one more pass; a pass that runs again is listed again."""
         return replace(self, passes=(*self.passes, name), **changes)
 
     def to_json(self) -> str:
@@ -48,7 +48,7 @@ class BuilderOptions:
 
     @classmethod
     def from_json(cls, text: str) -> BuilderOptions:
-        """Raises ProjectionError for what `to_json` did not write."""
+        """Read what `to_json` wrote. Raises ProjectionError for anything else."""
         try:
             return _ADAPTER.validate_json(text, strict=True)
         except ValidationError as error:
@@ -61,7 +61,7 @@ _ADAPTER = TypeAdapter(BuilderOptions)
 
 
 def frozen_roles(roles: RoleOverrides | None) -> Roles:
-    """Overrides in one form, whichever way they were written."""
+    """Return the overrides in canonical form: sorted by token, roles as tuples."""
     return tuple(
         sorted((token, (names,) if isinstance(names, str) else tuple(names)) for token, names in (roles or {}).items())
     )

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from nemo_opd.alignment.merge import TEXT
 from nemo_opd.alignment.pieces import Pieces, pieces_of
 from nemo_opd.alignment.roles import RoleOverrides, SpecialTokens, pair_special_tokens
+from nemo_opd.errors import ProjectionError
+from nemo_opd.projection.matrix import ProjectionMatrix
 from nemo_opd.projection.options import Roles, frozen_roles
 
 if TYPE_CHECKING:
@@ -25,7 +27,7 @@ class Side:
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces
     contents: list[bytes]
-    """The bytes of every id; none for special tokens and holes."""
+    """The bytes of every id; empty for special tokens and holes."""
     is_text: NDArray[np.bool_]
     """Ids that stand for their bytes and not for a role."""
 
@@ -36,7 +38,7 @@ class TokenizerPair:
     teacher: Side
     special: SpecialTokens
     roles: Roles
-    """The overrides behind `special`."""
+    """The overrides that `special` was paired with."""
     nearest_student: Mapping[int, int]
     """Every teacher id that has a partner by role → the student id nearest in role, its own partner first."""
 
@@ -46,7 +48,7 @@ def read_pair(
     teacher_tokenizer: PreTrainedTokenizerBase,
     roles: RoleOverrides | None = None,
 ) -> TokenizerPair:
-    """Raises AlignmentError for a tokenizer whose pieces cannot be exact and for roles of unknown tokens."""
+    """Read both tokenizers. Raises AlignmentError for inexact pieces and for roles of unknown tokens."""
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
     frozen = frozen_roles(roles)
     special = pair_special_tokens(student_tokenizer, teacher_tokenizer, student, teacher, dict(frozen))
@@ -58,3 +60,28 @@ def read_pair(
         roles=frozen,
         nearest_student={**backward.best, **{t: s for s, t in special.pairs}},
     )
+
+
+def pair_of(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    roles: RoleOverrides | None = None,
+) -> TokenizerPair:
+    """Read the tokenizers of `matrix`, with the roles it was built with unless others are given.
+
+    Raises ProjectionError where the matrix was made for others, AlignmentError as `read_pair` does.
+    """
+    pair = read_pair(student_tokenizer, teacher_tokenizer, dict(matrix.options.roles) if roles is None else roles)
+    _check_side("student", matrix.student_fingerprint, matrix.student_vocab_size, pair.student.pieces)
+    _check_side("teacher", matrix.teacher_fingerprint, matrix.teacher_vocab_size, pair.teacher.pieces)
+    return pair
+
+
+def _check_side(side: str, fingerprint: str, vocab_size: int, pieces: Pieces) -> None:
+    if vocab_size != pieces.vocab_size or fingerprint not in ("", pieces.fingerprint):
+        raise ProjectionError(
+            f"the projection was made for another {side} tokenizer ({vocab_size} ids, "
+            f"fingerprint {fingerprint[:12] or 'unknown'}; the one given has {pieces.vocab_size} ids, fingerprint "
+            f"{pieces.fingerprint[:12]}); give the tokenizer it was built from, or build the projection of this pair"
+        )

@@ -1,22 +1,27 @@
-"""Contents re-tokenized so that not a byte changes (methods.md §2.2)."""
+"""Byte strings re-tokenized without a change of any byte (methods.md §2.2)."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from nemo_opd.alignment.backend import rust_tokenizer
+from nemo_opd.alignment.backend import META_SPACE, rust_tokenizer
+from nemo_opd.alignment.pieces import BYTE_FALLBACK, CHARACTER_OF_BYTE, Pieces
 from nemo_opd.projection.pair import Side
-from nemo_opd.projection.raw_model import RawModel
 
 Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)"""
 _BATCH = 4096
+_STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
+"""What `surrogateescape` makes of bytes that are no characters."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -27,11 +32,11 @@ class Spellings:
     content: NDArray[np.int64]
     """The content an id belongs to."""
     place: NDArray[np.int64]
-    """Which of its content's pieces an id is, from 0."""
+    """Place of an id among its content's, from 0."""
 
 
 def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None = None) -> Spellings:
-    """The ids of `side` whose bytes are exactly the content's, for each content; none where it has none.
+    """Return for each content the ids of `side` that spell exactly its bytes; none where there are none.
 
     Text goes through the whole tokenizer, so its digit and word rules hold. What does not come back byte for byte (half
     characters, what the normaliser changes, the names of special tokens) goes through its model alone.
@@ -59,13 +64,49 @@ def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None 
     )
 
 
+class RawModel:
+    """Merges or Viterbi without normaliser, pre-tokenizer and added tokens, on the bytes of a piece.
+
+    Half a character stays bytes: in the byte-level alphabet like any other, in SentencePiece as `<0xHH>`.
+    """
+
+    def __init__(self, backend: Tokenizer, pieces: Pieces) -> None:
+        self._model = backend.model
+        self._is_byte_level = _writes_byte_alphabet(json.loads(backend.decoder.__getstate__()))
+        fallback = np.flatnonzero(pieces.origin == BYTE_FALLBACK).tolist()
+        self._fallback = {
+            pieces.bytes_of(token_id)[0]: token_id for token_id in reversed(fallback) if pieces.lengths[token_id]
+        }
+
+    def encode(self, piece: bytes) -> list[int]:
+        """Return ids for the piece; they spell less or something else where the vocabulary lacks one of its bytes."""
+        if self._is_byte_level:
+            return self._ids("".join([CHARACTER_OF_BYTE[byte] for byte in piece]))
+        text = piece.decode("utf-8", "surrogateescape").replace(" ", META_SPACE)
+        ids: list[int] = []
+        for place, part in enumerate(_STRAY_BYTES.split(text)):
+            if place % 2:
+                stray = part.encode("utf-8", "surrogateescape")
+                ids += [self._fallback[byte] for byte in stray if byte in self._fallback]
+            else:
+                ids += self._ids(part)
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
+        return [token.id for token in self._model.tokenize(text)] if text else []
+
+
 def _spelling(pieces: list[bytes], ids: list[int], content: bytes) -> list[int]:
-    """The ids if they spell the content, else none."""
+    """Return the ids if they spell the content, else none."""
     return ids if b"".join([pieces[token_id] for token_id in ids]) == content else []
 
 
+def _writes_byte_alphabet(decoder: dict[str, Any]) -> bool:
+    return decoder["type"] == "ByteLevel" or any(map(_writes_byte_alphabet, decoder.get("decoders", ())))
+
+
 def _without_truncation(backend: Tokenizer) -> Tokenizer:
-    """The backend itself where it cuts and pads nothing: a copy of it costs a second."""
+    """Return a backend that cuts and pads nothing; a copy, which costs a second, only where this one does."""
     if backend.truncation is None and backend.padding is None:
         return backend
     copy = Tokenizer.from_str(backend.to_str())

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_opd.projection import build_projection, cache, cached_projection
+from nemo_opd.projection import build, build_projection, cached_projection
 from tests.projection.conftest import SMALL
 from tests.tokenizers_fixture import byte_level
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_built_once(monkeypatch: pytest.MonkeyPatch) -> None:
     first, path = cached_projection(STUDENT, TEACHER)
-    monkeypatch.delattr(cache, "build_projection")
+    monkeypatch.delattr(build, "build_projection")
     second, again = cached_projection(STUDENT, TEACHER)
     assert path == again
     assert second.weights.tolist() == first.weights.tolist()

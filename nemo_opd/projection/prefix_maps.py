@@ -1,0 +1,133 @@
+"""Prefix maps: Φ, the longest student token that begins a teacher token, and Ψ, the longest shared token that begins a
+token of either side (methods.md §2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment.roles import RoleOverrides
+from nemo_opd.projection.exact import natural_order
+from nemo_opd.projection.matrix import ProjectionMatrix
+from nemo_opd.projection.pair import Side, TokenizerPair, pair_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def add_byte_prefix(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    roles: RoleOverrides | None = None,
+) -> ProjectionMatrix:
+    """Set `byte_prefix` [W], the longest student text token whose bytes begin the teacher token's.
+
+    Also sets `teacher_byte_order` [W, 3], by which the loss of that name finds the tokens that begin with another.
+    Of student ids with the same bytes it is the exact partner, else the most natural one. Tokens that stand for a role
+    go to the student token nearest in role; −1 is for those without, and for holes.
+    `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
+    """
+    return byte_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
+
+
+def byte_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
+    student, teacher = pair.student, pair.teacher
+    ids: dict[bytes, int] = {}
+    for s in natural_order(student.pieces, student.is_text):
+        ids.setdefault(student.contents[s], s)
+    byte_prefix = _longest_prefixes(teacher, ids)
+    for s, t in matrix.shared_pairs.tolist():
+        if teacher.is_text[t] and student.is_text[s] and student.contents[s] == teacher.contents[t]:
+            byte_prefix[t] = s
+    for t, s in pair.nearest_student.items():
+        byte_prefix[t] = s
+    contents = [content if is_text else b"" for content, is_text in zip(teacher.contents, teacher.is_text, strict=True)]
+    options = matrix.options.after("byte_prefix", roles=pair.roles)
+    return replace(matrix, byte_prefix=byte_prefix, teacher_byte_order=byte_order(contents), options=options)
+
+
+def byte_order(pieces: Sequence[bytes]) -> NDArray[np.int32]:
+    """Return [W, 3] from the bytes of each token: the tokens in byte order, and two bounds for each (methods.md §5).
+
+    Column 0: the tokens in byte order, those without bytes last. Columns 1 and 2: the tokens whose bytes begin with
+    token t's own are order[begin[t] : end[t]]; a token without bytes begins itself alone.
+    """
+    texts = sorted((piece, token) for token, piece in enumerate(pieces) if piece)
+    order = np.array([token for _, token in texts] + [t for t, piece in enumerate(pieces) if not piece], np.int64)
+    begin = np.argsort(order)
+    end = begin + 1
+    open_tokens: list[tuple[bytes, int]] = []
+    for at, (piece, token) in enumerate(texts):
+        while open_tokens and not piece.startswith(open_tokens[-1][0]):
+            end[open_tokens.pop()[1]] = at
+        if open_tokens and open_tokens[-1][0] == piece:
+            begin[token] = begin[open_tokens[-1][1]]
+        open_tokens.append((piece, token))
+    for _, token in open_tokens:
+        end[token] = len(texts)
+    return np.stack([order, begin, end], axis=1).astype(np.int32)
+
+
+def add_shared_prefix(
+    matrix: ProjectionMatrix,
+    student_tokenizer: PreTrainedTokenizerBase,
+    teacher_tokenizer: PreTrainedTokenizerBase,
+    *,
+    roles: RoleOverrides | None = None,
+) -> ProjectionMatrix:
+    """Set `student_shared_prefix` [V] and `teacher_shared_prefix` [W]: rows of `shared_pairs`, −1 for the rest cell.
+
+    A text token goes to the longest shared text token whose bytes are a prefix of its own, which is its own pair where
+    it has one; a token that stands for a role goes to the pair nearest in role, else to the rest cell.
+    `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
+    """
+    return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))
+
+
+def shared_prefix_pass(matrix: ProjectionMatrix, pair: TokenizerPair) -> ProjectionMatrix:
+    shared = matrix.shared_pairs
+    of_student = {s: place for place, s in enumerate(shared[:, 0].tolist())}
+    of_teacher = {t: place for place, t in enumerate(shared[:, 1].tolist())}
+    known = _shared_bytes(pair, shared, of_student)
+    student, teacher = _longest_prefixes(pair.student, known), _longest_prefixes(pair.teacher, known)
+    student[shared[:, 0]] = teacher[shared[:, 1]] = np.arange(len(shared))
+    for s, t in pair.special.best.items():
+        student[s] = of_student.get(s, of_teacher.get(t, -1))
+    for t, s in pair.nearest_student.items():
+        teacher[t] = of_teacher.get(t, of_student.get(s, -1))
+    options = matrix.options.after("shared_prefix", roles=pair.roles)
+    return replace(matrix, student_shared_prefix=student, teacher_shared_prefix=teacher, options=options)
+
+
+def _shared_bytes(pair: TokenizerPair, shared: NDArray[np.int32], of_student: Mapping[int, int]) -> dict[bytes, int]:
+    """Map the bytes of shared text tokens to their pair; of pairs with the same bytes to the most natural one."""
+    student, teacher = pair.student, pair.teacher
+    is_shared = np.zeros(len(student.is_text), np.bool_)
+    is_shared[shared[:, 0]] = student.is_text[shared[:, 0]] & teacher.is_text[shared[:, 1]]
+    known: dict[bytes, int] = {}
+    for s in natural_order(student.pieces, is_shared):
+        place = of_student[s]
+        if student.contents[s] == teacher.contents[int(shared[place, 1])]:
+            known.setdefault(student.contents[s], place)
+    return known
+
+
+def _longest_prefixes(side: Side, known: Mapping[bytes, int]) -> NDArray[np.int32]:
+    """Return for each id the value of its longest prefix among the keys of `known`; −1 for none and for no text."""
+    longest = max(map(len, known), default=0)
+    found = np.full(len(side.is_text), -1, np.int32)
+    for token_id in np.flatnonzero(side.is_text).tolist():
+        content = side.contents[token_id]
+        for length in range(min(len(content), longest), 0, -1):
+            value = known.get(content[:length])
+            if value is not None:
+                found[token_id] = value
+                break
+    return found
