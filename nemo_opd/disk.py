@@ -1,4 +1,4 @@
-"""What the operating system refuses to write, as one sentence: the file, the reason, the room there is, the way out."""
+"""Errors of writing as one sentence: the file, the reason, the room there is, the way out."""
 
 import errno
 import os
@@ -26,9 +26,9 @@ WAYS_OUT = {
     errno.EACCES: "change its permissions",
     errno.EPERM: "change its permissions",
 }
-"""By the number of the error; others are told without."""
+"""Ways out by the number of the error."""
 OF_RUST = re.compile(r"\(os error (\d+)\)")
-"""At the end of what safetensors and tokenizers raise, which is no OSError."""
+"""End of the errors of safetensors and tokenizers, which are no OSError."""
 
 
 def error_number(error: BaseException | None) -> int | None:

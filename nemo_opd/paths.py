@@ -1,4 +1,4 @@
-"""Where things live on disk that no run directory owns."""
+"""Folders outside run directories."""
 
 import os
 from contextlib import suppress
@@ -8,7 +8,7 @@ from nemo_opd.errors import ConfigError
 
 
 def cache_dir(*parts: str) -> Path:
-    """A folder, created here, for what is computed once and reused.
+    """Create and return a folder for what is computed once and reused.
 
     `$NEMO_OPD_CACHE`, else `$XDG_CACHE_HOME/nemo_opd`, else `~/.cache/nemo_opd`. Raises ConfigError where that is
     impossible.

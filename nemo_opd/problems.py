@@ -1,4 +1,4 @@
-"""What pydantic finds wrong, in one line."""
+"""Errors of pydantic in one line."""
 
 from pydantic import ValidationError
 

@@ -1,4 +1,4 @@
-"""What is being done at the moment and how far it is: those who do it say so here, and displays ask for it."""
+"""Work in progress: whoever works reports it here, and displays read it."""
 
 from __future__ import annotations
 

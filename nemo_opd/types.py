@@ -1,4 +1,4 @@
-"""What crosses a boundary between components, and the legend of tensor shapes.
+"""Types that cross boundaries between components, and the legend of tensor shapes.
 
 Student side first, teacher side second (methods.md, notation):
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 HISTORY_SAME, HISTORY_REWRITTEN, HISTORY_CHANGED = range(3)
-"""What two sides have read before a place: the same contents; the same but for white space and Unicode form; others."""
+"""Kinds of history before a place: the same contents; the same but for white space and Unicode form; others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ PAD_ID = 0
 """Any id that every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
 NO_CHUNK = -1
 FILL = "fill"
-"""In the metadata of a field of `Rows`: the value of its padding and of empty rows, where that is not 0."""
+"""Key in the metadata of a field of `Rows`: the value of its padding and of empty rows, where that is not 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,7 @@ class TeacherRows(Rows):
 
 @dataclass(frozen=True, slots=True)
 class SampledRows(Rows):
-    """What is known of sequences that the student sampled (methods.md §10.1)."""
+    """Rewards, weights and log-probabilities of sampled sequences (methods.md §10.1)."""
 
     is_sampled: Tensor
     """bool [B]: sampled, where the batch has sequences of a dataset as well."""
@@ -257,7 +257,7 @@ class Normalizers:
 
 @dataclass(frozen=True, slots=True)
 class SequenceScores:
-    """How sure a teacher is of each sequence, on its own tokens (methods.md §6.1)."""
+    """Confidence of a teacher in each sequence, on its own tokens (methods.md §6.1)."""
 
     bits: Tensor
     """float64 [B]: summed over the tokens that are scored and carry text."""

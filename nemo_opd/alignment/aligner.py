@@ -35,7 +35,7 @@ class TokenAligner:
         *,
         roles: RoleOverrides | None = None,
     ) -> None:
-        """`roles` adds to or replaces what is known of special tokens: token content → role or roles.
+        """Prepare for two tokenizers. `roles` adds to or replaces roles of special tokens: content → role or roles.
 
         Raises AlignmentError for a tokenizer whose pieces cannot be exact.
         """
@@ -71,7 +71,7 @@ class TokenAligner:
         return Alignment(**chunks._asdict(), history=history)
 
     def student_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
-        """The bytes that ids of the student stand for. Raises AlignmentError as `align` does."""
+        """Return the bytes of student ids. Raises AlignmentError as `align` does."""
         return spell(_checked(ids, "student", self.student_pieces), self._student_table)
 
     def teacher_spelling(self, ids: Sequence[int] | NDArray[np.integer]) -> Spelling:
@@ -101,7 +101,7 @@ def _for_kernel(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _checked(ids: ArrayLike, side: str, pieces: Pieces) -> NDArray[np.int64]:
-    """The ids, writable and contiguous, which is what the kernels are compiled for."""
+    """Return the ids writable and contiguous, as the kernels are compiled for."""
     array = np.asarray(ids)
     if array.size == 0:
         array = array.astype(np.int64)

@@ -1,4 +1,4 @@
-"""What a fast tokenizer's serialised backend says about how its tokens spell text."""
+"""Facts from a fast tokenizer's serialised backend on how its tokens spell text."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Serialized:
 
 
 def rust_tokenizer(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """The backend of a fast tokenizer. Raises AlignmentError where there is none."""
+    """Return the backend of a fast tokenizer. Raises AlignmentError where there is none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise AlignmentError(
@@ -96,7 +96,7 @@ def serialize(tokenizer: PreTrainedTokenizerBase) -> Serialized:
 
 
 def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: Serialized | None = None) -> Backend:
-    """`serialized` saves serialising again.
+    """Read the facts. `serialized` saves serialising again.
 
     Raises AlignmentError where a token's bytes cannot be told from its text.
     """
@@ -129,7 +129,7 @@ def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: Serialized | No
 
 
 def _parse(text: str) -> tuple[dict[str, Any], str]:
-    """All but the merges, and the merges as JSON. They are the last list of the last object."""
+    """Parse all but the merges, and the merges as JSON. They are the last list of the last object."""
     head, opening, tail = text.partition(_MERGES)
     if not opening:
         return json.loads(text), "[]"
@@ -138,7 +138,7 @@ def _parse(text: str) -> tuple[dict[str, Any], str]:
 
 
 def _steps(component: dict[str, Any] | None, key: str) -> Iterator[dict[str, Any]]:
-    """A decoder or normaliser as a flat list of steps; `key` is where a sequence keeps its own."""
+    """Flatten a decoder or normaliser to a list of steps; `key` is where a sequence keeps its own."""
     if component is None:
         return
     if component["type"] == "Sequence":

@@ -33,7 +33,7 @@ class ChatTokens:
     spans: NDArray[np.int32]
     """[M, 2]: tokens of message k's content, [start, stop); increasing and disjoint, empty for an empty content."""
     said: tuple[tuple[str, ...], ...] = ()
-    """By message: the texts that its author wrote, however the template renders them; empty where they are unknown."""
+    """Texts by message that its author wrote, however the template renders them; empty where they are unknown."""
     places: NDArray[np.int32] | None = None
     """[M, 2]: tokens among which the template has rendered message k; None: `spans`."""
 
@@ -46,7 +46,7 @@ class ChatTokens:
         return np.cumsum(edges[:-1]) > 0
 
     def cut(self, length: int) -> ChatTokens:
-        """The first `length` tokens, of all messages."""
+        """Cut to the first `length` tokens, of all messages."""
         places = None if self.places is None else np.minimum(self.places, length)
         return replace(
             self,
@@ -57,7 +57,7 @@ class ChatTokens:
         )
 
     def rendered(self, k: int, spelling: Spelling) -> bytes:
-        """The bytes of message k in the spelling of `ids`."""
+        """Return the bytes of message k in the spelling of `ids`."""
         start, stop = (self.spans if self.places is None else self.places)[k]
         return spelling.data[spelling.edges[start] : spelling.edges[stop]].tobytes()
 
@@ -100,7 +100,7 @@ def align_chat(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) 
 
 
 def _content_histories(aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens) -> NDArray[np.int8]:
-    """[M]: how what the two sides read of each message differs."""
+    """Compare the two sides' renderings of each message: [M]."""
     ours, theirs = aligner.student_spelling(student.ids), aligner.teacher_spelling(teacher.ids)
     said = student.said or teacher.said or ((),) * len(student.spans)
     read = [
@@ -110,7 +110,7 @@ def _content_histories(aligner: TokenAligner, student: ChatTokens, teacher: Chat
 
 
 def _histories(numbers: list[int], parts: list[Alignment], contents: NDArray[np.int8]) -> NDArray[np.int8]:
-    """Of the chunks of the parts with these numbers, of which the odd ones are contents.
+    """Return the histories of chunks in the parts with these numbers, of which the odd ones are contents.
 
     Where both sides hold all that a message says, what differs inside it is the templates' (marks around calls).
     """
@@ -158,7 +158,7 @@ def _placed_ids(
 
 
 def _placed_bounds(bounds: NDArray[np.int32], positions: list[Positions], parts: list[Alignment]) -> NDArray[np.int64]:
-    """[C, 2] within the parts → within the sequence. A chunk's tokens are neighbours in both."""
+    """Move bounds [C, 2] within parts to the sequence. A chunk's tokens are neighbours in both."""
     first = np.cumsum([0, *map(len, positions)])[:-1]
     shift = np.repeat(first, [part.num_chunks for part in parts])
     where = _joined(positions, np.int64)

@@ -14,7 +14,7 @@ THINKING = ("reasoning_content", "reasoning", "thinking")
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages with contents as strings: None and no content are empty, the texts of a list of parts are joined.
+    """Return the messages with string contents: None and no content are empty, the texts of a list of parts are joined.
 
     Raises AlignmentError for what is no list of mappings with a role, for other contents, and for no messages.
     """
@@ -29,7 +29,7 @@ def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def said_by(message: Message) -> tuple[str, ...]:
-    """The texts that the author of a plain message wrote: its content, thinking, and the functions that it calls."""
+    """Return the texts that the author of a plain message wrote: content, thinking, and the functions that it calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
     # Some files have one thought under several keys, of which a template reads one.
     thoughts = dict.fromkeys(text for text in map(message.get, THINKING) if isinstance(text, str))

@@ -36,7 +36,7 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, template_kwargs: Mapping[str, Any] | None = None) -> None:
-        """`template_kwargs` are variables of the template, such as `enable_thinking`.
+        """Prepare a template. `template_kwargs` are its variables, such as `enable_thinking`.
 
         Raises AlignmentError for a tokenizer without a chat template, and for variables that the renderer sets.
         """
@@ -72,7 +72,7 @@ class ChatRenderer:
         return RenderedChat(text, plain, contents, turns)
 
     def tokens(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
-        """located: the rendered text's tokens, or the first of them, to a place that `rendered.settled` gives."""
+        """Find messages in tokens. located: of the rendered text, all or the first, to a `rendered.settled` place."""
         spans = located.spans(rendered.contents)
         mask = np.zeros(len(located.ids), np.bool_)
         for k, written in rendered.turns.items():
@@ -82,7 +82,7 @@ class ChatRenderer:
         return ChatTokens(located.ids, mask, spans, tuple(map(said_by, rendered.messages)))
 
     def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:
-        """Where the content of assistant message k ends, and its turn.
+        """Find the ends of the content and of the turn of assistant message k.
 
         A template may end calls with a token of their own, as Llama's `<|eom_id|>`: what changes with the message then
         includes the end. It may also close calls with text of its own.
@@ -105,7 +105,7 @@ class ChatRenderer:
         )
 
     def _rendered_or_none(self, messages: Sequence[Message], tools: Tools) -> str | None:
-        """A template is a program: it may fail with any exception."""
+        """Render a conversation, or return None: a template is a program that may fail with any exception."""
         try:
             return self._render(messages, tools)
         except Exception:
@@ -127,7 +127,7 @@ class ChatRenderer:
         return next((stop - 1 for stop in stops if self._rendered_or_none(messages[:stop], tools) is None), len(stops))
 
     def _generation_prompt(self, messages: Sequence[Message], tools: Tools, text: str) -> str:
-        """What the template writes for the model to continue; empty where it writes nothing."""
+        """Return the template's text for the model to continue; empty where it has none."""
         if not any(message["role"] == "assistant" for message in messages):
             return ""
         prompted = self._render(messages, tools, add_generation_prompt=True)

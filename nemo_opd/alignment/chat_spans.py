@@ -1,4 +1,4 @@
-"""Where the contents of messages stand in a rendered conversation, whatever the chat template does to them.
+"""Places of the contents of messages in a rendered conversation, whatever the chat template does to them.
 
 A template may trim a content, quote it as JSON, put thinking and tool calls around it, drop the thinking of earlier
 turns or merge the system prompt into the user's. So contents are not searched for: messages are replaced by a mark, a
@@ -34,7 +34,7 @@ class ContentSpan:
 
 
 def locate_contents(render: Render, messages: Sequence[Message], text: str) -> list[ContentSpan | None]:
-    """The span of each message's content in `text`, the rendered messages: disjoint, in order; None where not rendered.
+    """Find the span of each message's content in `text`, the rendered messages: disjoint, in order; None: not rendered.
 
     Takes three renders where the template treats a message without regard to what the others say, otherwise one or
     two a message; spans that would overlap then are cut at the end of the one before. A span that covers more than
@@ -45,7 +45,7 @@ def locate_contents(render: Render, messages: Sequence[Message], text: str) -> l
 
 
 def _all_at_once(render: Render, messages: Sequence[Message], text: str) -> list[ContentSpan | None] | None:
-    """From three renders with marks: all messages, the even ones, the odd ones. None where they do not fit together.
+    """Find spans from three renders with marks, of all, even and odd messages; None where they do not fit together.
 
     The first tells the template's text around every message; in the other two a message stands alone between two
     marks, so what that text leaves of it is the message, even where it looks like the template's text.
@@ -76,7 +76,7 @@ def _all_at_once(render: Render, messages: Sequence[Message], text: str) -> list
 
 
 def _one_by_one(render: Render, messages: Sequence[Message], text: str) -> list[ContentSpan | None]:
-    """Each message's span is what its mark changes in the whole conversation."""
+    """Find each message's span by the change that its mark makes in the whole conversation."""
     (mark,) = _marks(text, 1)
     spans: list[ContentSpan | None] = []
     previous = 0
@@ -105,12 +105,12 @@ def _marks(text: str, count: int) -> list[str]:
 
 
 def _replaced(message: Message, mark: str) -> Message:
-    """The message as its author would have written nothing but the mark."""
+    """Return the message as if its author had written nothing but the mark."""
     return {key: value for key, value in message.items() if key not in _WRITTEN} | {"content": mark}
 
 
 def _kept_in_form(message: Message, mark: str) -> Message:
-    """For templates that refuse a tool's answer without the call: the calls stay, with marks as arguments."""
+    """Keep the calls, with marks as arguments, for templates that refuse a tool's answer without its call."""
     calls = message.get("tool_calls")
     if not calls:
         return {**message, "content": mark}
@@ -124,7 +124,7 @@ def _marked_call(call: Message, mark: str) -> Message:
 
 
 def _between(rendered: str | None, marks: Sequence[str]) -> list[str] | None:
-    """The texts before, between and after the marks; None where they are not there in this order."""
+    """Return the texts before, between and after the marks; None where they are not there in this order."""
     if rendered is None:
         return None
     parts, start = [], 0
@@ -144,7 +144,7 @@ def _changed_span(text: str, changed: str, mark: str) -> ContentSpan:
 
 
 def _narrowed(span: ContentSpan, message: Message, text: str) -> ContentSpan:
-    """Without template text that depends on what this message says."""
+    """Cut template text that depends on the message off its span."""
     region, core = text[span.start : span.stop], message["content"].strip()
     if message["role"] == "assistant" or len(region) <= len(message["content"]):
         return span

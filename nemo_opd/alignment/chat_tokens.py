@@ -28,15 +28,15 @@ class LocatedTokens:
     """[S]"""
 
     def cut(self, length: int) -> LocatedTokens:
-        """The first `length` tokens."""
+        """Cut to the first `length` tokens."""
         return LocatedTokens(self.text, self.ids[:length], self.starts[:length], self.ends[:length])
 
     def at(self, character: int) -> int:
-        """The first token with text at or behind a character."""
+        """Return the first token with text at or after a character."""
         return int(np.searchsorted(self.ends, character, "right"))
 
     def spans(self, contents: Sequence[ContentSpan | None]) -> NDArray[np.int32]:
-        """[M, 2]. A token that straddles an edge belongs to the content; between two contents, to the first."""
+        """Return token spans [M, 2]. A token across an edge is of the content; between two contents, of the first."""
         spans = np.zeros((len(contents), 2), np.int32)
         previous = 0
         for k, content in enumerate(contents):
@@ -50,7 +50,7 @@ class LocatedTokens:
         return spans
 
     def turn_end(self, start: int, limit: int, turn_ends: Collection[int], past_text: bool) -> int:
-        """Behind the end-of-turn token in [start, limit), with only white space before it unless `past_text`."""
+        """Return the place after the end of turn in [start, limit), after white space only unless `past_text`."""
         for position in range(start, limit):
             if int(self.ids[position]) in turn_ends:
                 return position + 1
@@ -60,7 +60,7 @@ class LocatedTokens:
 
 
 def locate_tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> LocatedTokens:
-    """The template writes its special tokens itself, so none are added.
+    """Tokenize a rendered text; the template writes special tokens itself, so none are added.
 
     Characters that no token claims go to a neighbour: spaces that some tokenizers trim off a token's offsets to that
     token, marks that a normaliser composed with the character before them to the token of that character.

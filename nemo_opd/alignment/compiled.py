@@ -1,4 +1,4 @@
-"""How the aligner's loops are compiled."""
+"""Compilation of the aligner's loops."""
 
 from collections.abc import Callable
 from typing import Any

@@ -26,7 +26,7 @@ class GenerationIds:
 
 
 def generation_ids(tokenizer: PreTrainedTokenizerBase) -> GenerationIds:
-    """From the file beside the tokenizer's, or in the local cache of a hub model; never from the network.
+    """Read ids from the file next to the tokenizer's, or in the local cache of a hub model; never from the network.
 
     Nothing where there is no file. A file that cannot be read is ignored, with a warning.
     """
@@ -65,7 +65,7 @@ def _read(file: Path, _mtime_ns: int, _size: int) -> GenerationIds:
 
 
 def _ids(value: object) -> tuple[int, ...]:
-    """An id, a list of ids or nothing. Raises TypeError for anything else."""
+    """Parse an id, a list of ids or nothing. Raises TypeError for anything else."""
     if value is None:
         return ()
     ids = value if isinstance(value, list) else [value]

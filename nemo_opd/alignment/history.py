@@ -17,7 +17,7 @@ Bytes = NDArray[np.uint8]
 
 
 def run_histories(student: Bytes, teacher: Bytes, runs: NDArray[np.int64]) -> NDArray[np.int8]:
-    """[R]: what both sides have read before each run of equal bytes, as `equal_runs` gives the runs.
+    """Classify what both sides have read before each run of equal bytes of `equal_runs`: [R].
 
     HISTORY_REWRITTEN where the regions between runs say the same but for white space and Unicode form.
     """
@@ -30,7 +30,7 @@ def run_histories(student: Bytes, teacher: Bytes, runs: NDArray[np.int64]) -> ND
 
 
 def _first_changed(student: bytes, teacher: bytes, runs: NDArray[np.int64]) -> int:
-    """The first run behind a region that says something else; the number of runs for none."""
+    """Return the first run after a region of other text; the number of runs for none."""
     if plain_text(student) == plain_text(teacher):
         return len(runs)
     for r, ((a, b, length), (a_next, b_next, _)) in enumerate(zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)):
@@ -43,14 +43,14 @@ def _first_changed(student: bytes, teacher: bytes, runs: NDArray[np.int64]) -> i
 
 
 def _continues(data: bytes, at: int) -> bool:
-    """The byte at `at` continues a UTF-8 character."""
+    """Return whether the byte at `at` continues a UTF-8 character."""
     return 0 < at < len(data) and data[at] & 0xC0 == 0x80
 
 
 def chunk_histories(
     bounds: NDArray[np.int32], edges: Sequence[NDArray[np.int64]], runs: NDArray[np.int64], histories: NDArray[np.int8]
 ) -> NDArray[np.int8]:
-    """[C]: that of the run in which a chunk starts on both sides. edges: of the student's tokens and the teacher's."""
+    """Return the history of each chunk [C]: that of its run. edges: of the student's tokens and the teacher's."""
     if len(runs) == 1:
         return np.zeros(len(bounds), np.int8)
     starts = (edges[0][bounds[:, 0]], edges[1][bounds[:, 2]])
@@ -59,7 +59,7 @@ def chunk_histories(
 
 
 def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
-    """What two sides have read where each holds its rendering of a message that says these texts.
+    """Compare what two sides have read, each its rendering of a message of these texts.
 
     HISTORY_SAME: the same bytes, or all texts as they are, each in a place that no other takes, among different marks
     of the templates. HISTORY_REWRITTEN: likewise up to white space and Unicode form, also where both leave out the
@@ -80,8 +80,9 @@ def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
 
 
 def holds_all(whole: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
-    """Each text stands in the whole in one of its forms, apart from the others: an answer that repeats a thought does
-    not hold the thought. The longest are looked for first.
+    """Return whether each text stands in the whole in one of its forms, apart from the others.
+
+    An answer that repeats a thought does not hold the thought. The longest are looked for first.
     """
     rest = [whole]
     for forms in sorted(texts, key=lambda forms: len(forms[0]), reverse=True):
@@ -105,7 +106,7 @@ def plain_forms(text: str) -> tuple[str, ...]:
 
 
 def plain_text(data: bytes) -> str:
-    """The text without white space, in the one form that Unicode has for equivalent characters (NFKC).
+    """Return the text without white space, in the one form that Unicode has for equivalent characters (NFKC).
 
     `▁` is white space: SentencePiece tokenizers write a space so, and read a space where a text has it.
     """

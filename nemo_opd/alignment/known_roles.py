@@ -1,4 +1,4 @@
-"""What the special tokens of published models mean (methods.md §1.4)."""
+"""Roles of the special tokens of published models (methods.md §1.4)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ _MARKS: dict[str, tuple[str, ...]] = {
 }
 """Role → contents of added tokens, which some tokenizers mark special and others do not."""
 _FURTHER: dict[str, tuple[str, ...]] = {"end_of_message": ("end_of_turn",)}
-"""What a role can stand for where the other side has nothing nearer: a message may end before its turn does."""
+"""Further roles that a role can stand for if the other side has none nearer: a message may end before its turn."""
 _RESERVED = re.compile(
     r"[<\[][|｜]?_?(?:reserved|unused|extra|dummy|place.?holder|special|control|madeupword)\D*\d+[|｜]?_?[>\]]",
     re.IGNORECASE,
@@ -128,5 +128,5 @@ def known_roles(content: str, special: bool) -> tuple[str, ...]:
 
 
 def is_reserved(content: str) -> bool:
-    """A numbered token that its vocabulary keeps free, such as `<unused7>`: two models put it to different uses."""
+    """Return whether a token is numbered and kept free, such as `<unused7>`: two models put it to different uses."""
     return _RESERVED.fullmatch(content) is not None

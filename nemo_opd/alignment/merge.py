@@ -1,4 +1,4 @@
-"""From token ids to chunks over byte boundaries, in Numba (methods.md §1.2).
+"""Chunks over byte boundaries from token ids, in Numba (methods.md §1.2).
 
 `spell` gives each side its bytes, `resync.equal_runs` says which of them are the same, `merge` finds where both sides
 cut the same byte and makes a chunk of the tokens between two neighbouring cuts.
@@ -22,7 +22,7 @@ Flags = NDArray[np.bool_]
 
 
 class PieceTable(NamedTuple):
-    """What the ids of a tokenizer stand for."""
+    """Classes and bytes of the ids of a tokenizer."""
 
     classes: Ints
     """[V]: TEXT, or a row or column of the matrix of matching special tokens."""
@@ -56,7 +56,7 @@ class Chunks(NamedTuple):
 
 @jit
 def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
-    """The spelling of ids [S], all of them inside the table."""
+    """Spell ids [S], all of them inside the table."""
     classes, offsets, buffer = table
     edges = np.zeros(len(ids) + 1, np.int64)
     for i, token in enumerate(ids):
@@ -72,7 +72,7 @@ def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
 
 @jit
 def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: Flags) -> Chunks:
-    """The chunks of two sequences whose bytes are equal in `runs` (as `equal_runs` gives them).
+    """Merge two sequences into chunks, whose bytes are equal in `runs` (as `equal_runs` gives them).
 
     Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
     later one make one inexact chunk, or none where a barrier stands among them. Behind the last cut nothing has a
@@ -95,7 +95,7 @@ def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches
 
 @jit
 def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[N, 3]: tokens before a common cut on either side, without barriers that stand at it, and its run."""
+    """Find common cuts [N, 3]: tokens before one on either side, without barriers that stand at it, and its run."""
     cuts = np.empty((len(s_edges) + len(t_edges), 3), np.int64)
     i = j = count = 0
     for run in range(len(runs)):
@@ -115,7 +115,7 @@ def common_cuts(s_edges: NDArray[np.int64], t_edges: NDArray[np.int64], runs: ND
 
 @jit
 def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
-    """The first edge from i on that is at or after a position inside the stream."""
+    """Return the first edge from i on that is at or after a position inside the stream."""
     while edges[i] < position:
         i += 1
     return i
@@ -150,7 +150,7 @@ def _between(
 
 @jit
 def _first_text(classes: Ints, i: int) -> int:
-    """The first token from i on that is no barrier."""
+    """Return the first token from i on that is no barrier."""
     while i < len(classes) and classes[i] != TEXT:
         i += 1
     return i
@@ -167,7 +167,7 @@ def _only_text(classes: Ints, start: int, stop: int) -> bool:
 
 @jit
 def _chunk_ids(bounds: Ints, length: int) -> Ints:
-    """[length]: the chunk of each token, −1 for none."""
+    """Return the chunk of each token [length], −1 for none."""
     chunk_id = np.full(length, -1, np.int32)
     for c in range(len(bounds)):
         for i in range(bounds[c, 0], bounds[c, 1]):

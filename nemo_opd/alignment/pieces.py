@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HOLE, ORDINARY, BYTE_FALLBACK, ADDED = range(4)
-"""Where an id comes from; of ids with the same bytes the lower number is the more natural one."""
+"""Origins of ids; of ids with the same bytes the lower number is the more natural one."""
 
 _FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ANCHOR = re.compile(rb"[A-Za-z0-9]+")
@@ -68,7 +68,7 @@ class Pieces:
         return self.buffer[self.offsets[token_id] : self.offsets[token_id + 1]].tobytes()
 
     def as_list(self) -> list[bytes]:
-        """The bytes of ids 0, 1, …, V−1."""
+        """Return the bytes of ids 0, 1, …, V−1."""
         data, ends = self.buffer.tobytes(), self.offsets.tolist()
         return [data[start:end] for start, end in pairwise(ends)]
 
@@ -79,7 +79,7 @@ _CACHE: dict[str, Pieces] = {}
 
 
 def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
-    """The pieces of a fast tokenizer, built once per process and verified against the tokenizer's own decoder.
+    """Return the pieces of a fast tokenizer, built once per process and verified against the tokenizer's own decoder.
 
     Raises AlignmentError for a tokenizer whose pieces cannot be exact.
     """
@@ -155,7 +155,7 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def _verify(pieces: Pieces, kind: Kind, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Every piece, and the pieces of sample texts, must spell what the tokenizer decodes."""
+    """Check that every piece, and the pieces of sample texts, spell what the tokenizer decodes."""
     backend = rust_tokenizer(tokenizer)
     problem = _wrong_piece(pieces, kind, backend) or _wrong_text(pieces, backend)
     if problem:
@@ -193,7 +193,7 @@ def _wrong_piece(pieces: Pieces, kind: Kind, backend: Tokenizer) -> str | None:
 
 
 def _wrong_text(pieces: Pieces, backend: Tokenizer) -> str | None:
-    """A decoder may strip one dummy space at the front."""
+    """Find a text that pieces spell otherwise; a decoder may strip one dummy space at the front."""
     everything = ""
     for line in _SAMPLE:
         ids = [i for i in backend.encode(line, add_special_tokens=False).ids if not pieces.is_special[i]]

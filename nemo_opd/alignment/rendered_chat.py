@@ -16,12 +16,12 @@ class RenderedChat:
     text: str
     messages: Sequence[Message]
     contents: Sequence[ContentSpan | None]
-    """By message: where it says what it says; None where the template leaves it out."""
+    """Spans of contents by message; None where the template leaves one out."""
     turns: Mapping[int, int]
     """Assistant message → the place at which the model takes over from the generation prompt."""
 
     def settled(self, place: int) -> int:
-        """The first place from `place` on up to which text tells where contents and turns before `place` end.
+        """Return the first place from `place` on up to which text tells where contents and turns before `place` end.
 
         Inside a content that is `place` itself. Between two contents a turn may end anywhere, so it is where the next
         one starts, or the end of the text.
@@ -30,7 +30,7 @@ class RenderedChat:
         return max(place, next(behind, len(self.text)))
 
     def counterpart(self, place: int, other: RenderedChat) -> int:
-        """The place of `other`, another rendering of the conversation, up to which it says what this one does to
+        """Return the place of `other`, another rendering of the conversation, up to which it says what this one does to
         `place`.
 
         Within a content that both begin alike, as far; within others, where the content ends.

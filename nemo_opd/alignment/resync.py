@@ -30,7 +30,7 @@ Marks are free: decomposed text runs ahead of composed text by them, Hangul by t
 _NEVER = -(1 << 30)
 _RUN_FOLLOWS_GAP = 1
 _ENDS_RUN, _BOTH, _LEFT, _RIGHT = 0, 2, 4, 6
-"""What a differing region's last step consumed; `_ENDS_RUN`: none, the region opens here."""
+"""Last steps of a differing region, by what they consume; `_ENDS_RUN`: nothing, the region opens here."""
 
 Bytes = NDArray[np.uint8]
 Places = NDArray[np.int32]
@@ -95,7 +95,7 @@ def _append(runs: Runs, i: int, j: int, length: int) -> None:
 
 @jit
 def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
-    """A stream that ends inside a character of the other was cut there; else both end differently."""
+    """Close the last region: a stream that ends inside a character of the other was cut; else both end differently."""
     i, j, length = runs[-1]
     ahead = _equal_ahead(a, i + length, b, j + length)
     if len(a) - i - length == ahead or len(b) - j - length == ahead:
@@ -106,7 +106,7 @@ def _close(a: Bytes, b: Bytes, runs: Runs) -> None:
 
 @jit
 def _continues(data: Bytes, at: int) -> bool:
-    """The byte at `at` continues a UTF-8 character."""
+    """Return whether the byte at `at` continues a UTF-8 character."""
     return at < len(data) and data[at] & 0xC0 == 0x80
 
 
@@ -133,7 +133,7 @@ def _inside_character(data: Bytes, at: int) -> int:
 
 @jit
 def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> tuple[int, int, int]:
-    """The longest run of whole characters around an equal window at i, j, after the run `last`; empty inside it."""
+    """Extend an equal window at i, j to the longest run of whole characters, after the run `last`; empty inside it."""
     a_floor, b_floor = last[0] + last[2], last[1] + last[2]
     if i < a_floor or j < b_floor:
         return i, j, 0
@@ -145,7 +145,7 @@ def _extend(a: Bytes, i: int, b: Bytes, j: int, last: tuple[int, int, int]) -> t
 
 @jit
 def _anchors(a: Bytes, b: Bytes, start: int) -> NDArray[np.int64]:
-    """[N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
+    """Find anchors [N, 2]: starts of equal windows from `start` on, found once in either stream, increasing in both."""
     size = 1
     while size < max(len(a), len(b)) - start:
         size *= 2
@@ -184,7 +184,7 @@ def _windows(data: Bytes, start: int, size: int) -> tuple[Places, Places]:
 
 @jit
 def _owners(starts: Places, slots: Places, size: int) -> Places:
-    """[size]: the start of the one window in a slot; −1: none, −2: several."""
+    """Return the start of the one window in each slot, [size]; −1: none, −2: several."""
     owners = np.full(size, -1, np.int32)
     for k in range(len(starts)):
         owners[slots[k]] = starts[k] if owners[slots[k]] == -1 else -2
@@ -193,7 +193,7 @@ def _owners(starts: Places, slots: Places, size: int) -> Places:
 
 @jit
 def _longest_increasing(pairs: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of pairs that increase in the first number, the longest selection that increases in the second too (patience)."""
+    """Select the most pairs, increasing in the first number, that increase in the second too (patience sorting)."""
     ends = np.empty(len(pairs), np.int64)
     before = np.empty(len(pairs), np.int64)
     length = 0
@@ -237,7 +237,7 @@ def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool
 
 @jit
 def _characters(data: Bytes, start: int, stop: int) -> _Characters:
-    """The first characters of data[start:stop], a block of them at most."""
+    """Return the first characters of data[start:stop], a block of them at most."""
     codes = np.empty(min(stop - start, BLOCK), np.uint32)
     shifts = np.empty(len(codes), np.int32)
     edges = np.empty(len(codes) + 1, np.int64)
@@ -257,7 +257,7 @@ def _characters(data: Bytes, start: int, stop: int) -> _Characters:
 
 @jit
 def _is_mark(code: int) -> bool:
-    """The UTF-8 of a character that composes with the one before: U+0300-036F, U+1160-11FF, U+3099 and U+309A."""
+    """Return whether bytes are a character that composes with the one before: U+0300-036F, U+1160-11FF, U+3099-309A."""
     return 0xCC80 <= code <= 0xCDAF or 0xE185A0 <= code <= 0xE187BF or 0xE38299 <= code <= 0xE3829A
 
 
@@ -276,7 +276,7 @@ def _width(data: Bytes, at: int, stop: int) -> int:
 
 @jit
 def _best_paths(left: _Characters, right: _Characters, in_run: bool, joined: bool) -> _Block:
-    """The dynamic program: `run` is the best score of a path to a cell whose last characters match, `gap` of any path.
+    """Run the dynamic program: `run` is the best score of a path to a cell with matching characters, `gap` of any path.
 
     The path starts inside a run or a differing region, and ends in the last cell if `joined`, else free of charge
     anywhere on the far edges.
@@ -339,7 +339,7 @@ def _commit(
 
 @jit
 def _step_back(moves: NDArray[np.int8], x: int, y: int, in_run: bool) -> tuple[int, int, bool, bool]:
-    """The cell before, whether the path is in a run there, and whether the step matched two characters."""
+    """Return the cell before, whether the path is in a run there, and whether the step matched two characters."""
     move = moves[x, y]
     if in_run or move & ~_RUN_FOLLOWS_GAP == _ENDS_RUN:
         return x - 1, y - 1, move & _RUN_FOLLOWS_GAP == 0, True

@@ -104,7 +104,7 @@ def paired_roles(
     teacher_tokenizer: PreTrainedTokenizerBase,
     overrides: RoleOverrides | None = None,
 ) -> list[RolePair]:
-    """The partner of every student token with a role, by id; reserved tokens only where they have one.
+    """Return the partner of every student token with a role, by id; reserved tokens only where they have one.
 
     Raises AlignmentError as TokenAligner does.
     """
@@ -125,13 +125,13 @@ def paired_roles(
 
 
 def _pairable(roles: Roles, same: bool) -> Roles:
-    """A reserved token's content means something to its own tokenizer alone."""
+    """Return whether a token can be paired; a reserved one means something to its own tokenizer alone."""
     kept = {i: tuple(role for role in names if same or not is_reserved(role)) for i, names in roles.items()}
     return {i: names for i, names in kept.items() if names}
 
 
 def _candidates(student_roles: Roles, teacher_roles: Roles, same: bool) -> list[_Candidate]:
-    """All that share a role, the nearest first. The distance is the sum of the shared role's places on both sides."""
+    """Return tokens that share a role, the nearest first, by the sum of the shared role's places on both sides."""
     teachers: dict[str, list[int]] = {}
     for t, roles in teacher_roles.items():
         for role in roles:
@@ -146,7 +146,7 @@ def _candidates(student_roles: Roles, teacher_roles: Roles, same: bool) -> list[
 
 
 def _place(role: str, roles: tuple[str, ...]) -> int:
-    """eos counts as the farthest: which of its ends a tokenizer calls eos is a setting, what they end is not."""
+    """Return the place of a role; eos is the farthest, as which end a tokenizer calls eos is a setting."""
     others = [name for name in roles if name != "eos"]
     return len(others) if role == "eos" else others.index(role)
 

@@ -1,4 +1,4 @@
-"""What special tokens mean by their place in a conversation that the chat template renders."""
+"""Roles of special tokens by their place in a conversation that the chat template renders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tokenizer's special tokens mean (methods.md §1.4)."""
+"""Roles of a tokenizer's special tokens (methods.md §1.4)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RoleRow:
 
 
 def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> dict[int, tuple[str, ...]]:
-    """id → its roles, the most important first, for special tokens and for added tokens with a known meaning.
+    """Map ids to roles, the most important first, for special tokens and for added tokens with a known meaning.
 
     eos comes first wherever an id is the tokenizer's eos, then what the content or the chat template tells, then the
     tokenizer's other names for it, then the generation config's. A special token that means nothing known has its own
@@ -57,7 +57,7 @@ def roles_of(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None
 
 
 def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | None = None) -> list[RoleRow]:
-    """All tokens with a role, by id."""
+    """Tabulate all tokens with a role, by id."""
     rows = []
     for token_id, roles in sorted(roles_of(tokenizer, overrides).items()):
         content = tokenizer.convert_ids_to_tokens(token_id)
@@ -67,7 +67,7 @@ def role_table(tokenizer: PreTrainedTokenizerBase, overrides: RoleOverrides | No
 
 
 def _named_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """The tokenizer's own map (`eos_token` → id), as roles: `eos`. What else it may name keeps its content as role."""
+    """Return the tokenizer's own map (`eos_token` → id), as roles: `eos`. Other names keep their content as role."""
     named = {}
     for role in _NAMED:
         content = tokenizer.special_tokens_map.get(f"{role}_token")
@@ -84,14 +84,14 @@ def _generation_roles(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str,
 
 
 def _template_writes(tokenizer: PreTrainedTokenizerBase, content: str) -> bool:
-    """A chat template that writes eos ends its turns with it, also where it does not render a plain conversation."""
+    """Return whether the chat template writes eos, with which it then ends its turns."""
     template = tokenizer.chat_template or ""
     text = "\n".join(template.values()) if isinstance(template, dict) else template
     return content in text or "eos_token" in text
 
 
 def _ordered(roles: Sequence[str]) -> tuple[str, ...]:
-    """Without repetitions; pad and unk only where nothing else is known."""
+    """Remove repetitions, and pad and unk unless nothing else is known."""
     distinct = tuple(dict.fromkeys(roles))
     return tuple(role for role in distinct if role not in _LAST_RESORT) or distinct
 

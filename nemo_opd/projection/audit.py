@@ -1,4 +1,4 @@
-"""What a projection covers, and which loss that suggests (methods.md §2.7)."""
+"""Coverage of a projection, and the loss that it suggests (methods.md §2.7)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\u
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How the tokens of one kind fare."""
+    """Coverage of the tokens of one kind."""
 
     total: int
     exact: int
-    """With a partner of the same bytes or role."""
+    """Tokens with a partner of the same bytes or role."""
     spelled: int
-    """With any row."""
+    """Tokens with a row."""
 
     @property
     def rate(self) -> float:
@@ -77,12 +77,12 @@ class Audit:
 
 
 def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
-    """h_kl, which compares exact pairs, where the numerals of every length are covered; else p_kl."""
+    """Return h_kl, which compares exact pairs, where numerals of every length are covered; else p_kl."""
     return "h_kl" if all(coverage.rate >= NUMERALS_COVERED for coverage in digits) else "p_kl"
 
 
 def fit_warnings(audit: Audit, loss: str) -> list[str]:
-    """A sentence for each reason why the loss of this type (`p_kl`, `h_kl`, …) fits the pair badly; none where it fits.
+    """List a sentence for each reason why the loss of this type (`p_kl`, `h_kl`, …) fits the pair badly, if any.
 
     Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always fit.
     """
@@ -124,7 +124,7 @@ def audit(
     teacher_tokenizer: PreTrainedTokenizerBase,
     matrix: ProjectionMatrix | None = None,
 ) -> Audit:
-    """The coverage of `matrix`, which is built here when not given (some seconds for large vocabularies).
+    """Measure the coverage of `matrix`, which is built here when not given (some seconds for large vocabularies).
 
     Raises ProjectionError for a matrix of other sizes and for one without any entry.
     """
@@ -157,7 +157,7 @@ def audit(
 
 
 def is_partial_utf8(piece: bytes) -> bool:
-    """Not a sequence of whole characters."""
+    """Return whether bytes are no sequence of whole characters."""
     try:
         piece.decode()
     except UnicodeDecodeError:

@@ -43,7 +43,7 @@ class EmbeddingSource:
     width: int = 4
     """Nearest teacher tokens of a row."""
     device: str = "cpu"
-    """Where similarities are computed."""
+    """Device on which similarities are computed."""
 
 
 def add_embeddings(
@@ -153,7 +153,7 @@ def _nearest(
     settings: EmbeddingSource,
     progress: Progress | None,
 ) -> Entries:
-    """The entries of `rows`, a block of them at a time against all of `columns`."""
+    """Compute the entries of `rows`, a block of them at a time against all of `columns`."""
     teacher_NR = _directions(teacher_WE, columns, spaces.teacher_centre, spaces.teacher_axes)
     width = min(settings.width, len(columns))
     ids, weights = [np.empty((0, width), np.int64)], [np.empty((0, width), np.float64)]
@@ -174,7 +174,7 @@ def _nearest(
 
 
 def _blocks(rows: NDArray[np.int64], width: int) -> Iterator[NDArray[np.int64]]:
-    """`rows` in parts for which `width` numbers a row are few enough."""
+    """Yield `rows` in blocks of at most `_BLOCK_CELLS` numbers, `width` a row."""
     size = max(1, _BLOCK_CELLS // max(1, width))
     return (rows[start : start + size] for start in range(0, len(rows), size))
 
@@ -203,7 +203,7 @@ def _check_settings(settings: EmbeddingSource) -> None:
 
 
 def _checked(side: str, embeddings: Tensor, vocab_size: int) -> Tensor:
-    """The first `vocab_size` rows."""
+    """Check embeddings and return their first `vocab_size` rows."""
     shape = tuple(embeddings.shape)
     if embeddings.ndim != 2 or shape[0] < vocab_size or not shape[1] or not embeddings.is_floating_point():
         raise ProjectionError(

@@ -48,7 +48,7 @@ def plot_samples(samples: Sequence[Sample], path: str | PathLike[str], title: st
 
 
 def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
-    """The figure of `plot_samples`."""
+    """Draw the figure of `plot_samples`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -103,7 +103,7 @@ def _number(axes: Axes, weights: NDArray[np.float64]) -> None:
 
 
 def _separate(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
-    """A line between kinds, and each kind's name at the right edge."""
+    """Draw a line between kinds, and each kind's name at the right edge."""
     start = 0
     for kind, group in groupby(samples, key=lambda sample: sample.kind):
         end = start + len(list(group))
@@ -115,7 +115,7 @@ def _separate(axes: Axes, samples: Sequence[Sample], num_columns: int) -> None:
 
 
 def label(token: str) -> str:
-    """A token of `shown_token` in characters the font has: runs of white space counted, others as escapes."""
+    """Write a token of `shown_token` in characters the font has: runs of white space counted, others as escapes."""
     if token[:1] in "'\"":
         token = token[1:-1]
     return _shortened("".join(c if _has_glyph(c) else _escaped(c) for c in counted_runs(token)))

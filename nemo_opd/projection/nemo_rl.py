@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PASS = "nemo_rl"
-"""What the builder options of an imported matrix name as its origin."""
+"""Name of the pass in the builder options of an imported matrix."""
 MAX_VOCAB = 2**22
 """Ids from here on are no tokenizer's; the memory of a matrix grows with its largest student id."""
 MAX_WIDTH = 32
@@ -58,7 +58,7 @@ class _Content:
 
 
 def read(path: str | PathLike[str]) -> ProjectionMatrix:
-    """A projection without fingerprints and exact flags, which the file cannot know; `bind` adds them.
+    """Read a projection without fingerprints and exact flags, which the file cannot know; `bind` adds them.
 
     Rows are normalised, repeated entries added up, the heaviest MAX_WIDTH kept in order.
     Raises ProjectionError for a file that is missing, damaged, in another form, or that wants to run code.
@@ -77,7 +77,7 @@ def bind(
     *,
     roles: RoleOverrides | None = None,
 ) -> ProjectionMatrix:
-    """`matrix` as the projection of this pair: its sizes and fingerprints, and exact rows found by bytes and role.
+    """Make `matrix` the projection of this pair: its sizes and fingerprints, and exact rows found by bytes and role.
 
     NeMo-RL's rows follow the model's padded head: empty rows beyond the tokenizer are cut, missing ones are empty.
     Raises ProjectionError for a matrix of another pair.
@@ -109,7 +109,7 @@ def load(
     student_tokenizer: PreTrainedTokenizerBase | None,
     teacher_tokenizer: PreTrainedTokenizerBase | None,
 ) -> ProjectionMatrix:
-    """`read`, and `bind` where tokenizers are given. Raises ProjectionError as they do, and for one tokenizer alone."""
+    """Read, and `bind` where tokenizers are given. Raises ProjectionError as they do, and for one tokenizer alone."""
     matrix = read(path)
     if student_tokenizer is None and teacher_tokenizer is None:
         return matrix
@@ -169,7 +169,7 @@ def _load(path: str | PathLike[str]) -> object:
 
 
 def _reason(error: Exception) -> str:
-    """The first sentence; torch's messages have many."""
+    """Return the first sentence of an error; torch's messages have many."""
     text = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

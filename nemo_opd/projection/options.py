@@ -1,4 +1,4 @@
-"""How a projection was built, as its file records it."""
+"""Options of a build, as the projection's file records them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BuilderOptions:
     """The passes of methods.md §2 that made a matrix, and their settings. None: that pass did not run."""
 
     passes: tuple[str, ...] = ()
-    """In the order in which they ran; empty for a matrix made from arrays."""
+    """Names of passes, in the order in which they ran; empty for a matrix made from arrays."""
     roles: Roles = ()
     """(token content, its roles), by content: the overrides with which special tokens were paired."""
     width: _Count | None = None

@@ -14,7 +14,7 @@ from nemo_opd.projection.samples import Sample, counted_runs
 
 
 def audit_lines(audit: Audit) -> tuple[str, str]:
-    """The audit in two lines of at most 76 characters, for the start of a run."""
+    """Write the audit in two lines of at most 76 characters, for the start of a run."""
     shared = (
         f"overlap {audit.overlap:.3f}",
         f"1:1 {audit.one_to_one:.3f}",
@@ -30,13 +30,13 @@ def shown_coverage(coverage: Coverage) -> str:
 
 
 def short_name(name: str) -> str:
-    """A hub name or demo reference as it is, a path by its last part."""
+    """Return a hub name or demo reference as it is, a path by its last part."""
     path = Path(name)
     return path.name if path.is_absolute() or name.startswith(".") else name
 
 
 def audit_table(audit: Audit) -> Table:
-    """All figures with what they mean."""
+    """Tabulate all figures with their meanings."""
     title = f"{short_name(audit.student_name)} → {short_name(audit.teacher_name)}"
     table = Table(title=Text(title, style="italic"), title_justify="left", show_header=True, header_style="bold")
     table.add_column("projection")
@@ -62,7 +62,7 @@ def _rows_meaning(length: int) -> str:
 
 
 def coverages(audit: Audit) -> Mapping[str, Coverage]:
-    """By the name a person reads."""
+    """Return the coverages by the names that people read."""
     numerals = {f"{n}-digit numerals": coverage for n, coverage in enumerate(audit.digits, start=1)}
     return numerals | {
         "white space": audit.whitespace,
@@ -73,7 +73,7 @@ def coverages(audit: Audit) -> Mapping[str, Coverage]:
 
 
 def roles_table(pairs: Iterable[RolePair]) -> Table:
-    """What the student's special tokens mean, and the teacher's tokens of the same role."""
+    """Tabulate the roles of the student's special tokens, and the teacher's tokens of the same role."""
     table = Table(title="special tokens by role", title_justify="left", header_style="bold")
     for column in ("role", "student", "teacher", "exact"):
         table.add_column(column, overflow="fold")
@@ -100,5 +100,5 @@ def sample_table(samples: Iterable[Sample]) -> Table:
 
 
 def shown(token: str) -> str:
-    """A token as it is where it has a character to see, its spaces counted where it has none."""
+    """Write a token as it is where it has a character to see, its spaces counted where it has none."""
     return token if token.strip("'\" ") else counted_runs(token)

@@ -24,7 +24,7 @@ KINDS = ("numerals", "white space", "special", "CJK", "partial UTF-8", "several 
 class Entry:
     id: int
     token: str
-    """As `shown_token` writes it."""
+    """Token as `shown_token` writes it."""
     weight: float
 
 
@@ -33,7 +33,7 @@ class Sample:
     kind: str
     id: int
     token: str
-    """As `shown_token` writes it."""
+    """Token as `shown_token` writes it."""
     exact: bool
     entries: tuple[Entry, ...]
 
@@ -44,7 +44,7 @@ def samples(
     teacher_tokenizer: PreTrainedTokenizerBase,
     count: int = 6,
 ) -> list[Sample]:
-    """Up to `count` rows of every kind, as many exact as other ones where there are both, by kind and id.
+    """Choose up to `count` rows of every kind, as many exact as other ones where there are both, by kind and id.
 
     Raises ProjectionError for a negative count.
     """
@@ -103,12 +103,12 @@ def _spread(ids: Sequence[int], count: int) -> Sequence[int]:
 
 
 def counted_runs(token: str) -> str:
-    """A token of `shown_token` with spaces as ␣ and more than three equal signs of white space as ␣×26 or \\n×5."""
+    """Write a token of `shown_token` with spaces as ␣ and more than three equal white-space signs as ␣×26 or \\n×5."""
     return re.sub(r"(␣|\\[ntr])\1{3,}", lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", token.replace(" ", "␣"))
 
 
 def shown_token(tokenizer: PreTrainedTokenizerBase, pieces: Pieces, token_id: int) -> str:
-    """A token in quotes, bytes that are no characters as \\x.., special tokens by name."""
+    """Write a token in quotes, bytes that are no characters as \\x.., special tokens by name."""
     if pieces.is_special[token_id]:
         return str(tokenizer.convert_ids_to_tokens(token_id))
     piece = pieces.bytes_of(token_id)

@@ -21,12 +21,12 @@ Progress = Callable[[int, int], None]
 """(tokens done, tokens in all)"""
 _BATCH = 4096
 _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
-"""What `surrogateescape` makes of bytes that are no characters."""
+"""Characters that `surrogateescape` makes of bytes that are none."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spellings:
-    """For each content the ids that spell it, one content after the other."""
+    """Ids that spell each content, one content after the other."""
 
     ids: NDArray[np.int64]
     content: NDArray[np.int64]
