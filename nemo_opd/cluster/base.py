@@ -1,4 +1,4 @@
-"""What the driver needs of a cluster, whoever starts its processes."""
+"""The interface of a cluster to the driver: groups of ranks and calls to them, with Ray or without."""
 
 from __future__ import annotations
 
@@ -7,18 +7,42 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from nemo_opd.cluster.activity import activity
 from nemo_opd.cluster.placement import Places
+
+_ACTIVITIES = {
+    "start": "loading its model",
+    "load": "reading the checkpoint",
+    "forward": "reading a batch",
+    "bits_per_byte": "reading the validation texts",
+    "train_step": "training on a batch",
+    "evaluate": "validating",
+    "generate": "continuing prompts",
+    "save": "writing a checkpoint",
+    "export": "writing the trained model",
+    "hold_weights": "giving its weights to the rollout server",
+    "join_link": "connecting to the student's ranks on other nodes",
+    "join_links": "connecting to teachers' ranks on other nodes",
+    "send": "sending its output to other nodes",
+    "receive": "receiving teachers' output from other nodes",
+    "close": "releasing its memory",
+}
+"""What a worker's method does, in a user's words."""
+
+
+def activity(method: str, about: str = "") -> str:
+    """Describe a method for a message, such as `training on a batch (step 12)`; about: `step 12`."""
+    doing = _ACTIVITIES.get(method, f"in {method!r}")
+    return f"{doing} ({about})" if about else doing
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call on every rank of a group, which may still be under way."""
+    """A call on every rank of a group, which may not have returned yet."""
 
     group: str
     method: str
     about: str
-    """Which batch or step it works on, for messages; may be empty."""
+    """Batch or step that it works on, for messages; may be empty."""
 
     @property
     def doing(self) -> str:
@@ -26,13 +50,13 @@ class Call:
 
 
 class Cluster(ABC):
-    """The devices of a placement, and the groups that work on them."""
+    """Devices of a placement, and the groups of ranks on them."""
 
     timeout_s: float
 
     @abstractmethod
     def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> Group:
-        """Build `worker(**arguments)` on every rank, rank r at `places[r]`; returns at once where it can."""
+        """Start building `worker(**arguments)` on every rank, rank r at `places[r]`."""
 
     @abstractmethod
     def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
@@ -40,7 +64,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """End all processes that it has started, and free its devices."""
+        """End all processes that the cluster has started, and free its devices."""
 
     def __enter__(self) -> Self:
         return self
@@ -50,23 +74,23 @@ class Cluster(ABC):
 
 
 class Group(ABC):
-    """The ranks of one model as a unit that the driver calls."""
+    """The ranks of one model, which the driver calls together."""
 
     def __init__(self, cluster: Cluster, name: str, size: int) -> None:
         self.cluster, self.name, self.size = cluster, name, size
 
     ready: Call
-    """Returns once every rank has built its worker."""
+    """Call that returns when every rank has built its worker."""
 
     @abstractmethod
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> Call:
-        """Call `method` on every rank, with its own arguments where given; returns at once where it can.
+        """Start `method` on every rank, with the rank's own arguments where given.
 
-        about: which batch or step it works on, for messages: "student rank 0 died while training on a batch (<about>)".
+        about: batch or step that it works on, for messages: "student rank 0 died while training on a batch (<about>)".
         """
 
     def call(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> list[Any]:
-        """`submit` and wait: the results by rank. Raises WorkerError and ClusterError."""
+        """Call `method` as `submit` does, and return the results by rank. Raises WorkerError and ClusterError."""
         return self.cluster.gather([self.submit(method, arguments, about=about)])[0]
 
     @abstractmethod
@@ -75,7 +99,7 @@ class Group(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Have every rank release what it holds, and end it."""
+        """Have every rank release its resources, and end it."""
 
     def __enter__(self) -> Self:
         return self

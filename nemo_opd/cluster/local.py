@@ -18,57 +18,55 @@ import torch
 import torch.distributed as dist
 
 from nemo_opd.cluster.base import Call, Cluster, Group
-from nemo_opd.cluster.failure import CONTINUE, Failure
-from nemo_opd.cluster.placement import Placement, Places, num_cores
-from nemo_opd.cluster.processes import Processes
-from nemo_opd.cluster.rank import Rank
+from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores
+from nemo_opd.cluster.rank import CONTINUE, Failure, Rank
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
 from nemo_opd.errors import ClusterError, WorkerError
 
-IDLE = timedelta(days=365)
+_IDLE = timedelta(days=365)
 """Longest wait of a rank for the driver's next call."""
-NOTICE = timedelta(seconds=10)
+_NOTICE = timedelta(seconds=10)
 """Longest wait of a rank that has failed for the driver to report it."""
-DEVICE, FAILURE, REPORTED = "device", "failure", "reported"
-"""Keys of a world's store: its device, empty for no world; a rank's failure; that this was reported."""
+_DEVICE, _FAILURE, _REPORTED = "device", "failure", "reported"
+"""Keys of a world's store: its device, empty for no world; a rank's failure; whether this was reported."""
 _world_numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """A call as a rank gets it."""
+class _Order:
+    """A call with the arguments of one rank."""
 
     call: Call
     arguments: tuple[Any, ...]
 
 
-class World:
+class _World:
     """This process's rank of every group, all in one torch.distributed world.
 
-    Communicates each call by a scatter from rank 0 and its results by a gather to it, over gloo.
+    Communicates each call by a scatter from rank 0 and its results by a gather to rank 0, over gloo.
     """
 
     def __init__(self, processes: Processes, store: dist.Store, device: str, timeout_s: float) -> None:
-        """Collective. timeout_s: limit of the workers' collectives."""
+        """Join the world; collective. timeout_s: limit of the workers' collectives."""
         self.processes, self.store = processes, store
         if device == "cuda":
             torch.cuda.set_device(processes.local_rank)
         else:
-            # Threads that wait for each other on busy cores cost more than they bring.
+            # More threads than cores wait for each other and cost time.
             torch.set_num_threads(max(1, num_cores() // processes.size))
         process_group.stay_on_this_machine()
         process_group.join(store, processes.rank, processes.size, device, timeout_s)
-        self._calls = dist.new_group(backend="gloo", timeout=IDLE)
+        self._calls = dist.new_group(backend="gloo", timeout=_IDLE)
         self.ranks: dict[str, Rank] = {}
-        """By group."""
+        """Ranks by group."""
 
-    def scatter(self, orders: Sequence[Order | None] | None) -> Order | None:
-        """Return this rank's order; None ends the world. orders: one for each rank; None on all but rank 0."""
+    def scatter(self, orders: Sequence[_Order | None] | None) -> _Order | None:
+        """Return this rank's order, or None at the end of the world. orders: one per rank; None on all but rank 0."""
         if self.processes.size == 1:
             assert orders is not None
             return orders[0]
-        received: list[Order | None] = [None]
+        received: list[_Order | None] = [None]
         dist.scatter_object_list(received, None if orders is None else list(orders), group=self._calls)
         return received[0]
 
@@ -80,8 +78,8 @@ class World:
         dist.gather_object(result, results, group=self._calls)
         return results or []
 
-    def execute(self, order: Order) -> Any:
-        """Carry out an order on this rank and return the result. Raises what the worker raises."""
+    def execute(self, order: _Order) -> Any:
+        """Execute an order on this rank and return the result. Raises what the worker raises."""
         group, method = order.call.group, order.call.method
         if method == "start":
             self.ranks[group] = Rank(*order.arguments)
@@ -92,7 +90,7 @@ class World:
         return self.ranks[group].call(method, order.arguments)
 
     def leave(self) -> None:
-        """Close the workers that are left, the last first, and leave the process group."""
+        """Close the remaining workers in reverse order, and leave the process group."""
         while self.ranks:
             with suppress(Exception):
                 self.ranks.popitem()[1].close()
@@ -100,20 +98,20 @@ class World:
 
 
 @cache
-def shared_store(processes: Processes) -> dist.Store:
+def _shared_store(processes: Processes) -> dist.Store:
     return dist.HashStore() if processes.size == 1 else next(iter(dist.rendezvous("env://")))[0]
 
 
-def next_store(processes: Processes) -> dist.Store:
-    """Return the store of the next world, which every process must count alike."""
-    return dist.PrefixStore(f"opd/{next(_world_numbers)}", shared_store(processes))
+def _next_store(processes: Processes) -> dist.Store:
+    """Return the store of the next world; every process must call it equally often."""
+    return dist.PrefixStore(f"opd/{next(_world_numbers)}", _shared_store(processes))
 
 
 class LocalCluster(Cluster):
-    """The processes that are there, with a rank of every group in each.
+    """The present processes, with a rank of every group in each.
 
-    The driver is in rank 0, which sends a call to the others and then runs it itself, in the thread that calls. Errors
-    of its own are raised as they are, as the cause of a WorkerError, so that a debugger finds their frames.
+    The driver runs in rank 0: it sends a call to the other ranks and then runs it itself, in the calling thread. An
+    error in rank 0 is the cause of the WorkerError that is raised, so that a debugger finds its frames.
     """
 
     def __init__(self, settings: Settings, *, device: str, placement: Placement) -> None:
@@ -121,29 +119,29 @@ class LocalCluster(Cluster):
         self.processes = Processes.started()
         assert {len(places) for places in placement.groups} == {self.processes.size}
         self.is_broken = False
-        """Whether a call has failed: other ranks may then hang in a collective."""
+        """Whether a call has failed, so that other ranks may hang in a collective."""
         self._num_threads = torch.get_num_threads()
-        # Rollouts may be sampled by a thread while another one trains.
+        # One thread may sample rollouts while another one trains.
         self._lock = threading.RLock()
-        store = next_store(self.processes)
-        store.set(DEVICE, device)
-        self._world = World(self.processes, store, device, settings.timeout_s)
+        store = _next_store(self.processes)
+        store.set(_DEVICE, device)
+        self._world = _World(self.processes, store, device, settings.timeout_s)
 
-    def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> LocalGroup:
-        return LocalGroup(self, name, worker, arguments)
+    def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> _LocalGroup:
+        return _LocalGroup(self, name, worker, arguments)
 
     def worker(self, group: str) -> Any:
-        """Return this process's worker of a group, to be looked at in a debugger, a notebook or a test."""
+        """Return this process's worker of a group, for a debugger, a notebook or a test."""
         return self._world.ranks[group].worker
 
     def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
-        return [call.results for call in calls if isinstance(call, LocalCall)]
+        return [call.results for call in calls if isinstance(call, _LocalCall)]
 
-    def run(self, call: Call, arguments: Sequence[tuple[Any, ...]]) -> LocalCall:
+    def run(self, call: Call, arguments: Sequence[tuple[Any, ...]]) -> _LocalCall:
         """Run a call on all ranks, each with its own arguments. Raises WorkerError or ClusterError."""
         with self._lock:
             try:
-                order = self._world.scatter([Order(call, own) for own in arguments])
+                order = self._world.scatter([_Order(call, own) for own in arguments])
                 assert order is not None
                 results = self._world.gather(self._world.execute(order))
             except BaseException as error:
@@ -151,18 +149,18 @@ class LocalCluster(Cluster):
                 if isinstance(error, Exception):
                     raise self._first_failure(error, call) from error
                 raise
-        return LocalCall(call.group, call.method, call.about, results)
+        return _LocalCall(call.group, call.method, call.about, results)
 
     def _first_failure(self, error: Exception, call: Call) -> ClusterError:
-        """Return the error of this rank, or of the one that broke a collective of this rank."""
+        """Return the error of this rank, or of the rank that broke its collective."""
         failure, store = Failure.of(error), self._world.store
-        if not failure.is_of_a_peer:
-            store.set(REPORTED, "")
+        if not failure.is_from_peer:
+            store.set(_REPORTED, "")
             return failure.as_error(call, 0)
-        # A rank that fails says so before its connections close.
-        if store.check([FAILURE]):
-            store.set(REPORTED, "")
-            return WorkerError(*json.loads(store.get(FAILURE)))
+        # A failing rank writes its error before its connections close.
+        if store.check([_FAILURE]):
+            store.set(_REPORTED, "")
+            return WorkerError(*json.loads(store.get(_FAILURE)))
         return ClusterError(
             f"{call.group}: the process of another rank died while {call.doing}; torchrun says below which and how; "
             f"{CONTINUE}"
@@ -178,25 +176,25 @@ class LocalCluster(Cluster):
 
 
 @dataclass(frozen=True, slots=True)
-class LocalCall(Call):
+class _LocalCall(Call):
     """A call that has returned."""
 
     results: list[Any]
-    """By rank."""
+    """Results by rank."""
 
 
-class LocalGroup(Group):
-    """A worker in each of the processes."""
+class _LocalGroup(Group):
+    """One worker in each of the processes."""
 
     cluster: LocalCluster
 
     def __init__(self, cluster: LocalCluster, name: str, worker: type, arguments: Mapping[str, Any]) -> None:
-        """Returns when every rank has built its worker. Raises WorkerError or ClusterError."""
+        """Build the worker on every rank. Raises WorkerError or ClusterError."""
         super().__init__(cluster, name, cluster.processes.size)
         self.ready = self.submit("start", [(worker, arguments)] * self.size)
 
-    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> LocalCall:
-        """Call `method` on every rank; returns when all have. Raises WorkerError or ClusterError."""
+    def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> _LocalCall:
+        """Call `method` on every rank and wait. Raises WorkerError or ClusterError."""
         return self.cluster.run(Call(self.name, method, about), [()] * self.size if arguments is None else arguments)
 
     def address(self) -> tuple[str, int]:
@@ -208,55 +206,55 @@ class LocalGroup(Group):
 
 
 def serve(timeout_s: float) -> None:
-    """Carry out rank 0's calls until it is done: the whole work of another rank of torchrun.
+    """Execute rank 0's calls until it is done: the whole work of another rank of torchrun.
 
     Exits with status 1 where this rank fails or rank 0 is gone.
     """
-    # What a person or a scheduler sends reaches all processes; rank 0 decides what becomes of the run.
+    # Signals reach all processes; rank 0 alone decides how the run ends.
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    while announced := next_world():
-        serve_world(*announced, timeout_s)
+    while announced := _next_world():
+        _serve_world(*announced, timeout_s)
 
 
-def next_world() -> tuple[dist.Store, str] | None:
-    """Wait for rank 0's next world: its store and device; None where there is none any more."""
+def _next_world() -> tuple[dist.Store, str] | None:
+    """Wait for rank 0's next world and return its store and device; None after the last."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    store = next_store(Processes.started())
-    store.wait([DEVICE], IDLE)
-    device = store.get(DEVICE).decode()
+    store = _next_store(Processes.started())
+    store.wait([_DEVICE], _IDLE)
+    device = store.get(_DEVICE).decode()
     return (store, device) if device else None
 
 
-def serve_world(store: dist.Store, device: str, timeout_s: float) -> None:
-    """Carry out rank 0's calls in one world."""
+def _serve_world(store: dist.Store, device: str, timeout_s: float) -> None:
+    """Execute rank 0's calls in one world."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    world = World(Processes.started(), store, device, timeout_s)
+    world = _World(Processes.started(), store, device, timeout_s)
     call = Call("a group", "start", "")
     try:
         while (order := world.scatter(None)) is not None:
             call = order.call
             world.gather(world.execute(order))
     except Exception as error:
-        fail(Failure.of(error), call, world)
+        _fail(Failure.of(error), call, world)
     finally:
         world.leave()
 
 
-def fail(failure: Failure, call: Call, world: World) -> NoReturn:
-    """Exit, after rank 0 has reported this rank's failure; where it cannot, it is printed here."""
+def _fail(failure: Failure, call: Call, world: _World) -> NoReturn:
+    """Exit after rank 0 has reported this rank's failure; where it cannot, print the failure here."""
     error = failure.as_error(call, world.processes.rank)
-    if not failure.is_of_a_peer:
-        world.store.set(FAILURE, json.dumps(error.args))
+    if not failure.is_from_peer:
+        world.store.set(_FAILURE, json.dumps(error.args))
         world.leave()  # which breaks the collective that rank 0 waits in
         try:
-            world.store.wait([REPORTED], NOTICE)
+            world.store.wait([_REPORTED], _NOTICE)
         except dist.DistError:
             print(error.traceback, f"error: {error}", sep="\n", file=sys.stderr)
     sys.exit(1)
 
 
 def release() -> None:
-    """Let the ranks go that wait in `serve` for another world."""
+    """End the ranks that wait in `serve` for another world."""
     if (processes := Processes.started()).size > 1:
-        next_store(processes).set(DEVICE, "")
+        _next_store(processes).set(_DEVICE, "")

@@ -1,4 +1,4 @@
-"""Which device each rank of each group is on: settled before any process starts, and carried out by a Cluster."""
+"""Device of each rank of each group, decided before any process starts; and the processes that torchrun has started."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ import psutil
 from nemo_opd.distributed.layout import Place
 
 Places = tuple[Place, ...]
-"""Of a group, by rank."""
+"""Devices of a group, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """The places of the student and of every active teacher.
 
-    Ranks go node by node. Where each group has the same number of ranks on every node, its data-parallel parts lie on
-    the nodes in one order for all groups: if tp · cp divides a group's ranks on a node, the rows that a rank of the
-    student reads were computed on its own node. Else groups lie one after another, and those rows are sent.
+    Ranks are numbered node by node. Where each group has equally many ranks on every node and tp · cp divides them,
+    the rows that a rank of the student reads were computed on its own node. Otherwise groups follow one another, and
+    rows are sent between nodes.
     """
 
     student: Places
@@ -30,26 +30,26 @@ class Placement:
 
     @classmethod
     def colocated(cls, *, num_nodes: int, ranks_per_node: int, num_teachers: int) -> Placement:
-        """All groups on all devices: rank r of each is on the same one."""
-        every = places(num_nodes, range(ranks_per_node))
+        """Put every group on all devices: rank r of each group is on the same device."""
+        every = _places(num_nodes, range(ranks_per_node))
         return cls(every, (every,) * num_teachers)
 
     @classmethod
     def separate(cls, *, num_nodes: int, student_per_node: int, teachers_per_node: Sequence[int]) -> Placement:
-        """No device has two groups. On a node the student's come first, then each teacher's."""
+        """Give each group devices of its own on every node: first the student's, then each teacher's."""
         groups, first = [], 0
         for count in (student_per_node, *teachers_per_node):
-            groups.append(places(num_nodes, range(first, first + count)))
+            groups.append(_places(num_nodes, range(first, first + count)))
             first += count
         student, *teachers = groups
         return cls(student, tuple(teachers))
 
     @classmethod
     def consecutive(cls, sizes: Sequence[int], *, together: Sequence[int], num_nodes: int) -> Placement:
-        """No device has two groups, which fill the nodes in turn; nodes differ by a device at most.
+        """Give each group devices of its own, node after node; the nodes' numbers of devices differ by at most 1.
 
-        sizes: ranks of the student and of each teacher, no fewer in all than nodes. together: how many consecutive ones
-        of each belong together; groups with most of these come first, so that those fill whole nodes.
+        sizes: ranks of the student and of each teacher, at least `num_nodes` in total. together: tp · cp of each group;
+        groups with the largest come first, so that these ranks share nodes.
         """
         each, more = divmod(sum(sizes), num_nodes)
         devices = iter([Place(node, device) for node in range(num_nodes) for device in range(each + (node < more))])
@@ -65,7 +65,7 @@ class Placement:
 
     @property
     def devices(self) -> Places:
-        """All that are used, node by node."""
+        """All devices that are used, node by node."""
         return tuple(sorted({place for group in self.groups for place in group}))
 
     @property
@@ -74,7 +74,7 @@ class Placement:
 
     @property
     def devices_per_node(self) -> int:
-        """Of the node that has most."""
+        """Number of devices on the node that has most."""
         return max(Counter(place.node for place in self.devices).values())
 
     @property
@@ -83,17 +83,33 @@ class Placement:
 
     @property
     def groups_per_device(self) -> int:
-        """Processes on the device that has most of them."""
+        """Number of processes on the device that has most."""
         return max(Counter(place for group in self.groups for place in group).values())
 
     @property
     def is_separate(self) -> bool:
-        """Whether teachers have devices of their own, and so can work while the student does."""
+        """Whether teachers have their own devices, and so can work while the student does."""
         return bool(self.teachers) and self.groups_per_device == 1
 
 
-def places(num_nodes: int, devices: range) -> Places:
+def _places(num_nodes: int, devices: range) -> Places:
     return tuple(Place(node, device) for node in range(num_nodes) for device in devices)
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """This process alone, or those of torchrun, of which rank 0 drives the run."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @classmethod
+    def started(cls) -> Processes:
+        """Read torchrun's environment variables."""
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return cls()
+        return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def num_cores() -> int:

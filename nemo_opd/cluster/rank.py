@@ -1,15 +1,23 @@
-"""The worker of a group in one process: building it, calling it, closing it."""
+"""The worker of a group in one process, and its failure as a value that travels to the driver."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from nemo_opd.cluster.activity import activity
+import torch.distributed as dist
+
+from nemo_opd.cluster.base import Call, activity
+from nemo_opd.errors import OPDError, WorkerError
 from nemo_opd.workers.memory import Task, needs_memory
 
-KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
-"""Advice where a worker does not know better itself."""
+CONTINUE = "run.resume=auto continues from the last checkpoint"
+_KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
+"""Advice where a worker has none of its own."""
+_PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
+"""Signs of a broken connection in gloo's errors, which are plain RuntimeErrors."""
 
 
 class Rank:
@@ -17,13 +25,43 @@ class Rank:
 
     def __init__(self, worker: type, arguments: Mapping[str, Any]) -> None:
         """Build the worker. Raises what it raises, and ClusterError where memory runs out."""
-        with needs_memory(Task(activity("start"), KNOBS)):
+        with needs_memory(Task(activity("start"), _KNOBS)):
             self.worker: Any = worker(**arguments)
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of the worker. Raises what it raises, and ClusterError where memory runs out."""
-        with needs_memory(Task(activity(method), KNOBS)):
+        with needs_memory(Task(activity(method), _KNOBS)):
             return getattr(self.worker, method)(*arguments)
 
     def close(self) -> None:
         self.worker.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A worker's exception as a value, which the driver raises while other ranks still wait for this one."""
+
+    error: str
+    traceback: str
+    """Empty for an OPDError, whose message is enough."""
+    is_from_peer: bool = False
+    """Whether a collective broke, most likely because another rank died or failed."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        """Describe an exception that is being handled."""
+        is_own = isinstance(error, OPDError)
+        is_from_peer = isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER)
+        )
+        text = "" if is_own else traceback.format_exc()
+        return cls(f"{type(error).__name__}: {error}", text, is_from_peer and not is_own)
+
+    def as_error(self, call: Call, rank: int) -> WorkerError:
+        """Return the error that the driver raises for this rank; a PeerError if another rank is the likely cause."""
+        kind = PeerError if self.is_from_peer else WorkerError
+        return kind(call.group, rank, f"{self.error} (while {call.doing})", self.traceback)
+
+
+class PeerError(WorkerError):
+    """A rank that failed because another one did."""

@@ -1,4 +1,4 @@
-"""Which tensors hold NaN or infinity, found alike on every rank."""
+"""Search for NaN and infinity in tensors, with the same result on every rank."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from nemo_opd.distributed.shards import local, num_copies
 
 @dataclass(frozen=True, slots=True)
 class NotFinite:
-    """The first of some tensors with values that are not finite."""
+    """The first tensor with values that are not finite."""
 
     name: str
     count: int
-    """Values of it that are NaN or infinite."""
+    """Number of values that are NaN or infinite."""
     size: int
-    """All its values."""
+    """Number of all values."""
     others: int
-    """Further tensors with such values."""
+    """Number of further tensors with such values."""
 
     def __str__(self) -> str:
         plural = "s" if self.others > 1 else ""
@@ -32,11 +32,11 @@ class NotFinite:
 def find_not_finite(
     tensors: Mapping[str, Tensor], *, device: str | torch.device, dtype: torch.dtype | None = None
 ) -> NotFinite | None:
-    """Find the first floating-point tensor in which a value is NaN or infinite; None where all are finite.
+    """Return the first floating-point tensor with a value that is NaN or infinite; None where all are finite.
 
-    Reads each shard once and copies none. device: that of the process group's collectives. dtype: as the values are
-    when they are rounded to it. Every rank must give the same names in the same order, with its own shards.
-    Communicates one all-reduce over all ranks, and another one where something is found.
+    Reads each shard once, without copies. device: for the collectives. dtype: rounds the values first. Every rank
+    passes the same names in the same order, with its own shards. Communicates one all-reduce over all ranks, and
+    another one where something is found.
     """
     is_wrong = _flags(tensors, dtype).to(device)
     dist.all_reduce(is_wrong)
@@ -50,7 +50,7 @@ def find_not_finite(
 
 @torch.no_grad()
 def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> NotFinite | None:
-    """Find the first among whole tensors, in this process alone."""
+    """Return the same for whole tensors, without communication."""
     if not (wrong := _names(tensors, _flags(tensors, dtype))):
         return None
     first = tensors[wrong[0]]
@@ -58,13 +58,13 @@ def find_not_finite_here(tensors: Mapping[str, Tensor], *, dtype: torch.dtype | 
 
 
 def _flags(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Flag tensors of which this rank has a value that is not finite: fp32 [tensors]."""
+    """Return fp32 [tensors], 1 where this rank has a value that is not finite."""
     flags = [_is_wrong(local(value), dtype) for value in tensors.values()]
     return torch.stack([flag.to(flags[0].device) for flag in flags]).float()
 
 
 def _is_wrong(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Look at the extremes, which are NaN where a value is; rounding keeps their order."""
+    """Test the extremes, which are NaN where a value is; rounding keeps their order."""
     if not shard.is_floating_point() or not shard.numel():
         return torch.zeros((), dtype=torch.bool, device=shard.device)
     if shard.itemsize == 1:  # aminmax knows no float8
@@ -73,7 +73,7 @@ def _is_wrong(shard: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _names(tensors: Mapping[str, Tensor], is_wrong: Tensor) -> list[str]:
-    """Waits for the device."""
+    """Return the names of the flagged tensors; waits for the device."""
     return [name for name, wrong in zip(tensors, is_wrong.tolist(), strict=True) if wrong]
 
 

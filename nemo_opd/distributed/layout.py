@@ -1,4 +1,4 @@
-"""Layout of the ranks of a student or a teacher, and their places."""
+"""The arrangement of a model's ranks, and the device of each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_opd.errors import ConfigError
 class Layout:
     """Data parallel × context parallel × tensor parallel.
 
-    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are neighbours, and share a node first.
+    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are consecutive, to share a node.
     """
 
     dp: int
@@ -24,7 +24,7 @@ class Layout:
 
     @staticmethod
     def of(num_ranks: int, cp: int, tp: int) -> Layout:
-        """Data parallel is what is left of the ranks, which cp · tp divides."""
+        """Return the layout of `num_ranks` ranks, which cp · tp divides."""
         return Layout(num_ranks // (cp * tp), cp, tp)
 
     @property
@@ -49,9 +49,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Place:
-    """One device of a run; on CPU, room for a process of every group that is there."""
+    """One device of a run; on CPU, room for one process of each group at this place."""
 
     node: int
-    """0 … nodes − 1, in the order of ranks."""
+    """Index of the node, in the order of ranks."""
     device: int
-    """On its node."""
+    """Index of the device on its node."""

@@ -4,14 +4,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nemo_opd.distributed.layout import Layout
 
-FSDP_AXIS = "fsdp"
-"""Data parallel and context parallel as one: parameters are sharded over it, and gradients are averaged."""
+_FSDP_AXIS = "fsdp"
+"""Data-parallel and context-parallel axes joined: parameters are sharded and gradients averaged over it."""
 
 
 def build_mesh(layout: Layout, device: str) -> DeviceMesh:
-    """Build the mesh of all ranks: `dp` alone where neither context nor tensor is parallel, else `dp`, `cp`, `tp`.
+    """Return a mesh of all ranks of the group with axis `dp`, or axes `dp`, `cp`, `tp` where cp or tp is above 1.
 
-    device: "cpu" or "cuda". Collective: it makes process groups.
+    device: "cpu" or "cuda". Collective: creates process groups.
     """
     if layout.cp == layout.tp == 1:
         return init_device_mesh(device, (layout.dp,), mesh_dim_names=("dp",))
@@ -19,20 +19,20 @@ def build_mesh(layout: Layout, device: str) -> DeviceMesh:
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the axis that FSDP2 shards over; a loss that is summed over ranks is multiplied by its size.
+    """Return the one-dimensional mesh that FSDP2 shards over; a loss that is summed over ranks is scaled by its size.
 
-    Collective at its first call for a mesh, when it makes a process group; later ones give the same.
+    Collective at the first call for a mesh, which creates a process group; later calls return the same mesh.
     """
-    return mesh if mesh.ndim == 1 else mesh["dp", "cp"]._flatten(FSDP_AXIS)
+    return mesh if mesh.ndim == 1 else mesh["dp", "cp"]._flatten(_FSDP_AXIS)
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the axis of ranks that share matrices; None where each has its own."""
+    """Return the ranks that share matrices; None where each has whole ones."""
     return _axis(mesh, "tp")
 
 
 def context_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the axis of ranks that share positions; None where each has all of a sequence."""
+    """Return the ranks that share sequences; None where each has whole ones."""
     return _axis(mesh, "cp")
 
 

@@ -10,8 +10,8 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Rank 0's side of the rendezvous, on `host` alone; the system picks the port, so two groups never collide."""
-    # TCPStore itself would listen at all of the machine's addresses, whatever its host.
+    """Open rank 0's store on `host` alone, at a port that the system picks, so that groups never collide."""
+    # TCPStore would listen on all of the machine's addresses, whatever its host.
     listener = socket.create_server((host, 0), backlog=socket.SOMAXCONN)
     port = listener.getsockname()[1]
     return dist.TCPStore(
@@ -29,14 +29,14 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: float) -> None:
-    """Enter the group's world; every rank must call it."""
+    """Join the group's world; every rank must call it."""
     dist.init_process_group(
         BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
 
 
 def stay_on_this_machine() -> None:
-    """Make this process's groups use loopback, and not the address that others can reach."""
+    """Make this process's groups use the loopback interface, which other machines cannot reach."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
 
@@ -50,7 +50,7 @@ def reachable_host() -> str:
     """Return an address of this machine that the group's other ranks can connect to."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            # Connecting a datagram socket sends nothing; it only asks the routing table.
+            # Connecting a datagram socket sends nothing; it only reads the routing table.
             probe.connect(("10.255.255.255", 1))
         except OSError:
             return "127.0.0.1"

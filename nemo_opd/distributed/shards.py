@@ -1,4 +1,4 @@
-"""This rank's part of a tensor."""
+"""This rank's shard of a tensor."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -6,12 +6,12 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard, through which gradients flow; a plain tensor itself."""
+    """Return this rank's shard, through which gradients flow; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def num_copies(tensor: Tensor) -> int:
-    """Ranks that have the same shard; all of them have a plain tensor."""
+    """Return the number of ranks that have the same shard; of a plain tensor all ranks."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(tensor, DTensor):
         return world

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from nemo_opd.cluster.processes import Processes
+from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.load import S, run_settings_with_hydra
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import without_secrets

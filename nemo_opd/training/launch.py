@@ -7,8 +7,7 @@ from contextlib import contextmanager
 
 from nemo_opd.cluster.base import Cluster
 from nemo_opd.cluster.local import LocalCluster, release, serve
-from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.processes import Processes
+from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.plan import Plan

@@ -5,8 +5,7 @@ from math import lcm
 
 import torch
 
-from nemo_opd.cluster.placement import Placement, num_cores
-from nemo_opd.cluster.processes import Processes
+from nemo_opd.cluster.placement import Placement, Processes, num_cores
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout

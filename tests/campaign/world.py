@@ -3,7 +3,7 @@
 import traceback
 from pathlib import Path
 
-from nemo_opd.cluster.processes import Processes
+from nemo_opd.cluster.placement import Processes
 from tests.campaign.cases import Case
 from tests.workers.local import Trained, Training, in_world, train
 

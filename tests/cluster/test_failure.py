@@ -1,9 +1,9 @@
-"""Errors of a worker as they travel: which of them are another rank's doing."""
+"""Errors of a worker as they travel: which of them another rank has caused."""
 
 import pytest
 import torch.distributed as dist
 
-from nemo_opd.cluster.failure import Failure
+from nemo_opd.cluster.rank import Failure
 from nemo_opd.errors import HandoffError
 
 
@@ -22,14 +22,14 @@ def caught(error: Exception) -> Failure:
         dist.DistStoreError("wait timeout after 1000ms"),
     ],
 )
-def test_a_broken_collective_is_of_a_peer(error: Exception) -> None:
-    assert caught(error).is_of_a_peer
+def test_a_broken_collective_is_from_a_peer(error: Exception) -> None:
+    assert caught(error).is_from_peer
 
 
 @pytest.mark.parametrize("error", [KeyError("no such thing"), RuntimeError("shapes"), HandoffError("reset by peer")])
 def test_other_errors_are_a_ranks_own(error: Exception) -> None:
     failure = caught(error)
 
-    assert not failure.is_of_a_peer
+    assert not failure.is_from_peer
     assert failure.error == f"{type(error).__name__}: {error}"
     assert ("in caught" in failure.traceback) is not isinstance(error, HandoffError), "an error of our own is one line"

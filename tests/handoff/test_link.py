@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from nemo_opd.cluster.failure import Failure
+from nemo_opd.cluster.rank import Failure
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.handle import Handle, Message
@@ -123,4 +123,4 @@ def test_a_dead_teacher_is_noticed_at_once(both: tuple[StudentLinks, SharedMemor
         links.receive([(), [lost]])
     assert time.monotonic() - begin < DONE_S
     assert not isinstance(caught.value, HandoffError)
-    assert Failure.of(caught.value).is_of_a_peer
+    assert Failure.of(caught.value).is_from_peer

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from nemo_opd.cluster.base import Group
 from nemo_opd.cluster.local import LocalCluster, release, serve
-from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.processes import Processes
+from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.data.loader import TrainLoader
 from nemo_opd.distributed.process_group import serve_store

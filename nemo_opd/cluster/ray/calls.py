@@ -1,5 +1,6 @@
 """Calls to ranks, and the wait for them: which rank failed, in what, and why."""
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,16 +9,16 @@ from typing import Any
 import ray
 
 from nemo_opd.cluster.base import Call
-from nemo_opd.cluster.failure import Failure, PeerError
-from nemo_opd.cluster.ray.death import obituary
-from nemo_opd.cluster.ray.progress import Watch
+from nemo_opd.cluster.rank import CONTINUE, Failure, PeerError
+from nemo_opd.cluster.ray.progress import ProgressMonitor
 from nemo_opd.cluster.ray.services import Services
 from nemo_opd.errors import ClusterError, WorkerError
 
-CHECK_S = 1.0
-"""Seconds between two looks at whether Ray itself is still there."""
-CAUSE_S = 5.0
-"""Seconds for the rank that broke a collective to be found out, after another one has noticed."""
+_CHECK_S = 1.0
+"""Seconds between two checks that Ray itself is alive."""
+_CAUSE_S = 5.0
+"""Seconds to wait for the rank that broke a collective, after another one has reported it."""
+_MEMORY = "host memory may have run out: lower train.micro_batch_size or train.max_length, or use more nodes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,82 +26,85 @@ class RayCall(Call):
     """A call on the actors of a group."""
 
     references: list[Any]
-    """Ray's, by rank."""
+    """Ray's object references, by rank."""
 
 
 def gather(
-    calls: Sequence[Call], timeout_s: float, services: Services | None = None, watches: Sequence[Watch] = ()
+    calls: Sequence[Call], timeout_s: float, services: Services | None = None, monitors: Sequence[ProgressMonitor] = ()
 ) -> list[list[Any]]:
-    """The results of several calls, by call and rank. watches: looked at now and then while nothing returns.
+    """Return the results of several calls, by call and rank. monitors: updated while nothing returns.
 
     Raises WorkerError for the first rank that fails, although others may then wait for it in a collective, and
-    ClusterError for a process that died, for Ray that did, or when nothing finishes for `timeout_s`.
+    ClusterError when a process or Ray has died, or when nothing finishes for `timeout_s`.
     """
-    waiting = Waiting(calls, services or Services(), watches)
+    waiting = _Waiting(calls, services or Services(), monitors)
     try:
         while waiting.references:
             waiting.next(timeout_s)
     finally:
-        for watch in watches:
-            watch.clear()
-    return [[waiting.results[reference] for reference in references(call)] for call in calls]
+        for monitor in monitors:
+            monitor.clear()
+    return [[waiting.results[reference] for reference in _references(call)] for call in calls]
 
 
-def references(call: Call) -> list[Any]:
+def _references(call: Call) -> list[Any]:
     assert isinstance(call, RayCall)
     return call.references
 
 
-class Waiting:
-    """Calls of which some have not returned."""
+class _Waiting:
+    """Calls that have not all returned, and the results so far."""
 
-    def __init__(self, calls: Sequence[Call], services: Services, watches: Sequence[Watch]) -> None:
-        self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(references(call))}
-        self._services, self._watches = services, watches
+    def __init__(self, calls: Sequence[Call], services: Services, monitors: Sequence[ProgressMonitor]) -> None:
+        self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(_references(call))}
+        self._services, self._monitors = services, monitors
         self.references = list(self._owner)
         self.results: dict[Any, Any] = {}
 
     def next(self, timeout_s: float) -> None:
-        """Take in the next result. Raises what `gather` does."""
+        """Store the next result. Raises what `gather` does."""
         reference = self._next_done(timeout_s)
         if reference is None:
             raise ClusterError(self._overdue(timeout_s))
         try:
-            self.results[reference] = outcome(reference, *self._owner[reference])
+            self.results[reference] = _outcome(reference, *self._owner[reference])
         except PeerError as error:
             self._raise_cause(error)
-        except UnreachableError:
+        except _UnreachableError:
             self._wait_for_services_to_end()
             raise
 
     def _next_done(self, timeout_s: float) -> Any:
-        """A reference that is no longer waited for; None where none came in time."""
+        """Remove and return the next finished reference; None where none finishes in time."""
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
-            done, self.references = ray.wait(self.references, num_returns=1, timeout=min(CHECK_S, left_s))
+            done, self.references = ray.wait(self.references, num_returns=1, timeout=min(_CHECK_S, left_s))
             if done:
                 return done[0]
             self._services.require_alive()
-            for watch in self._watches:
-                watch.look()
+            for monitor in self._monitors:
+                monitor.look()
         return None
 
     def _raise_cause(self, noticed: PeerError) -> None:
-        """Others may say why a collective broke: a rank that died is known to Ray a moment later than to its peers."""
-        deadline = time.monotonic() + CAUSE_S
+        """Raise the error of the rank that broke a collective, else `noticed`.
+
+        Ray learns of a rank's death a moment later than the rank's peers do.
+        """
+        deadline = time.monotonic() + _CAUSE_S
         while self.references and (left_s := deadline - time.monotonic()) > 0:
             reference = self._next_done(left_s)
             if reference is None:
                 break
             try:
-                outcome(reference, *self._owner[reference])
+                _outcome(reference, *self._owner[reference])
             except PeerError:
                 continue
         raise WorkerError(noticed.group, noticed.rank, noticed.error, noticed.traceback)
 
     def _wait_for_services_to_end(self) -> None:
-        """Raises ClusterError if they do: ranks cannot be reached a moment before Ray has gone."""
-        deadline = time.monotonic() + CAUSE_S
+        """Raise ClusterError if Ray ends within CAUSE_S: ranks become unreachable a moment before Ray has ended."""
+        deadline = time.monotonic() + _CAUSE_S
         while time.monotonic() < deadline:
             self._services.require_alive()
             time.sleep(0.1)
@@ -115,19 +119,36 @@ class Waiting:
         )
 
 
-class UnreachableError(ClusterError):
-    """A rank of which Ray does not know whether it is still there."""
+class _UnreachableError(ClusterError):
+    """A rank whose process may or may not be alive."""
 
 
-def outcome(reference: Any, call: Call, rank: int) -> Any:
+def _outcome(reference: Any, call: Call, rank: int) -> Any:
+    """Return the result of a finished call. Raises WorkerError and ClusterError."""
     try:
         result = ray.get(reference)
     except ray.exceptions.RayTaskError as error:
-        told = str(error.cause).strip().partition("\n")[0]
-        raise WorkerError(call.group, rank, f"{told} (while {call.doing})", str(error)) from error
+        cause = str(error.cause).strip().partition("\n")[0]
+        raise WorkerError(call.group, rank, f"{cause} (while {call.doing})", str(error)) from error
     except ray.exceptions.RayError as error:
-        kind = UnreachableError if isinstance(error, ray.exceptions.ActorUnavailableError) else ClusterError
-        raise kind(f"{call.group} rank {rank} died while {call.doing} {obituary(error)}") from error
+        kind = _UnreachableError if isinstance(error, ray.exceptions.ActorUnavailableError) else ClusterError
+        raise kind(f"{call.group} rank {rank} died while {call.doing} {death_message(error)}") from error
     if isinstance(result, Failure):
         raise result.as_error(call, rank)
     return result
+
+
+def death_message(error: Exception) -> str:
+    """Return why a rank's process has ended, in parentheses, and what to do."""
+    text = " ".join(str(error).split())
+    address = re.search(r"\bip: ([0-9a-f.:]+)", text)
+    where = f" on {address[1]}" if address else ""
+    if "node has died" in text:
+        return f"(its Ray node{where} is gone); start the node again, or lower cluster.num_nodes; {CONTINUE}"
+    if isinstance(error, ray.exceptions.OutOfMemoryError) or "low on memory" in text:
+        return f"(Ray ended its process{where}, as the memory of the node was nearly full); {_MEMORY}; {CONTINUE}"
+    if "process has died" in text:
+        return f"(its process{where} was killed or crashed); {_MEMORY}; {CONTINUE}"
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return f"(its process{where} cannot be reached any more); {CONTINUE}"
+    return f"({text.partition('. ')[0].rstrip('.')}); {CONTINUE}"

@@ -12,7 +12,7 @@ from nemo_opd.cluster.placement import Placement, Places, num_cores
 from nemo_opd.cluster.ray.calls import RayCall, gather
 from nemo_opd.cluster.ray.nodes import choose_nodes, reserve
 from nemo_opd.cluster.ray.privacy import LOOPBACK
-from nemo_opd.cluster.ray.progress import ANSWER_S, Store, Watch
+from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressMonitor, Store
 from nemo_opd.cluster.ray.rank_actor import RankActor
 from nemo_opd.cluster.ray.session import RaySession
 from nemo_opd.config.cluster import Cluster as Settings
@@ -20,43 +20,43 @@ from nemo_opd.distributed.layout import Place
 from nemo_opd.distributed.process_group import connect_store
 from nemo_opd.errors import ClusterError
 
-RESERVE_S = 120.0
-"""Longest wait for devices that others may still be giving back."""
+_RESERVE_S = 120.0
+"""Longest wait for devices that other runs may still be releasing."""
 LEAVE_S = 10.0
-"""Seconds a rank may take to leave; one that hangs in a collective never does."""
+"""Longest wait for ranks to leave; one that hangs in a collective never does."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reservation:
-    """What an actor needs to be started on one of the reserved devices."""
+class _Reservation:
+    """A placement group, and each actor's share of a device in it."""
 
     placement_group: Any
     gpus_per_actor: float
-    """Actors that share a device each take an equal share of it."""
+    """Equal share of a device for each of its actors."""
 
     def options(self, bundle: int) -> dict[str, Any]:
-        """Return Ray's options of an actor on the device of this bundle."""
+        """Return Ray's options for an actor on the device of this bundle."""
         strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
         return {"num_cpus": 1, "num_gpus": self.gpus_per_actor, "scheduling_strategy": strategy}
 
 
 class RayCluster(Cluster):
-    """The devices of a placement: a bundle for each, with room for an actor of every group that is there."""
+    """The devices of a placement: a bundle for each, with room for an actor of each of its groups."""
 
     def __init__(self, settings: Settings, *, device: str, placement: Placement) -> None:
-        """Raises ClusterError where the resources are not there within `cluster.timeout_s`."""
+        """Start or join Ray and reserve the devices. Raises ClusterError where they are not free in time."""
         self.device = device
         self.placement = placement
         self.timeout_s = settings.timeout_s
         per_node = -(-placement.num_processes // placement.num_nodes)
-        # Threads that wait for each other on busy cores cost more than they bring.
+        # More threads than cores wait for each other and cost time.
         self.threads = max(1, num_cores() // per_node) if device == "cpu" else 1
         self.host = LOOPBACK if placement.num_nodes == 1 else None
-        """Where the ranks of a group meet; None: at the address of a node, which others can reach."""
-        self.watches: list[Watch] = []
+        """Host of the groups' stores; None: the address of a node, which the other nodes can reach."""
+        self.monitors: list[ProgressMonitor] = []
         """Progress of each group, for the display."""
         self.is_broken = False
-        """Whether a call has failed: ranks may then hang in a collective, and whoever asks them to leave waits too."""
+        """Whether a call has failed, so that ranks may hang in a collective and never answer a request to leave."""
         self.session = RaySession(settings.address, num_cpus=placement.num_processes)
         self.services = self.session.services
         try:
@@ -65,13 +65,13 @@ class RayCluster(Cluster):
             self.close()
             raise
 
-    def _reserve(self) -> Reservation:
-        """Reserve one placement group; with several nodes, each bundle on the node that its place says."""
+    def _reserve(self) -> _Reservation:
+        """Reserve one placement group; with several nodes, each bundle on the node of its place."""
         per_device = self.placement.groups_per_device
         bundle: dict[str, float] = {"CPU": per_device}
         if self.device == "cuda":
             bundle["GPU"] = 1
-        timeout_s = min(self.timeout_s, RESERVE_S)
+        timeout_s = min(self.timeout_s, _RESERVE_S)
         nodes = None
         if self.placement.num_nodes > 1:
             per_node = {name: count * self.placement.devices_per_node for name, count in bundle.items()}
@@ -83,10 +83,10 @@ class RayCluster(Cluster):
                 f"{len(self.placement.devices)} ranks of {bundle} are not free on this cluster, which has "
                 f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
             )
-        return Reservation(reserved, int(10_000 / per_device) / 10_000 if self.device == "cuda" else 0.0)
+        return _Reservation(reserved, int(10_000 / per_device) / 10_000 if self.device == "cuda" else 0.0)
 
     def options(self, place: Place) -> dict[str, Any]:
-        """Return Ray's options of an actor at this place."""
+        """Return Ray's options for an actor at this place."""
         return self._reserved.options(self.placement.devices.index(place))
 
     def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> "RayGroup":
@@ -94,7 +94,7 @@ class RayCluster(Cluster):
 
     def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
         try:
-            return gather(calls, self.timeout_s, self.services, self.watches)
+            return gather(calls, self.timeout_s, self.services, self.monitors)
         except BaseException:
             self.is_broken = True
             raise
@@ -111,12 +111,12 @@ class RayGroup(Group):
     def __init__(
         self, cluster: RayCluster, name: str, worker: type, arguments: Mapping[str, Any], places: Places
     ) -> None:
-        """Starts the processes, rank r at `places[r]` of the cluster's placement; `ready` says when they stand."""
+        """Start the processes, rank r at `places[r]`; `ready` returns when they have built their workers."""
         super().__init__(cluster, name, len(places))
         self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
-        self._watch = Watch(name, self._store)
-        cluster.watches.append(self._watch)
+        self._monitor = ProgressMonitor(name, self._store)
+        cluster.monitors.append(self._monitor)
         shared = ray.put(dict(arguments))
         self.ready = RayCall(
             name, "start", "", [actor.create.remote(self._address, worker, shared) for actor in self.actors]
@@ -133,12 +133,12 @@ class RayGroup(Group):
         return RayCall(self.name, method, about, [actor.call.remote(method, own) for actor, own in calls])
 
     def address(self) -> tuple[str, int]:
-        """Return the store's host and port; it is served by rank 0 as long as that lives."""
+        """Return host and port of the store, which rank 0 serves while it is alive."""
         host, port = ray.get(self._address)
         return host, port
 
     def _store(self) -> Store | None:
-        """Connect to that store; None while there is none."""
+        """Connect to the store; None while there is none."""
         is_there, _ = ray.wait([self._address], timeout=0)
         return connect_store(*self.address(), ANSWER_S) if is_there else None
 
@@ -148,10 +148,10 @@ class RayGroup(Group):
         return found
 
     def close(self) -> None:
-        """End the processes; let them release what they hold first, unless some may be waiting for each other."""
-        self._watch.close()
+        """End the processes, after they have released their resources unless some may wait for each other."""
+        self._monitor.close()
         if not self.cluster.services.are_alive:
-            return  # Workers end with Ray, and calls would wait for it.
+            return  # workers end with Ray, and calls would wait for it
         try:
             if not self.cluster.is_broken:
                 left = [actor.leave.remote() for actor in self.actors]

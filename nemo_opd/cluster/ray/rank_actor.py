@@ -5,17 +5,18 @@ from typing import Any
 import ray
 import torch
 
-from nemo_opd.cluster.failure import Failure
-from nemo_opd.cluster.rank import Rank
-from nemo_opd.cluster.ray.progress import ANSWER_S, Teller
+from nemo_opd.cluster.rank import Failure, Rank
+from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressReporter
 from nemo_opd.distributed import process_group
 
 
 class RankActor:
+    """Ray actor of one rank."""
+
     def __init__(
         self, rank: int, world_size: int, device: str, threads: int, timeout_s: float, host: str | None
     ) -> None:
-        """host: of this machine, where all ranks of the group are on it; None: they are on several."""
+        """host: address of the store where all ranks are on this machine; None where they are on several."""
         torch.set_num_threads(threads)
         if host is not None:
             process_group.stay_on_this_machine()
@@ -25,20 +26,20 @@ class RankActor:
         self.timeout_s = timeout_s
         self.host = host
         self.store: torch.distributed.TCPStore | None = None
-        self.teller: Teller | None = None
+        self.reporter: ProgressReporter | None = None
         self.rank: Rank | None = None
 
     def serve(self) -> tuple[str, int]:
-        """Rank 0 only: host and port where the group meets."""
+        """Serve the group's store, on rank 0 only, and return its host and port."""
         host = self.host or process_group.reachable_host()
         self.store = process_group.serve_store(host, self.timeout_s)
         return host, self.store.port
 
     def create(self, address: tuple[str, int], worker: type, arguments: dict[str, Any]) -> Failure | None:
-        """Join the world and build the worker in it."""
+        """Join the world and build the worker; return what went wrong, if anything did."""
         try:
             if self.index == 0:
-                self.teller = Teller(lambda: process_group.connect_store(*address, ANSWER_S))
+                self.reporter = ProgressReporter(lambda: process_group.connect_store(*address, ANSWER_S))
             store = self.store or process_group.connect_store(*address, self.timeout_s)
             process_group.join(store, self.index, self.world_size, self.device, self.timeout_s)
             self.rank = Rank(worker, arguments)
@@ -55,13 +56,13 @@ class RankActor:
             return Failure.of(error)
 
     def whereabouts(self) -> tuple[str, tuple[str, ...]]:
-        """Ray's id of the node, and its names of the GPUs that this rank was given."""
+        """Return Ray's id of the node, and the names of this rank's GPUs."""
         context = ray.get_runtime_context()
         return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
 
     def leave(self) -> None:
-        if self.teller is not None:
-            self.teller.close()
+        if self.reporter is not None:
+            self.reporter.close()
         if self.rank is not None:
             self.rank.close()
             self.rank = None

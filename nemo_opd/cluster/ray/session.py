@@ -11,28 +11,30 @@ import ray
 from ray.exceptions import AuthenticationError, RayError
 
 from nemo_opd.cluster.ray.privacy import LOOPBACK, forget, private_start, require_token
-from nemo_opd.cluster.ray.services import Services, end, in_a_session_of_their_own, of_sessions
+from nemo_opd.cluster.ray.services import Services, end, in_new_session, processes_of_sessions
 from nemo_opd.cluster.ray.session_folder import SessionFolder
 from nemo_opd.errors import ClusterError
 
-OBJECT_STORE_BYTES = 200 * 2**20
-"""Of a local cluster: ids, masks and handles of a few batches."""
-QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-SYSTEM = {
-    # An actor with an environment of its own gets a process of its own; those started ahead would only idle.
+_OBJECT_STORE_BYTES = 200 * 2**20
+"""Size of a local cluster's object store: ids, masks and handles of a few batches."""
+_QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+_SYSTEM = {
+    # Each actor gets a new process, so prestarted ones would only idle.
     "prestart_worker_first_driver": False,
-    # Ray lowers the priority of workers in favour of its own processes, and so of whatever else runs on the machine.
+    # By default Ray gives workers a lower priority than all other processes of the machine.
     "worker_niceness": 0,
-    # No record of each call, which a dashboard would show: there is none, and Ray's store would grow for a whole run.
+    # Records of calls are for a dashboard, which does not run, and would grow over the whole run.
     "task_events_report_interval_ms": 0,
 }
 STARTS = 2
-"""Tries to start a local cluster: Ray itself waits for half a minute, which is too short on a very busy machine."""
+"""Attempts to start a local cluster: Ray waits for half a minute, which is too short on a very busy machine."""
 
 
 def probe(address: str) -> None:
-    """Raise OSError at once where nothing listens at `host:port`, and where a cluster does but does not accept this
-    process's token, AuthenticationError: Ray itself would try for long. RayError for what is no Ray cluster.
+    """Check a cluster's address, for which `ray.init` would retry for long.
+
+    Raises OSError where nothing listens at `host:port`, AuthenticationError where the cluster refuses this process's
+    token, and RayError where it is not a Ray cluster.
     """
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if port.isdigit():
@@ -42,10 +44,10 @@ def probe(address: str) -> None:
 
 
 @contextmanager
-def own_signal_handlers() -> Iterator[None]:
-    """Put back on leaving what Ray replaces: its handler of SIGTERM would end the process at once.
+def _keep_signal_handlers() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which Ray replaces by one that ends the process at once.
 
-    Raises KeyboardInterrupt for a signal that has come meanwhile.
+    Raises KeyboardInterrupt for a signal that arrives inside.
     """
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -57,10 +59,10 @@ def own_signal_handlers() -> Iterator[None]:
 
 
 class RaySession:
-    """This process's connection to Ray, and Ray's own processes where it has started them."""
+    """This process's connection to Ray, and Ray's own processes where this process has started them."""
 
     def __init__(self, address: str | None, *, num_cpus: int) -> None:
-        """address: of a running cluster; None: one is started here for `num_cpus` workers.
+        """Join the cluster at `address`, or start one on this machine for `num_cpus` workers where it is None.
 
         Raises ClusterError where Ray does not start, or does not answer.
         """
@@ -68,7 +70,7 @@ class RaySession:
         self._is_connected = False
         self._folder: SessionFolder | None = None
         self._sessions: set[int] = set()
-        """Session ids of Ray's processes, by which those are found that a killed one has just started."""
+        """Session ids of Ray's processes, which also find processes that a killed one has just started."""
         try:
             if address:
                 self._join(address)
@@ -82,8 +84,8 @@ class RaySession:
         try:
             probe(address)
             self._is_connected = True
-            with own_signal_handlers():
-                ray.init(address=address, **QUIET)
+            with _keep_signal_handlers():
+                ray.init(address=address, **_QUIET)
         except AuthenticationError as error:
             raise ClusterError(
                 f"cluster.address={address}: the cluster asks for a token that this process does not have; set "
@@ -104,7 +106,7 @@ class RaySession:
                 return
             except ClusterError:
                 raise
-            except Exception as error:  # Ray raises nothing more special
+            except Exception as error:  # Ray raises plain Exceptions
                 self.close()
                 if start == STARTS:
                     raise ClusterError(
@@ -116,23 +118,23 @@ class RaySession:
     def _start_once(self, num_cpus: int) -> None:
         self._folder = SessionFolder()
         self._is_connected = True
-        with own_signal_handlers(), private_start(), in_a_session_of_their_own():
+        with _keep_signal_handlers(), private_start(), in_new_session():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _node_ip_address=LOOPBACK,
                 _temp_dir=str(self._folder.for_ray),
-                _system_config=SYSTEM,
-                **QUIET,
+                _system_config=_SYSTEM,
+                **_QUIET,
             )
         started = self._folder.processes()
         self._sessions |= {process.pid for process in started}
         self.services = Services.among(started)
 
     def close(self) -> None:
-        """Disconnect, with which actors and placement groups end, and end a cluster that was started here."""
+        """Disconnect, which ends actors and placement groups, and end a cluster that was started here."""
         started = self._folder.processes() if self._folder else []
         self._sessions |= {process.pid for process in started}
         try:
@@ -141,6 +143,6 @@ class RaySession:
                 forget()
         finally:
             end(started)
-            end(of_sessions(self._sessions))
+            end(processes_of_sessions(self._sessions))
             if self._folder:
                 self._folder.close()

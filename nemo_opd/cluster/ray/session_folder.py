@@ -1,4 +1,4 @@
-"""The folder of a local Ray session: its sockets and logs, which nobody needs after the run."""
+"""The folder of a local Ray session, with its sockets and logs; not needed after the run."""
 
 import fcntl
 import shutil
@@ -11,11 +11,11 @@ import psutil
 
 from nemo_opd.errors import ClusterError
 
-PREFIX = "opd_"
+_PREFIX = "opd_"
 LOCK = "owner.lock"
-FOR_RAY = "ray"
-PUT_BACK_S = 60.0
-"""Age from which nobody works on a folder that was made again."""
+_FOR_RAY = "ray"
+_PUT_BACK_S = 60.0
+"""Age from which a folder that was created again is no longer in use."""
 
 
 class SessionFolder:
@@ -25,13 +25,13 @@ class SessionFolder:
     """
 
     def __init__(self, root: Path = Path("/tmp")) -> None:
-        """Under /tmp and not `$TMPDIR`, because the paths of sockets are limited to 107 bytes.
+        """Create the folder, in /tmp and not `$TMPDIR`: paths of sockets are limited to 107 bytes.
 
-        Raises ClusterError where it cannot be made.
+        Raises ClusterError where it cannot be created.
         """
         remove_abandoned(root)
         try:
-            self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
         except OSError as error:
             raise ClusterError(
                 f"Ray needs a folder for its sockets under {root}, which cannot be made ({error.strerror}); make it "
@@ -40,16 +40,16 @@ class SessionFolder:
         unnamed = self.path / f"{LOCK}.new"
         self._lock = unnamed.open("w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        # Under its own name only once it is locked: others take a lock that is free for one whose owner is gone.
+        # Renamed only once it is locked: other runs take an unlocked file for one whose owner is gone.
         unnamed.rename(self.path / LOCK)
 
     @property
     def for_ray(self) -> Path:
-        """Inside the folder, which stays closed to other users: Ray opens what it is given to everybody."""
-        return self.path / FOR_RAY
+        """Subfolder for Ray, which makes its folder readable for all users; the one around it stays private."""
+        return self.path / _FOR_RAY
 
     def processes(self) -> list[psutil.Process]:
-        """This process's children that have the folder on their command line, and all that these have started."""
+        """Return this process's children that have the folder on their command line, and their descendants."""
         found = []
         for child in psutil.Process().children():
             with suppress(psutil.NoSuchProcess):
@@ -59,30 +59,30 @@ class SessionFolder:
 
     def close(self) -> None:
         """Remove the folder; may be called again."""
-        remove(self.path)
+        _remove(self.path)
         self._lock.close()
 
 
 def remove_abandoned(root: Path) -> None:
     """Remove session folders whose owners are gone; those of other users stay."""
-    for file in root.glob(f"{PREFIX}*/{LOCK}"):
+    for file in root.glob(f"{_PREFIX}*/{LOCK}"):
         with suppress(OSError), file.open("r+") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(file.parent)
-    for folder in root.glob(f"{PREFIX}*/{FOR_RAY}"):
+            _remove(file.parent)
+    for folder in root.glob(f"{_PREFIX}*/{_FOR_RAY}"):
         with suppress(OSError):
-            if is_put_back(folder):
+            if _is_put_back(folder):
                 shutil.rmtree(folder.parent, ignore_errors=True)
 
 
-def is_put_back(folder: Path) -> bool:
-    """Whether Ray's folder, and nothing else, was made again by an orphan of Ray, after its session was removed."""
+def _is_put_back(folder: Path) -> bool:
+    """Return whether an orphan of Ray has created its folder again after the session was removed."""
     names = {path.name for path in folder.parent.iterdir()} | {path.name.partition("_")[0] for path in folder.iterdir()}
-    return names == {FOR_RAY, "session"} and time.time() - folder.parent.stat().st_mtime > PUT_BACK_S
+    return names == {_FOR_RAY, "session"} and time.time() - folder.parent.stat().st_mtime > _PUT_BACK_S
 
 
-def remove(folder: Path) -> None:
-    """Remove a session folder, its lock last: what a process that is ending puts back is left to the next run."""
+def _remove(folder: Path) -> None:
+    """Remove a session folder, its lock last; the next run removes what a process that is ending creates again."""
     with suppress(OSError):
         for path in folder.iterdir():
             if path.name != LOCK:

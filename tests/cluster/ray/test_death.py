@@ -3,7 +3,7 @@
 import pytest
 import ray
 
-from nemo_opd.cluster.ray.death import obituary
+from nemo_opd.cluster.ray.calls import death_message
 
 DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name: RankActor\n\tpid: 7\n\tip: 10.0.0.2\n"
 
@@ -28,13 +28,13 @@ DETAILS = "The actor died unexpectedly before finishing this task.\n\tclass_name
     ids=["killed", "node", "memory"],
 )
 def test_what_is_known(said: str, told: str) -> None:
-    message = obituary(ray.exceptions.RayActorError(error_msg=DETAILS + said))
+    message = death_message(ray.exceptions.RayActorError(error_msg=DETAILS + said))
 
     assert message.startswith(told)
     assert message.endswith("run.resume=auto continues from the last checkpoint")
 
 
 def test_anything_else_is_told_as_it_is() -> None:
-    message = obituary(ray.exceptions.RaySystemError("System error: no idea. At all"))
+    message = death_message(ray.exceptions.RaySystemError("System error: no idea. At all"))
 
     assert message == "(System error: System error: no idea); run.resume=auto continues from the last checkpoint"

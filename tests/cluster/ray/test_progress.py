@@ -10,7 +10,7 @@ from torch.distributed import HashStore
 
 from nemo_opd import progress
 from nemo_opd.cluster.ray import progress as worker_progress
-from nemo_opd.cluster.ray.progress import KEY, Teller, Watch, encoded
+from nemo_opd.cluster.ray.progress import KEY, ProgressMonitor, ProgressReporter, encoded
 from nemo_opd.progress import Work, current, working
 from tests.waiting import wait_until
 
@@ -23,14 +23,14 @@ def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_progress, "TOLD_EVERY_S", 0.01)
+    monkeypatch.setattr(worker_progress, "_INTERVAL_S", 0.01)
 
 
-def seen(watch: Watch, is_expected: Callable[[Work | None], bool]) -> Work | None:
+def seen(monitor: ProgressMonitor, is_expected: Callable[[Work | None], bool]) -> Work | None:
     """What is shown, when it is as expected."""
 
     def look() -> bool:
-        watch.look()
+        monitor.look()
         return is_expected(current())
 
     wait_until(look, "what the group does", every_s=0.01)
@@ -39,44 +39,44 @@ def seen(watch: Watch, is_expected: Callable[[Work | None], bool]) -> Work | Non
 
 def test_what_a_worker_does_is_told_until_it_is_done() -> None:
     store = HashStore()
-    teller = Teller(lambda: store)
+    reporter = ProgressReporter(lambda: store)
     with working("reading weights", 40, "tensors") as work:
         work.advance(10)
         wait_until(lambda: store.check([KEY]) and b"reading weights" in store.get(KEY), "a word", every_s=0.01)
     wait_until(lambda: store.get(KEY) == b"null", "its end", every_s=0.01)
-    teller.close()
+    reporter.close()
 
 
 def test_the_driver_shows_it_under_the_name_of_the_group() -> None:
     store = HashStore()
-    watch = Watch("student", lambda: store)
-    watch.look()
+    monitor = ProgressMonitor("student", lambda: store)
+    monitor.look()
     assert current() is None
     store.set(KEY, encoded(Work("reading weights", 40, "tensors", 10)))
-    shown = seen(watch, lambda work: work is not None)
+    shown = seen(monitor, lambda work: work is not None)
     assert shown is not None
     assert (shown.name, shown.total, shown.done) == ("student: reading weights", 40, 10)
     store.set(KEY, encoded(Work("reading weights", 40, "tensors", 30)))
-    assert seen(watch, lambda work: work is not None and work.done == 30) is shown
+    assert seen(monitor, lambda work: work is not None and work.done == 30) is shown
     store.set(KEY, encoded(None))
-    seen(watch, lambda work: work is None)
+    seen(monitor, lambda work: work is None)
 
 
 def test_its_time_is_the_groups_also_when_it_is_done_again() -> None:
     """Bug: rates since the driver first looked, which made ten times the true one, or the work before part of it."""
     store = HashStore()
-    watch = Watch("student", lambda: store)
+    monitor = ProgressMonitor("student", lambda: store)
     for begun in (time.monotonic() - 100, time.monotonic() - 3):
         store.set(KEY, encoded(Work("reading weights", 40, "tensors", 10, begun)))
-        seen(watch, lambda work, begun=begun: work is not None and abs(work.started - begun) < 1)
+        seen(monitor, lambda work, begun=begun: work is not None and abs(work.started - begun) < 1)
 
 
 def test_what_was_shown_is_gone_with_the_call() -> None:
     store = HashStore()
     store.set(KEY, encoded(Work("sampling", 4, "sequences")))
-    watch = Watch("student", lambda: store)
-    seen(watch, lambda work: work is not None)
-    watch.clear()
+    monitor = ProgressMonitor("student", lambda: store)
+    seen(monitor, lambda work: work is not None)
+    monitor.clear()
     assert current() is None
 
 
@@ -87,9 +87,9 @@ def test_a_group_that_never_answers_is_not_waited_for() -> None:
     def stopped() -> None:
         answer.wait()
 
-    watch = Watch("student", stopped)
-    watch.look()
-    watch.look()
+    monitor = ProgressMonitor("student", stopped)
+    monitor.look()
+    monitor.look()
     assert current() is None
     answer.set()
 
@@ -103,10 +103,10 @@ def test_a_group_that_is_not_there_yet_or_no_more_shows_nothing(error: type[Exce
         calls.append(1)
         raise error
 
-    Watch("student", lambda: None).look()
-    watch = Watch("student", gone)
-    watch.look()
-    assert watch._thread is not None
-    watch._thread.join()
-    watch.look()
+    ProgressMonitor("student", lambda: None).look()
+    monitor = ProgressMonitor("student", gone)
+    monitor.look()
+    assert monitor._thread is not None
+    monitor._thread.join()
+    monitor.look()
     assert (len(calls), current()) == (1, None)

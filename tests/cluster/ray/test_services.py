@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from nemo_opd.cluster.ray.services import Services, end, of_sessions
+from nemo_opd.cluster.ray.services import Services, end, processes_of_sessions
 from nemo_opd.errors import ClusterError
 
 pytestmark = pytest.mark.world
@@ -47,6 +47,6 @@ def test_orphans_are_found_by_their_session() -> None:
     ) as parent:
         assert parent.stdout is not None
         orphan = int(parent.stdout.readline())
-    assert [process.pid for process in of_sessions({parent.pid})] == [orphan]
-    end(of_sessions({parent.pid}))
-    assert of_sessions({parent.pid}) == []
+    assert [process.pid for process in processes_of_sessions({parent.pid})] == [orphan]
+    end(processes_of_sessions({parent.pid}))
+    assert processes_of_sessions({parent.pid}) == []
