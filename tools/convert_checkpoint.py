@@ -36,7 +36,7 @@ from nemo_opd.training.cli import busy
 from nemo_opd.training.corpus import load_corpus
 from nemo_opd.training.prompts import load_prompts
 from nemo_opd.training.side import load_side
-from nemo_opd.workers.student import build_optimizer, build_scheduler
+from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 
 DTYPES = ("float32", "bfloat16", "float16")
 CONFIG = "config.yaml"

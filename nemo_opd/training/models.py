@@ -24,7 +24,7 @@ from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import Scored, TeacherWorker
+from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
 RankWindows = tuple[Window, ...]
 
@@ -101,7 +101,7 @@ class Models:
 
     def answer(self, asked: Asked) -> Taught:
         """Wait for the teachers, and settle who has how much of a say in what."""
-        by_teacher: list[list[Scored]] = self._cluster.gather(asked.calls)
+        by_teacher: list[list[TeacherOutput]] = self._cluster.gather(asked.calls)
         scores = self._scores(by_teacher, asked.batch)
         given = [each for each in scores if each is not None]
         batch = share_out(self._aggregation, asked.batch, given, priors=self._priors)
@@ -117,7 +117,7 @@ class Models:
     def _by_student_rank(self, by_teacher: Sequence[Sequence[Window]]) -> list[RankWindows]:
         return [tuple(by_rank[rank] for by_rank in by_teacher) for rank in range(self._grid.student.size)]
 
-    def _scores(self, by_teacher: Sequence[Sequence[Scored]], batch: Batch) -> list[SequenceScores | None]:
+    def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
         """Of each teacher for the rows of the batch; None for one that was not asked."""
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):

@@ -1,1 +1,1 @@
-"""What runs on a rank. Workers know torch.distributed and not Ray, so they run under torchrun and in tests too."""
+"""Student and teacher on one rank. Workers know torch.distributed and not Ray, so they also run under torchrun."""

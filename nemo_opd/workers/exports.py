@@ -1,4 +1,4 @@
-"""What others than its own process get of the student: folders of its weights, and its weights in memory."""
+"""The student's weights for other processes: as a folder, and in memory."""
 
 from pathlib import Path
 
@@ -15,13 +15,11 @@ from nemo_opd.models.load import stored_dtype, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.rollout.weight_sync import HeldWeights
 
-CONTINUE = "move the run's directory, and continue with run.resume=auto"
-
 
 class Exports:
-    """Every rank must call each method, with the model on the device; rank 0 alone writes and holds.
+    """Exports of a model. Every rank calls each method, with the model on the device; rank 0 alone writes and holds.
 
-    Communicates an all-gather of what is trained to rank 0.
+    Communicates an all-gather of the trained weights to rank 0.
     """
 
     def __init__(self, settings: Student, model: PreTrainedModel, adapters: Adapters | None) -> None:
@@ -29,28 +27,29 @@ class Exports:
         self._held: HeldWeights | None = None
 
     def write(self, folder: Path, served_as: str | None) -> None:
-        """Model and tokenizer in Hugging Face form, in the precision of the model it started from.
+        """Write model and tokenizer in Hugging Face form, in the precision of the initial model.
 
-        Of adapters what `student.lora.export` says. served_as: a dtype's name; a whole model in that instead. Raises
-        StorageError, on rank 0 alone, where the disk does not take it.
+        With adapters, `student.lora.export` decides the form. served_as: name of a dtype, in which the whole model is
+        written for a server. Raises StorageError, on rank 0 alone, where the disk fails.
         """
         tokenizer = tokenizer_of(self._settings, key="student")
         dtype = (
             stored_dtype(self._settings.model, key="student.model") if served_as is None else getattr(torch, served_as)
         )
         needed = dtype.itemsize * sum(parameter.numel() for parameter in self._model.parameters())
-        with storage_errors(folder, needed=needed, instead=CONTINUE):
+        advice = "move the run's directory, and continue with run.resume=auto"
+        with storage_errors(folder, needed=needed, instead=advice):
             if self._adapters is None:
                 save_pretrained(self._model, tokenizer, folder, dtype)
             else:
                 form = "merged" if served_as is not None else self._adapters.settings.export
                 save_adapted(self._model, self._adapters, tokenizer, folder, dtype, form)
-            # What a server loads at once and nobody else reads does not have to be on the disk.
+            # A server loads its folder at once, so that one need not reach the disk.
             if served_as is None and dist.get_rank() == 0:
                 settle(folder)
 
     def hold(self, served_as: str) -> FileDescriptor | None:
-        """Keep a copy in memory of what a folder's weights would be, on rank 0: what leads to it; None elsewhere."""
+        """Keep a copy of the exported weights in rank 0's memory; return its file on rank 0, None elsewhere."""
         state = whole_state(self._model, self._adapters, getattr(torch, served_as))
         self._held = HeldWeights(state) if dist.get_rank() == 0 else None
         return None if self._held is None else self._held.file

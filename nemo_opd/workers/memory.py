@@ -1,4 +1,4 @@
-"""Out of memory, told as what was being computed and what would help."""
+"""Device memory: errors where it is exhausted, and models that leave the device between phases."""
 
 from __future__ import annotations
 
@@ -9,60 +9,62 @@ from dataclasses import dataclass
 
 import psutil
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from nemo_opd.errors import ClusterError, OPDError
 
-UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
-ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
-FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGTPE]iB) is free")
-SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate")
-"""In messages of errors that have no class of their own."""
+_UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
+_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
+_FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGTPE]iB) is free")
+_SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate")
+"""Parts of messages of plain RuntimeErrors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a worker does that may need more memory than there is."""
+    """Work that may need more memory than there is."""
 
     name: str
-    """Read after "in"."""
+    """Text after "in"."""
     knobs: tuple[str, ...]
-    """Changes of settings that make it smaller, the cheapest first."""
+    """Changes of settings that lower its memory, the cheapest first."""
 
 
-SHORTER = "lower train.micro_batch_size or train.max_length"
-CHECKPOINTING = "set student.activation_checkpointing=true"
-OFFLOAD_TEACHERS = "set offload=true for the teachers"
-OFFLOAD_STUDENT = "set student.offload=true"
-TP_OF_STUDENT = "raise student.parallelism.tp, or use more ranks"
-SMALLER_BATCH = "lower train.global_batch_size"
+_SHORTER = "lower train.micro_batch_size or train.max_length"
+_CHECKPOINTING = "set student.activation_checkpointing=true"
+_OFFLOAD_TEACHERS = "set offload=true for the teachers"
+_OFFLOAD_STUDENT = "set student.offload=true"
+_TP_OF_STUDENT = "raise student.parallelism.tp, or use more ranks"
+_SMALLER_BATCH = "lower train.global_batch_size"
 
-LOADING_STUDENT = Task("loading the student", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
-FORWARD = Task("the student's forward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TEACHERS, TP_OF_STUDENT))
-LOSS = Task("a chunk of a loss", (SHORTER, OFFLOAD_TEACHERS, CHECKPOINTING, TP_OF_STUDENT))
-BACKWARD = Task("the student's backward pass", (SHORTER, CHECKPOINTING, OFFLOAD_TEACHERS, TP_OF_STUDENT))
+LOADING_STUDENT = Task("loading the student", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+FORWARD = Task("the student's forward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
+LOSS = Task("a chunk of a loss", (_SHORTER, _OFFLOAD_TEACHERS, _CHECKPOINTING, _TP_OF_STUDENT))
+BACKWARD = Task("the student's backward pass", (_SHORTER, _CHECKPOINTING, _OFFLOAD_TEACHERS, _TP_OF_STUDENT))
 ARRIVALS = Task(
     "making room for the output of teachers on other nodes",
-    (f"{SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", OFFLOAD_STUDENT),
+    (f"{_SMALLER_BATCH} or train.max_length", "lower cluster.prefetch", _OFFLOAD_STUDENT),
 )
 ROLLOUT = Task(
     "the student's rollouts",
-    ("lower rollout.batch_size", "lower rollout.max_new_tokens", OFFLOAD_TEACHERS, "rollout=server"),
+    ("lower rollout.batch_size", "lower rollout.max_new_tokens", _OFFLOAD_TEACHERS, "rollout=server"),
 )
-OPTIMIZER = Task("the optimizer's step", (OFFLOAD_TEACHERS, TP_OF_STUDENT))
+OPTIMIZER = Task("the optimizer's step", (_OFFLOAD_TEACHERS, _TP_OF_STUDENT))
 
 
 def loading_teacher(key: str, name: str) -> Task:
-    """key: `teachers.0`, as in the settings."""
+    """Return the task of loading a teacher; key: `teachers.0`, as in the settings."""
     return Task(
         f"loading the teacher {name}",
-        (f"set {key}.offload=true", OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
+        (f"set {key}.offload=true", _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
     )
 
 
 def teacher_forward(key: str, name: str) -> Task:
     return Task(
         f"the forward pass of the teacher {name}",
-        (SHORTER, OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
+        (_SHORTER, _OFFLOAD_STUDENT, f"raise {key}.parallelism.tp, or use more ranks"),
     )
 
 
@@ -71,7 +73,7 @@ def teacher_answers(key: str, name: str) -> Task:
         f"the answers of the teacher {name} to the questions",
         (
             "lower evaluation.teacher_batch_size or evaluation.max_new_tokens",
-            OFFLOAD_STUDENT,
+            _OFFLOAD_STUDENT,
             f"raise {key}.parallelism.tp, since only that spreads weights while a model generates",
             "write evaluation.teachers=false",
         ),
@@ -81,59 +83,81 @@ def teacher_answers(key: str, name: str) -> Task:
 def handoff_buffer(name: str) -> Task:
     return Task(
         f"making the buffer for the output of the teacher {name}",
-        ("use handoff.type=hidden_states", f"{SMALLER_BATCH} or train.max_length", OFFLOAD_STUDENT),
+        ("use handoff.type=hidden_states", f"{_SMALLER_BATCH} or train.max_length", _OFFLOAD_STUDENT),
     )
 
 
 @contextmanager
 def needs_memory(task: Task) -> Iterator[None]:
-    """`with needs_memory(FORWARD): …`: where memory runs out inside, on device or host, says so in one line.
+    """Turn an error for exhausted memory, on device or host, into a ClusterError of one line.
 
-    Raises ClusterError with the task, what was asked for, what is free, and which settings help. Of nested ones the
-    innermost speaks; all other errors pass.
+    It names the task, the requested and the free memory, and settings that help. Of nested calls the innermost task is
+    named; all other errors pass.
     """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        if not _is_out_of_memory(error):
             raise
-        raise ClusterError(explain(task, error)) from error
+        raise ClusterError(_explain(task, error)) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Our own errors have said already what they are about."""
-    if isinstance(error, OPDError):
+def _is_out_of_memory(error: BaseException) -> bool:
+    if isinstance(error, OPDError):  # has a message for the user already
         return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     text = str(error).lower()
-    return any(sign.lower() in text for sign in SIGNS)
+    return any(sign.lower() in text for sign in _SIGNS)
 
 
-def explain(task: Task, error: BaseException) -> str:
+def _explain(task: Task, error: BaseException) -> str:
     text = str(error)
-    on_device = isinstance(error, torch.OutOfMemoryError) or "CUDA" in text or "CUBLAS" in text or "NCCL" in text
+    on_device = isinstance(error, torch.OutOfMemoryError) or any(name in text for name in ("CUDA", "CUBLAS", "NCCL"))
     kind = "GPU memory" if on_device else "main memory"
-    asked = size_in(ASKED, text)
-    wanted = "more was asked for than there is" if asked is None else f"{shown(asked)} were asked for"
-    free = free_bytes(on_device, text)
-    there = "" if free is None else f", {shown(free)} are free"
+    asked = _size_in(_ASKED, text)
+    wanted = "more was asked for than there is" if asked is None else f"{_amount(asked)} were asked for"
+    free: float | None = psutil.virtual_memory().available
+    if on_device:
+        free = _size_in(_FREE, text)
+        if free is None and torch.cuda.is_available():
+            free = torch.cuda.mem_get_info()[0]
+    there = "" if free is None else f", {_amount(free)} are free"
     return f"out of {kind} in {task.name}: {wanted}{there}; {'; or '.join(task.knobs)}"
 
 
-def free_bytes(on_device: bool, text: str) -> float | None:
-    if not on_device:
-        return float(psutil.virtual_memory().available)
-    told = size_in(FREE, text)
-    if told is not None or not torch.cuda.is_available():
-        return told
-    return float(torch.cuda.mem_get_info()[0])
-
-
-def size_in(pattern: re.Pattern[str], text: str) -> float | None:
+def _size_in(pattern: re.Pattern[str], text: str) -> float | None:
     found = pattern.search(text)
-    return None if found is None else float(found[1]) * UNITS[found[2]]
+    return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
-def shown(num_bytes: float) -> str:
+def _amount(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+@contextmanager
+def resident(
+    model: nn.Module, device: str, *, offload: bool, gives_back: bool, optimizer: Optimizer | None = None
+) -> Iterator[None]:
+    """Have the model (and the optimizer's state) on `device` inside, and back on the host afterwards with `offload`.
+
+    gives_back: other processes take turns with this one on the device, so memory that PyTorch caches is released.
+    """
+    try:
+        if offload:
+            place(model, optimizer, device)
+        yield
+    finally:
+        if offload:
+            place(model, optimizer, "cpu")
+        if offload or gives_back:
+            torch.cuda.empty_cache()
+
+
+def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
+    """Move the model and the optimizer's state, except AdamW's step counters, which stay on the host."""
+    model.to(device)
+    for state in {} if optimizer is None else optimizer.state.values():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0:
+                state[name] = value.to(device)

@@ -9,13 +9,12 @@ from typing import Literal
 import psutil
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from nemo_opd.aggregation import Divisor, build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.loss import GRPOLoss
-from nemo_opd.config.optim import AdamW, Scheduler
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
@@ -41,9 +40,18 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, SampledRows, Sum
 from nemo_opd.workers.exports import Exports
-from nemo_opd.workers.gradients import add_gradients, compared, take_gradients
-from nemo_opd.workers.memory import ARRIVALS, BACKWARD, FORWARD, LOADING_STUDENT, LOSS, OPTIMIZER, ROLLOUT, needs_memory
-from nemo_opd.workers.offload import resident
+from nemo_opd.workers.memory import (
+    ARRIVALS,
+    BACKWARD,
+    FORWARD,
+    LOADING_STUDENT,
+    LOSS,
+    OPTIMIZER,
+    ROLLOUT,
+    needs_memory,
+    resident,
+)
+from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.phases import Phases
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
@@ -54,35 +62,35 @@ class StudentStep:
 
     batch: Batch
     windows: tuple[Window, ...]
-    """Per teacher: to its output for this batch."""
+    """Each teacher's output for this batch."""
     normalizers: Normalizers
     kd_scale: float
-    """Factor of the distillation term beside `loss.kd_weight`."""
+    """Factor of the distillation term in addition to `loss.kd_weight`."""
     compare_gradients: bool = False
-    """Form the KD and the CE gradient apart and say how they compare."""
+    """Whether to form the KD and the CE gradient separately and log how they compare."""
 
 
-Objective = Literal["kd", "ce", "policy"]
-OBJECTIVES: tuple[Objective, ...] = ("kd", "ce", "policy")
+_Objective = Literal["kd", "ce", "policy"]
+_OBJECTIVES: tuple[_Objective, ...] = ("kd", "ce", "policy")
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """Some rows of a step."""
+class _MicroBatch:
+    """Consecutive rows of a step."""
 
     batch: Batch
     teacher_logits: list[LogitRows]
-    """Per teacher [b, T, W], read from the handed-over buffers."""
+    """Logits of each teacher [b, T, W], read from its buffers."""
     divisors: tuple[Divisor, ...]
-    """Of the parts of KD, of these rows."""
+    """Divisors of these rows, one per part of KD."""
 
 
 class StudentWorker:
-    """Trains on this rank's rows with what the teachers' workers of the same rank handed over.
+    """Training of the student on this rank's rows with the teachers' output.
 
-    Communicates, over the student's own group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the
-    gradient's norm and one for whether the step is finite, and what checkpoints need. Over links of their own: what
-    teachers on other nodes send.
+    Communicates over the student's group: FSDP2's all-gathers and reduce-scatters, one all-reduce for the gradient's
+    norm and one for whether the step is finite, and the collectives of checkpoints. Over separate links: output of
+    teachers on other nodes.
     """
 
     def __init__(
@@ -97,9 +105,9 @@ class StudentWorker:
         transport: str,
         end_ids: Collection[int] = (),
     ) -> None:
-        """Vocabulary sizes are the tokenizers'; `projections` has None for a teacher with the student's tokenizer.
+        """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
 
-        end_ids: tokens that end what the student samples.
+        projections: None for a teacher with the student's tokenizer. end_ids: tokens that end a sampled sequence.
         """
         self.config = config
         self.parts = build_parts(
@@ -117,7 +125,7 @@ class StudentWorker:
         with needs_memory(LOADING_STUDENT):
             self.model = load_sharded(
                 config.student.model,
-                # What is not trained needs no more precision than it is computed in.
+                # Frozen weights need no more precision than the computation.
                 torch.float32 if self.adapters is None else compute,
                 mesh,
                 key="student.model",
@@ -130,7 +138,7 @@ class StudentWorker:
                 adapters=self.adapters,
             )
         self.logit_rows: Headless | WithHead
-        """Ids [B, S] → this rank's part of the logits [B, S, V], of which `whole` makes what losses read."""
+        """Map from ids [B, S] to this rank's part of the logits [B, S, V]; `whole` makes the rows that losses read."""
         if config.handoff.type == "hidden_states":
             self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
         else:
@@ -144,9 +152,9 @@ class StudentWorker:
         self.links = StudentLinks(self.receiver, device)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
-        """One optimizer step; the metrics are this rank's share.
+        """Make one optimizer step and return this rank's share of the metrics.
 
-        Where its loss or gradient is not finite on any rank, nothing is changed on all of them: IS_TAKEN is 0.
+        Where loss or gradient is not finite on any rank, no rank changes anything, and IS_TAKEN is 0.
         """
         self.phases.begin()
         with self._with_model(self.optimizer):
@@ -158,7 +166,7 @@ class StudentWorker:
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
-        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, OBJECTIVES)
+        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, _OBJECTIVES)
         learning_rate = self.scheduler.get_last_lr()[0]
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
@@ -167,8 +175,8 @@ class StudentWorker:
         metrics["lr"] = Last(learning_rate)
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics[IS_TAKEN] = Last(is_taken)
-        # Here the host waits for the device, once a step, and so may choose; all ranks choose the same.
-        metrics = on_host(metrics)
+        # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
+        metrics = _on_host(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
@@ -178,24 +186,24 @@ class StudentWorker:
         return metrics | self.phases.take()
 
     def _compared_gradients(self, step: StudentStep) -> dict[str, Metric]:
-        """The gradient as the sum of that of KD and that of CE, as they enter the update, and how the two compare."""
+        """Form the gradient as the sum of KD's and CE's, weights included, and return metrics with their comparison."""
         metrics = self._gradient(step, ("kd",))
         kd = take_gradients(self.model)
         metrics |= self._gradient(step, ("ce",))
         ce = [parameter.grad for parameter in self.model.parameters()]
-        metrics |= compared(kd, ce)
+        metrics |= gradient_metrics(kd, ce)
         add_gradients(self.model, kd)
         return metrics
 
-    def _gradient(self, step: StudentStep, objectives: Sequence[Objective]) -> dict[str, Metric]:
-        """Form the gradient of these objectives over all microbatches; their metrics."""
+    def _gradient(self, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
+        """Accumulate the gradient of these objectives over all microbatches and return their metrics."""
         return merge(self._accumulate(micro, step, objectives) for micro in self._micro_batches(step))
 
-    def _accumulate(self, micro: MicroBatch, step: StudentStep, objectives: Sequence[Objective]) -> dict[str, Metric]:
+    def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
             made = self.logit_rows(micro.batch.student.ids)
         with self.phases("loss"), needs_memory(LOSS):
-            # The losses go backward to a leaf: the model's own backward pass runs once, from their sum.
+            # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
             leaf = made.cut_off()
             losses = self._losses(self.logit_rows.whole(leaf), micro, step, objectives)
             output = compute_together(losses)
@@ -208,9 +216,9 @@ class StudentWorker:
         return output.metrics
 
     def _losses(
-        self, logits: LogitRows, micro: MicroBatch, step: StudentStep, objectives: Iterable[Objective]
+        self, logits: LogitRows, micro: _MicroBatch, step: StudentStep, objectives: Iterable[_Objective]
     ) -> list[PlannedLoss]:
-        """What is added up to these objectives, weights and all."""
+        """Plan the terms of these objectives, multiplied by their weights, and their statistics."""
         weights, batch = self.config.loss, micro.batch
         losses = []
         if "ce" in objectives:
@@ -233,7 +241,7 @@ class StudentWorker:
     def _policy(
         self, logits: LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: int
     ) -> PlannedLoss:
-        """Plan what is learned from rewards."""
+        """Plan the policy-gradient term of rewards."""
         policy = grpo.plan(
             logits,
             ids=batch.student.ids,
@@ -254,9 +262,9 @@ class StudentWorker:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        """Continue each prompt with the model as it is, of `version`; in order.
+        """Continue each prompt with the current weights, of `version`; return completions in order.
 
-        Ranks of a tensor-parallel group must be given the same requests. Communicates as `generating` does.
+        Ranks of a tensor-parallel group must get the same requests. Communicates as `generating` does.
         """
         rollout = self.config.rollout
         assert isinstance(rollout, HFRollout)
@@ -273,7 +281,7 @@ class StudentWorker:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, windows: tuple[Window, ...]) -> dict[str, Metric]:
-        """The same terms as in training, without an update; the student's bits per byte and accuracy."""
+        """Return the metrics of training without an update, and the student's bits per byte and accuracy."""
         self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
         parts: list[dict[str, Metric]] = []
@@ -282,14 +290,14 @@ class StudentWorker:
                 logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
                 own, size = micro.batch.student, self.vocab_size
                 asked = [
-                    *self._losses(logits, micro, step, OBJECTIVES),
+                    *self._losses(logits, micro, step, _OBJECTIVES),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
                 parts.append(compute_together(asked).metrics)
-        return on_host(merge(parts))
+        return _on_host(merge(parts))
 
-    def _micro_batches(self, step: StudentStep) -> Iterator[MicroBatch]:
+    def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
         size = self.config.train.micro_batch_size
         for start in range(0, len(step.batch), size):
             batch = step.batch.rows(start, start + size)
@@ -298,8 +306,8 @@ class StudentWorker:
                     window.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
-            # Counted on the host, where it waits for nothing.
-            yield MicroBatch(batch.to(self.device), teacher_logits, self.parts.divisors(batch))
+            # Divisors are counted on the host, without waiting for the device.
+            yield _MicroBatch(batch.to(self.device), teacher_logits, self.parts.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip
@@ -309,24 +317,24 @@ class StudentWorker:
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).
 
-        Raises NotFiniteError where either would not be finite: on all ranks, or on the one that merges adapters.
+        Raises NotFiniteError where a value is not finite: on all ranks, or on the one that merges adapters.
         """
         with self._with_model(self.optimizer):
             save_state(folder / "state", self.model, self.optimizer, self.scheduler)
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
-        """Continue from what `save` wrote. Raises CheckpointError."""
+        """Restore what `save` has written. Raises CheckpointError."""
         with self._with_model(self.optimizer):
             load_state(folder / "state", self.model, self.optimizer, self.scheduler)
 
     def export(self, folder: Path, served_as: str | None = None) -> None:
-        """`Exports.write`."""
+        """Call `Exports.write`."""
         with self._with_model():
             self.exports.write(folder, served_as)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
-        """`Exports.hold`, until `release_weights`."""
+        """Call `Exports.hold`; `release_weights` ends it."""
         with self._with_model():
             return self.exports.hold(served_as)
 
@@ -334,7 +342,7 @@ class StudentWorker:
         self.exports.release()
 
     def join_links(self, rendezvous: Sequence[Rendezvous | None]) -> None:
-        """Join the link to each teacher; None: all that is read of it can be mapped. Every rank must call it."""
+        """Join the link to each teacher, None where all of its output can be mapped. Every rank must call it."""
         self.links.join(rendezvous)
 
     def receive(self, by_teacher: Sequence[Sequence[Handle]]) -> None:
@@ -343,45 +351,22 @@ class StudentWorker:
             self.links.receive(by_teacher)
 
     def close(self) -> None:
-        """Drop the mappings of teachers' buffers, so that their owners can free them, and what it holds itself."""
+        """Release held weights, and unmap the teachers' buffers so that their owners can free them."""
         self.exports.release()
         self.links.close()
         self.receiver.close()
 
 
 def compute_dtype(name: str, device: str) -> torch.dtype:
+    """Return the dtype of a name in the settings; `auto` is bfloat16 on CUDA and float32 on CPU."""
     if name == "auto":
         return torch.bfloat16 if device == "cuda" else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
-def build_optimizer(settings: AdamW, model: nn.Module) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters."""
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
-
-
-def build_scheduler(
-    settings: Scheduler, optimizer: torch.optim.Optimizer, total_steps: int
-) -> torch.optim.lr_scheduler.LRScheduler:
-    # Here, since transformers imports all that it can train with along with it.
-    from transformers import get_scheduler
-
-    warmup, kind = settings.warmup_steps, settings.type
-    if kind == "cosine":
-        specific = {"min_lr_rate": settings.min_lr_ratio}
-        return get_scheduler("cosine_with_min_lr", optimizer, warmup, total_steps, scheduler_specific_kwargs=specific)
-    return get_scheduler("constant_with_warmup" if kind == "constant" else kind, optimizer, warmup, total_steps)
-
-
 def peak_memory_gb(device: str) -> float:
-    """Most memory held since the last call: of the GPU where there is one, else of the process."""
+    """Return the GPU's peak since the last call, or on CPU the process's present memory."""
     if device == "cuda":
         peak = torch.cuda.max_memory_allocated() / 2**30
         torch.cuda.reset_peak_memory_stats()
@@ -389,8 +374,8 @@ def peak_memory_gb(device: str) -> float:
     return psutil.Process().memory_info().rss / 2**30
 
 
-def on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """The same metrics as plain numbers, which can leave the process."""
+def _on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
+    """Return the metrics with plain numbers instead of tensors."""
 
     def numbers(metric: Metric) -> Metric:
         return type(metric)(**{field.name: float(getattr(metric, field.name)) for field in fields(metric)})

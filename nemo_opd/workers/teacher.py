@@ -29,27 +29,34 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Mean, SequenceScores, TokenRows
-from nemo_opd.workers.memory import handoff_buffer, loading_teacher, needs_memory, teacher_answers, teacher_forward
-from nemo_opd.workers.offload import place, resident
+from nemo_opd.workers.memory import (
+    handoff_buffer,
+    loading_teacher,
+    needs_memory,
+    place,
+    resident,
+    teacher_answers,
+    teacher_forward,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """What a teacher makes of a rank's rows."""
+class TeacherOutput:
+    """A teacher's output for a rank's rows."""
 
     handle: OutputHandle
-    """To its output, valid until the slot is written again."""
+    """Handle of the buffer, valid until the slot is written again."""
     scores: SequenceScores | None
-    """On the host; None where the aggregation asks for none."""
+    """Scores on the host; None where the aggregation needs none."""
     seconds: float
-    """From the call until the output is there for others to read."""
+    """Time from the call until the output can be read."""
 
 
 class TeacherWorker:
-    """Scores this rank's rows and leaves its output where the student's worker of the same rank can map it.
+    """A teacher on this rank's rows, with its output in buffers that the student's ranks map.
 
-    Communicates FSDP2's all-gathers of parameters over the teacher's own group, and over a link to the student's what
-    is read on other nodes, where there is any.
+    Communicates FSDP2's all-gathers of parameters over the teacher's group. Output for ranks on other nodes goes over
+    a link to the student's group.
     """
 
     def __init__(
@@ -68,13 +75,13 @@ class TeacherWorker:
         gives_back: bool = False,
         shares_process: bool = False,
     ) -> None:
-        """`vocab_size` is the tokenizer's; what a wider head has beyond it is never handed over.
+        """Load the model.
 
-        handoff: what is. score: what `forward` says about each sequence besides. readers: by rank, who will map its
-        buffers; by default the receiver of number 0. num_slots: batches whose output is kept at once. gives_back:
-        others take turns with it on the device. shares_process: the student's rank of the same number is in this
-        process. Raises ModelError for weights that cannot be loaded, or a head that
-        cannot be handed over, and ClusterError where memory runs out, as `forward` does.
+        vocab_size: of the tokenizer; columns of a wider head are never handed over. handoff: the form of the output.
+        score: of each sequence, in addition. readers: by rank, the receivers that map its buffers; by default receiver
+        0. num_slots: number of batches whose output is kept. gives_back: other processes take turns on the device.
+        shares_process: the student's rank of the same number is in this process. Raises ModelError for weights or a
+        head that cannot be used, and ClusterError where memory runs out, as `forward` does.
         """
         self.score = score
         self.vocab_size = vocab_size
@@ -103,10 +110,10 @@ class TeacherWorker:
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.logit_rows: Headless | WithHead
-        """Ids [B, T] → logits [B, T, own columns], of the kind that `writer` takes."""
+        """Map from ids [B, T] to logits [B, T, own columns], of the kind that `writer` takes."""
         self.writer: HiddenStatesWriter | LogitsWriter
         self.link: Link | None = None
-        """None where nothing of it is read on another node."""
+        """Link to student ranks on other nodes, if any read its output."""
         if handoff == "hidden_states":
             headless = Headless(self.model, key=key, mesh=mesh, parallelism=parallelism)
             self.logit_rows = headless
@@ -127,8 +134,8 @@ class TeacherWorker:
             )
 
     @torch.no_grad()
-    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
-        """Score `tokens`; the output takes the place of what was in the slot."""
+    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
+        """Run the model on `tokens`; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
         with needs_memory(self._forward_task), self._with_model():
@@ -141,16 +148,16 @@ class TeacherWorker:
                 if self.score is not None:
                     whole = self.logit_rows.whole(made)
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
-            # Waits for the device, so that a clock of the host tells the time of the device's work.
+            # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()
-        return Scored(handle, joined(scores) if scores else None, time.perf_counter() - begin)
+        return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin)
 
     def _with_model(self) -> AbstractContextManager[None]:
         return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)
 
     @torch.no_grad()
     def bits_per_byte(self, tokens: TokenRows) -> Mean:
-        """The teacher's own quality on these texts."""
+        """Return the teacher's bits per byte on these texts."""
         result = Mean(0.0, 0.0)
         with self._with_model():
             for start in range(0, len(tokens), self.micro_batch_size):
@@ -163,10 +170,10 @@ class TeacherWorker:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
     ) -> list[Completion]:
-        """Continue each prompt, of the teacher's own tokens, until one of `end_ids`; in order.
+        """Continue each prompt, in the teacher's tokens, until one of `end_ids`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must be given the same requests. Communicates
-        as `generating` does.
+        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests. Communicates as
+        `generating` does.
         """
         sampler = Sampler(
             self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
@@ -176,18 +183,18 @@ class TeacherWorker:
             return sampler.generate(requests, sampling, version=0)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
-        """Join the link to the student, as all ranks of both must."""
+        """Join the link to the student; all ranks of both must call it."""
         self.link = Link(rendezvous, self.device, teacher=dist.get_rank())
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Send rows of what `forward` has written to ranks that receive them now."""
+        """Send rows of the output to ranks of the student, which call `receive` at the same time."""
         assert self.link is not None
         buffers = {sender.identity: sender for sender in self.writer.senders}
         with needs_memory(self._buffer_task):
             self.link.send([(each.payload(buffers[each.sender].last), each.student_rank) for each in messages])
 
     def close(self) -> None:
-        """Release the buffers; the student must have dropped its mappings."""
+        """Release the buffers; the student must have unmapped them."""
         if self.link is not None:
             self.link.close()
         self.writer.close()

@@ -1,4 +1,4 @@
-"""What the objective adds up, by the names that people know."""
+"""The terms of the objective, under the names that users know."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,38 +16,39 @@ IS_TAKEN = "is_taken"
 
 
 @dataclass(frozen=True, slots=True)
-class ObjectiveTerm:
+class _ObjectiveTerm:
+    """A weighted term of the objective."""
+
     name: str
-    """CE, the teacher's, or policy."""
+    """`CE`, `teacher <name>` or `policy`."""
     weight: float
-    """Of it in the objective."""
     metric: Mean
-    """Its raw value."""
+    """Value without the weight."""
 
 
-def objective_terms(config: RunConfig, metrics: Metrics) -> list[ObjectiveTerm]:
-    """Return the terms of the objective, from metrics before or after they are reduced over ranks."""
+def objective_terms(config: RunConfig, metrics: Metrics) -> list[_ObjectiveTerm]:
+    """Return the terms of the objective from metrics, reduced over ranks or not."""
     loss, terms = config.loss, []
     if isinstance(ce := metrics.get("ce"), Mean):
-        terms.append(ObjectiveTerm("CE", loss.ce_weight, ce))
+        terms.append(_ObjectiveTerm("CE", loss.ce_weight, ce))
     for name, metric in metrics.items():
         if name.startswith(PART) and isinstance(metric, Mean):
-            terms.append(ObjectiveTerm(_teacher(config, int(name.removeprefix(PART))), loss.kd_weight, metric))
+            terms.append(_ObjectiveTerm(_teacher(config, int(name.removeprefix(PART))), loss.kd_weight, metric))
     if isinstance(policy := metrics.get("policy/loss"), Mean):
-        terms.append(ObjectiveTerm("policy", getattr(loss, "policy_weight", 0.0), policy))
+        terms.append(_ObjectiveTerm("policy", getattr(loss, "policy_weight", 0.0), policy))
     return terms
 
 
 def _teacher(config: RunConfig, i: int) -> str:
-    if config.aggregation.type == "averaged_logits":  # which of them it was nobody knows
+    if config.aggregation.type == "averaged_logits":  # one term for all
         return f"teachers {', '.join(config.active_names)} together"
     return f"teacher {config.active_names[i]}"
 
 
-def is_finite_everywhere(terms: Sequence[ObjectiveTerm], grad_norm: Tensor) -> Tensor:
-    """Whether the gradient's norm and all terms with a weight are finite on every rank: bool scalar, on the device.
+def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], grad_norm: Tensor) -> Tensor:
+    """Return whether the gradient's norm and all terms with a weight are finite on every rank: bool scalar, on device.
 
-    terms: with this rank's totals. Communicates one all-reduce over all ranks; waits for nothing.
+    terms: this rank's. Communicates one all-reduce over all ranks; does not wait for the device.
     """
     own = [torch.as_tensor(term.metric.total, device=grad_norm.device) for term in terms if term.weight]
     is_wrong = torch.stack([~value.detach().isfinite() for value in (grad_norm, *own)]).any().float()

@@ -8,7 +8,7 @@ from nemo_opd.training import models
 from nemo_opd.training.cli import main
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.teacher import Scored, TeacherWorker
+from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 from tests.training.faulty_rank import die
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -21,7 +21,7 @@ class DyingTeacher(TeacherWorker):
 
     calls = 0
 
-    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
         self.calls += 1
         if dist.get_world_size() > 1 and dist.get_rank() == RANK and self.calls == CALL:
             self.model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: die())

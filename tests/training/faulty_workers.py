@@ -13,7 +13,7 @@ from nemo_opd.training.cli import main
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import Scored, TeacherWorker
+from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 from tests.training.launch import MARK, hanging
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 class RaisingTeacher(TeacherWorker):
     at = calls = 0
 
-    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
         self.calls += 1
         if self.calls == self.at:
             raise RuntimeError("the teacher has left the room")
@@ -49,7 +49,7 @@ SLOW_S = 0.2
 
 
 class SlowTeacher(TeacherWorker):
-    def forward(self, tokens: TokenRows, slot: int = 0) -> Scored:
+    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
         time.sleep(SLOW_S)
         return super().forward(tokens, slot)
 
