@@ -20,7 +20,7 @@ from nemo_opd.logging.metrics import Timer
 from nemo_opd.models.load import load_config
 from nemo_opd.training.lookahead import Lookahead
 from nemo_opd.training.memory import Memory, model_size
-from nemo_opd.training.models import Taught
+from nemo_opd.training.models import ScoredBatch
 from nemo_opd.training.off_policy import train_step
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
@@ -58,10 +58,10 @@ class Watched:
     def epoch(self) -> int:
         return self._lookahead.epoch
 
-    def next(self, timer: Timer) -> Taught:
-        taught = self._lookahead.next(timer)
-        self.batches.append(taught.batch)
-        return taught
+    def next(self, timer: Timer) -> ScoredBatch:
+        scored = self._lookahead.next(timer)
+        self.batches.append(scored.batch)
+        return scored
 
 
 class Ours:

@@ -34,8 +34,8 @@ from nemo_opd.errors import CheckpointError, OPDError
 from nemo_opd.files import write_atomically
 from nemo_opd.training.cli import busy
 from nemo_opd.training.corpus import load_corpus
+from nemo_opd.training.model_info import read_model_info
 from nemo_opd.training.prompts import load_prompts
-from nemo_opd.training.side import load_side
 from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -170,9 +170,9 @@ def data_order(config: RunConfig) -> BatchOrder:
     """The order of the run's batches. Raises what reading its tokenizers and its data raises."""
     # On how many devices it will run does not matter to that, and they need not be here.
     whole = {"parallelism": Parallelism()}
-    student = load_side(config.student.model_copy(update=whole), "student", "cpu")
+    student = read_model_info(config.student.model_copy(update=whole), "student", "cpu")
     teachers = [
-        load_side(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
+        read_model_info(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
         for i, teacher in enumerate(config.active_teachers)
     ]
     size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle

@@ -23,8 +23,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
-from nemo_opd.training.layout import require_batch_divides, resolve_placement
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
@@ -38,6 +37,7 @@ from nemo_opd.training.memory import (
 )
 from nemo_opd.training.memory.report import largest_parts
 from nemo_opd.training.memory.sampling import PART_NAMES, rollouts
+from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))

@@ -1,4 +1,4 @@
-"""A command: configuration in, exit status out."""
+"""A command: from its configuration to its exit status."""
 
 import gc
 import io
@@ -23,8 +23,8 @@ from nemo_opd.paths import keep_compiled_code_private
 from nemo_opd.progress import quiet_libraries
 from nemo_opd.training.interrupt import interruptible, was_requested
 
-INTERRUPTED = 130
-"""Exit status by shell convention; of a run that was interrupted before it could save."""
+_INTERRUPTED = 130
+"""Exit status, by shell convention, of a run that was interrupted before it could save."""
 
 
 def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: str) -> None:
@@ -33,7 +33,7 @@ def main(task: Callable[[RunConfig], None], *, config_dir: Path, config_name: st
 
 
 def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, config_name: str) -> None:
-    """As `main`, for a command with settings of its own."""
+    """Run `task` as `main` does, for a command with its own settings."""
     quiet_libraries()
     keep_compiled_code_private()
     with standard_streams(), interruptible():
@@ -47,10 +47,10 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
                 is_interrupted=was_requested,
             )
         except OPDError as error:
-            fail(str(error), 1, notes(error))
+            fail(str(error), 1, _notes(error))
         except KeyboardInterrupt as interrupt:
             kept = getattr(interrupt, "__notes__", ["nothing was saved since it started"])
-            fail(f"interrupted; {kept[-1]}", INTERRUPTED)
+            fail(f"interrupted; {kept[-1]}", _INTERRUPTED)
         except Exception as error:
             if isinstance(error, OSError) and error.errno in OF_THE_DISK:
                 fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)
@@ -59,11 +59,11 @@ def main_with(task: Callable[[S], None], model: type[S], *, config_dir: Path, co
 
 @contextmanager
 def standard_streams() -> Iterator[None]:
-    """Inside, all three are there, and characters that stdout and stderr cannot encode are replaced.
+    """Open all three streams, and replace characters that stdout and stderr cannot encode.
 
-    Text that cannot be delivered, to a closed pipe or a full disk, does not change the exit status.
+    Output to a closed pipe or a full disk is lost without changing the exit status.
     """
-    open_closed_streams()
+    _open_closed_streams()
     streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
     for stream in streams:
         stream.reconfigure(errors="replace")
@@ -71,20 +71,20 @@ def standard_streams() -> Iterator[None]:
         yield
     finally:
         for stream in streams:
-            discard_undelivered(stream)
+            _discard_undelivered(stream)
 
 
-def open_closed_streams() -> None:
-    """Let what the caller has closed lead to /dev/null, also for processes that are started later."""
+def _open_closed_streams() -> None:
+    """Open /dev/null for streams that the caller has closed, also in processes that are started later."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            nowhere = open(os.devnull, mode)  # noqa: SIM115 — it takes the number of the closed stream, and stays
+            nowhere = open(os.devnull, mode)  # noqa: SIM115 — it takes the closed stream's number and stays open
             os.set_inheritable(nowhere.fileno(), True)
             setattr(sys, name, nowhere)
 
 
-def discard_undelivered(stream: io.TextIOWrapper) -> None:
-    """Send what the stream cannot write to /dev/null, where Python's own flush at exit would fail again."""
+def _discard_undelivered(stream: io.TextIOWrapper) -> None:
+    """Redirect a stream that cannot be written to /dev/null; Python's flush at exit would fail again."""
     try:
         stream.flush()
     except OSError:
@@ -92,15 +92,15 @@ def discard_undelivered(stream: io.TextIOWrapper) -> None:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
-def say(text: str) -> None:
-    """Print a line for a person, if anyone can read it."""
+def print_line(text: str) -> None:
+    """Print a line, if stdout can be written."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 def report_sweep(root: Path, names: Sequence[str]) -> None:
-    """Compare the runs of a sweep, in a table here and in `root`/report.html, where any has written something."""
-    # matplotlib takes a while, and few commands are sweeps
+    """Print a table of a sweep's runs and write `root`/report.html, if any run has written something."""
+    # matplotlib is slow to import, and few commands are sweeps
     from nemo_opd.logging.sweep import read_sweep, sweep_table, write_sweep_report
 
     runs = read_sweep(root, names)
@@ -108,15 +108,15 @@ def report_sweep(root: Path, names: Sequence[str]) -> None:
         return
     with suppress(OSError):
         Console().print(sweep_table(runs))
-    say(f"report  {write_sweep_report(root, runs)}")
+    print_line(f"report  {write_sweep_report(root, runs)}")
 
 
 @contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Shows that libraries are imported inside, with the garbage collector paused.
+    """Show a busy line while libraries are imported inside, with the garbage collector paused.
 
-    What modules define stays as long as the process, and the collector would walk all of it again and again: pausing it
-    saves about an eighth of the time. Afterwards it leaves these objects alone.
+    Modules live as long as the process, and the collector would scan them again and again: the pause saves about an
+    eighth of the time. Afterwards these objects are excluded from collection.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -129,15 +129,15 @@ def loading(what: str) -> Iterator[None]:
             gc.enable()
 
 
-def notes(error: BaseException | None) -> Iterator[str]:
-    """Of an error and of those that led to it: a worker's traceback, the log of a server."""
+def _notes(error: BaseException | None) -> Iterator[str]:
+    """Yield the notes of an error and of its causes, such as a worker's traceback or a server's log."""
     while error is not None:
         yield from getattr(error, "__notes__", ())
         error = error.__cause__
 
 
 def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
-    """Print each line of an error and exit; of torchrun's processes rank 0 alone prints what all have found."""
+    """Print each line of an error and exit; with torchrun, rank 0 alone prints it."""
     if Processes.started().rank > 0:
         sys.exit(status)
     for note in notes:

@@ -1,4 +1,4 @@
-"""Engines over the workers of a run: the student's, as `rollout` names it, and a teacher's."""
+"""Rollout engines of a run: the student's, which `rollout` selects, and a teacher's workers."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
@@ -15,6 +15,8 @@ from nemo_opd.training.prompts import Prompts
 
 @dataclass(frozen=True, slots=True)
 class _Student(StudentModel):
+    """The student's workers as an engine sees them."""
+
     models: Models
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
@@ -28,7 +30,7 @@ class _Student(StudentModel):
 
 
 def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextManager[Engine]:
-    """Open the engine that `rollout` names, with the student's present weights, of `version`.
+    """Open the engine that `rollout` selects, with the student's current weights, of `version`.
 
     Raises RolloutError where a server does not start.
     """
@@ -36,7 +38,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
     assert config.rollout is not None
     assert isinstance(prompts, Prompts)
     spec = EngineSpec(
-        plan.student.vocab_size,
+        plan.student_vocab_size,
         prompts.end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,

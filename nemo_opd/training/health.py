@@ -1,4 +1,4 @@
-"""Alarms on what the student samples: collapse, run-away lengths, an engine that disagrees (methods.md §10.7)."""
+"""Alarms about the student's samples: collapse, run-away lengths, an engine that disagrees (METHODS §10)."""
 
 import math
 from collections import deque
@@ -9,46 +9,46 @@ from statistics import fmean
 from nemo_opd.config.health import Health
 
 FIRST_STEPS = 5
-"""Whose mean later steps are compared with."""
+"""Number of steps whose mean later steps are compared with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """One way in which a run goes wrong."""
+class _Sign:
+    """One sign of a failing run."""
 
     metric: str
     is_bad: Callable[[float, float, Health], bool]
-    """From its value now, its mean over the first steps, and the limits."""
+    """Test of the metric's present value, its mean over the first steps, and the limits."""
     message: str
-    """With `now` and `first` to be filled in."""
+    """Template with `now` and `first`."""
 
 
 SIGNS = (
-    Sign(
+    _Sign(
         "rollout/response_length",
         lambda now, first, limits: now > limits.max_length_growth * first,
         "responses run away: {now:.0f} tokens on average, {first:.0f} at first; lower the learning rate or the "
         "temperature, or raise health.max_length_growth",
     ),
-    Sign(
+    _Sign(
         "rollout/truncation_rate",
         lambda now, first, limits: now > limits.max_truncation_rate >= first,
         "responses no longer end: {now:.0%} are cut, {first:.0%} at first; raise rollout.max_new_tokens, or lower the "
         "learning rate",
     ),
-    Sign(
+    _Sign(
         "train/entropy",
         lambda now, first, limits: now < limits.min_entropy <= first,
         "the student's entropy has collapsed: {now:.3g} nats a token, {first:.3g} at first; raise the temperature, or "
         "lower the learning rate",
     ),
-    Sign(
+    _Sign(
         "rollout/repetition",
         lambda now, first, limits: now > limits.max_repetition >= first,
         "responses repeat themselves: {now:.0%} of their 4-grams are not new, {first:.0%} at first; lower the learning "
         "rate, or mix in sequences of the dataset by rollout.on_policy_share",
     ),
-    Sign(
+    _Sign(
         "train/mismatch",
         lambda now, first, limits: now > limits.max_mismatch,
         "engine and trainer disagree on the sampled tokens by {now:.2g} nats on average; check that the engine runs "
@@ -58,33 +58,33 @@ SIGNS = (
 
 
 class HealthMonitor:
-    """Compares each step with the first ones. A sign must be seen `patience` steps in a row, and is told once."""
+    """Comparison of each step with the first ones. An alarm needs `patience` bad steps in a row, and is raised once."""
 
     def __init__(self, limits: Health) -> None:
         self._limits = limits
         self._first: dict[str, list[float]] = {sign.metric: [] for sign in SIGNS}
         self._recent: dict[str, deque[bool]] = {sign.metric: deque(maxlen=limits.patience) for sign in SIGNS}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def replay(self, records: Iterable[Mapping[str, float]]) -> None:
-        """Take in the steps of a run that is continued; what they had to tell was told."""
+        """Observe the steps of a run that is continued, whose alarms have been reported."""
         for record in records:
             self.observe(record)
 
     def observe(self, record: Mapping[str, float]) -> list[str]:
-        """New alarms after a step with these metrics; those without a value, or a finite one, are left out."""
+        """Return new alarms after a step; metrics that are missing or not finite are skipped."""
         return [
             sign.message.format(now=record[sign.metric], first=fmean(self._first[sign.metric]))
             for sign in SIGNS
             if math.isfinite(record.get(sign.metric, math.nan)) and self._is_alarm(sign, record[sign.metric])
         ]
 
-    def _is_alarm(self, sign: Sign, now: float) -> bool:
+    def _is_alarm(self, sign: _Sign, now: float) -> bool:
         first, recent = self._first[sign.metric], self._recent[sign.metric]
         if len(first) < FIRST_STEPS:
             first.append(now)
         recent.append(sign.is_bad(now, fmean(first), self._limits))
-        if sign.metric in self._told or len(recent) < self._limits.patience or not all(recent):
+        if sign.metric in self._reported or len(recent) < self._limits.patience or not all(recent):
             return False
-        self._told.add(sign.metric)
+        self._reported.add(sign.metric)
         return True

@@ -1,4 +1,4 @@
-"""Checks of a run's paths before PyTorch is imported, which takes seconds. Preflight makes the others."""
+"""A run's columns, and checks of its paths before PyTorch is imported, which takes seconds."""
 
 import os
 from pathlib import Path
@@ -6,33 +6,35 @@ from pathlib import Path
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.data.layout import Layout, RoutedLayout
+from nemo_opd.data.layout import layout_of as data_layout
+from nemo_opd.data.prompt_layout import prompt_layout
 from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, ProjectionError
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
-from nemo_opd.training.columns import layout_of
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
-    """Check that what the settings name is there and of the right form. Raises an OPDError for what is not."""
+    """Check that files and programs in the settings exist and have the right form. Raises an OPDError where not."""
     require_kind(config, on_policy=on_policy)
-    # Preflight hashes what a checkpoint has, once.
+    # Preflight hashes the checkpoint's files.
     progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
-    check_model(config.student, "student")
+    _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
-        check_model(teacher, f"teachers.{i}")
+        _check_model(teacher, f"teachers.{i}")
         if isinstance(teacher, CrossTokenizerTeacher) and teacher.projection != "auto":
-            check_projection(teacher.projection, f"teachers.{i}.projection")
+            _check_projection(teacher.projection, f"teachers.{i}.projection")
     require_extras(config.logging, config.reward, config.rollout)
     if not config.run.dry_run:  # which may plan for another machine
         require_installed(config.rollout)
-    check_data(config)
+    _check_data(config)
 
 
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
-    """Raises ConfigError where the settings are those of the other kind of run."""
+    """Raise ConfigError where the settings are for the other kind of run."""
     if on_policy and config.rollout is None:
         raise ConfigError(
             "rollout: required, but not given; add rollout=hf or rollout=server, or use "
@@ -45,7 +47,7 @@ def require_kind(config: RunConfig, *, on_policy: bool) -> None:
         )
 
 
-def check_model(settings: Model, key: str) -> None:
+def _check_model(settings: Model, key: str) -> None:
     check_folder(settings.model, key=f"{key}.model")
     if settings.tokenizer is not None:
         check_tokenizer(settings.tokenizer, key=f"{key}.tokenizer")
@@ -53,8 +55,8 @@ def check_model(settings: Model, key: str) -> None:
         read_template(settings.chat_template, key=f"{key}.chat_template")
 
 
-def check_projection(path: str, key: str) -> None:
-    """Raises ProjectionError where there is no such file. What it holds is compared with the tokenizers later."""
+def _check_projection(path: str, key: str) -> None:
+    """Raise ProjectionError for an unreadable file. Preflight compares its contents with the tokenizers."""
     try:
         with Path(path).open("rb"):
             pass
@@ -65,10 +67,21 @@ def check_projection(path: str, key: str) -> None:
         ) from error
 
 
-def check_data(config: RunConfig) -> None:
+def _check_data(config: RunConfig) -> None:
     layout = layout_of(config)
     require_suitable(config.data.train, layout, key="data.train")
     if config.data.validation.given:
         require_suitable(config.data.validation, layout, key="data.validation")
     if config.evaluation is not None:
         require_suitable(config.evaluation.data, layout, key="evaluation.data")
+
+
+def layout_of(config: RunConfig) -> Layout:
+    """Return the columns of documents, or of prompts where the student samples."""
+    layout: Layout = data_layout(config.data)
+    if config.rollout is not None:
+        answer_key = None if config.reward is None else config.reward.answer_key
+        layout = prompt_layout(config.data, answer_key, config.data.response_key)
+    if config.routing is not None:
+        layout = RoutedLayout(layout, config.routing.key, config.active_names)
+    return layout

@@ -1,4 +1,4 @@
-"""Stopping a run from outside without losing it."""
+"""Interruption of a run by signals, without losing it."""
 
 import math
 import signal
@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What Ctrl-C, a scheduler and a closed terminal send."""
-ANSWER = "ending after this step; once more: now"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals of Ctrl-C, a scheduler and a closed terminal."""
+_ANSWER = "ending after this step; once more: now"
 ECHO_S = 1.0
-"""timeout(1) sends its signal to a process and to all of its group, and `uv run` passes on what it gets."""
+"""Window of repeated signals: timeout(1) sends to a process and to its group, and `uv run` forwards what it gets."""
 
 
 class Echoes:
-    """Tells a signal that repeats one of the last `ECHO_S` from one that a person sends."""
+    """Filter of signals that repeat another one within `ECHO_S`."""
 
     def __init__(self) -> None:
         self._last = -math.inf
@@ -35,15 +35,15 @@ _was_requested = threading.Event()
 
 
 def was_requested() -> bool:
-    """Return whether a person or a scheduler has asked to end, also where that run has ended since."""
+    """Return whether any run of this process has been asked to end."""
     return _was_requested.is_set()
 
 
 class Interrupt:
-    """While active, the first signal only sets `requested`; a second one raises KeyboardInterrupt."""
+    """Signal handler whose first signal sets `requested`, and whose second raises KeyboardInterrupt."""
 
     def __init__(self, answer: Callable[[str], None]) -> None:
-        """answer: shows a text to the person who sent the signal; called from a thread of its own."""
+        """answer: shows a text to the user; called from a separate thread."""
         self.requested = False
         self._answer = answer
 
@@ -54,43 +54,43 @@ class Interrupt:
             raise KeyboardInterrupt
         self.requested = True
         _was_requested.set()
-        # Not from here: the signal may have come in the middle of writing to the same stream.
-        threading.Thread(target=self._answer, args=(ANSWER,), daemon=True).start()
+        # In a thread: the signal may have interrupted a write to the same stream.
+        threading.Thread(target=self._answer, args=(_ANSWER,), daemon=True).start()
 
     def __enter__(self) -> Self:
-        self._previous = handle(self._handle)
+        self._previous = _handle(self._handle)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        restore(self._previous)
+        _restore(self._previous)
 
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """Inside, each of the signals raises KeyboardInterrupt, so that what is open is closed."""
+    """Raise KeyboardInterrupt for each of the signals, so that resources are closed."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if not _echoes.is_one():
             raise KeyboardInterrupt
 
-    previous = handle(interrupt)
+    previous = _handle(interrupt)
     try:
         yield
     finally:
-        restore(previous)
+        _restore(previous)
 
 
-def handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
-    """Install a handler of the signals, but for those that are ignored, as under nohup; the handlers before."""
-    before = {number: signal.getsignal(number) for number in SIGNALS}
+def _handle(handler: Callable[[int, FrameType | None], Any]) -> dict[signal.Signals, Any]:
+    """Install a handler for the signals that are not ignored, as under nohup; return the previous handlers."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     heeded = {number: each for number, each in before.items() if each is not signal.SIG_IGN}
     for number in heeded:
         signal.signal(number, handler)
     return heeded
 
 
-def restore(handlers: dict[signal.Signals, Any]) -> None:
+def _restore(handlers: dict[signal.Signals, Any]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Who starts a run's processes: Ray, or the user."""
+"""Start of a run's processes, by Ray or by torchrun."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nemo_opd.training.plan import Plan
 
 @contextmanager
 def driving(cluster: Settings) -> Iterator[bool]:
-    """Yield whether this process drives the run: False in another rank of torchrun, whose work is then done.
+    """Yield whether this process drives the run; other ranks of torchrun do all their work here and yield False.
 
     Raises ConfigError for processes of torchrun in a run that Ray is to start.
     """
@@ -36,7 +36,7 @@ def driving(cluster: Settings) -> Iterator[bool]:
 
 
 def require_processes(cluster: Settings, placement: Placement) -> None:
-    """Raise ConfigError where a run without Ray has another number of processes than ranks."""
+    """Raise ConfigError where the numbers of processes and ranks of a run without Ray differ."""
     num_ranks, num_processes = len(placement.student), Processes.started().size
     if cluster.launcher == "local" and num_ranks != num_processes:
         key = "cpu_ranks" if cluster.gpus_per_node is None else "gpus_per_node"
@@ -48,7 +48,7 @@ def require_processes(cluster: Settings, placement: Placement) -> None:
 
 
 def open_cluster(plan: Plan) -> Cluster:
-    """Return the cluster of a plan. Raises ClusterError where its resources are not there."""
+    """Open the cluster of a plan. Raises ClusterError where its resources are not free."""
     settings = plan.config.cluster
     if settings.launcher == "local":
         return LocalCluster(settings, device=plan.device, placement=plan.placement)

@@ -1,4 +1,4 @@
-"""What teachers on other nodes hand over, brought to the student."""
+"""Transfer of teachers' output between nodes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from nemo_opd.cluster.base import Group
 from nemo_opd.handoff.exchange import ExchangePlanner
 from nemo_opd.handoff.link import Rendezvous
 from nemo_opd.handoff.window import Window
-from nemo_opd.training.plan import Delivery
+from nemo_opd.training.delivery import Delivery
 
 
 class Links:
-    """Between the student and each teacher of which something crosses nodes; nothing is made or sent for others.
+    """Links between the student and each teacher whose output crosses nodes.
 
-    Both sides are called at once and waited for together, when neither computes: so a rank that dies is named by its
-    own side, and no send waits for a receive that is behind it in a queue.
+    Sends and receives are submitted and gathered together, while neither group computes: a rank that dies is reported
+    by its own group, and no send waits for a receive that is later in a queue.
     """
 
     def __init__(self, student: Group, teachers: Sequence[Group], deliveries: Sequence[Delivery]) -> None:
-        """All groups must be ready. Raises WorkerError or ClusterError."""
+        """Join the links; all groups must be ready. Raises WorkerError or ClusterError."""
         self._student, self._teachers = student, teachers
         self._planners = [
             ExchangePlanner(group.size) if delivery.crosses_nodes else None
@@ -42,10 +42,10 @@ class Links:
     def _rendezvous(self, teacher: Group) -> Rendezvous:
         return Rendezvous(*teacher.address(), self._student.size, teacher.size, self._student.cluster.timeout_s)
 
-    def bring(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
-        """What the student needs to read these windows, by teacher and rank of the student; waits for it.
+    def transfer(self, by_teacher: Sequence[Sequence[Window]], about: str) -> None:
+        """Send the student what these windows read from other nodes, by teacher and rank of the student, and wait.
 
-        about: which batch it is, for messages. Raises WorkerError or ClusterError.
+        about: the batch, for messages. Raises WorkerError or ClusterError.
         """
         exchanges = [
             None if planner is None else planner.plan(windows)

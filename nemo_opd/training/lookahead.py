@@ -1,4 +1,4 @@
-"""Training batches on their way from the loader through the teachers to the student."""
+"""Training batches from the loader through the teachers to the student."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -7,12 +7,12 @@ from itertools import islice
 from typing import Protocol, Self
 
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.training.models import Asked, Taught
+from nemo_opd.training.models import InFlightBatch, ScoredBatch
 from nemo_opd.types import Batch
 
 
 class BatchSource(Protocol):
-    """Training batches, endless and resumable; the loader of a corpus, for one. Used as a context manager."""
+    """Endless, resumable source of training batches, such as the loader of a corpus; a context manager."""
 
     @property
     def epoch(self) -> int:
@@ -21,56 +21,59 @@ class BatchSource(Protocol):
 
     @property
     def timed_as(self) -> str:
-        """Name of the span that waiting for a batch is."""
+        """Name of the span of waiting for a batch."""
         ...
 
     def start(self) -> None:
-        """Begin to read ahead, where it does so."""
+        """Begin to read ahead, if the source does so."""
 
     def next(self) -> Batch: ...
 
     def state_dict(self) -> dict[str, int]:
-        """Where it is, behind the batch that was returned last."""
+        """Return the position after the batch that was returned last."""
         ...
 
     def load_state_dict(self, state: Mapping[str, int], /) -> None:
-        """Go to where the state was taken. Raises CheckpointError when that was with other data."""
+        """Restore a position. Raises CheckpointError when it is of other data."""
 
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *exception: object) -> None: ...
 
 
-class Teachers(Protocol):
-    def ask(self, batch: Batch, about: str) -> Asked: ...
+class _Teachers(Protocol):
+    """The teachers' part of `Models`."""
 
-    def answer(self, asked: Asked) -> Taught: ...
+    def submit(self, batch: Batch, about: str) -> InFlightBatch: ...
+
+    def collect(self, batch: InFlightBatch) -> ScoredBatch: ...
 
 
 @dataclass(frozen=True, slots=True)
-class UnderWay:
-    asked: Asked
+class _Queued:
+    """A batch in flight, and the source's state after it."""
+
+    batch: InFlightBatch
     epoch: int
-    place: dict[str, int]
-    """State of the source behind this batch."""
+    state: dict[str, int]
 
 
 class Lookahead:
-    """Taught batches in the source's order; while the student trains on one, the teachers read the next `depth`.
+    """Scored batches in the source's order; while the student trains on one, the teachers read the next `depth`.
 
-    Everything that waits does so in the caller's thread, so errors and signals have one place to go. What the teachers
-    were asked ahead is lost when a run ends early, and asked again when it continues.
+    All waiting happens in the caller's thread, which gets all errors and signals. Batches in flight are lost when a run
+    ends early, and read again when it continues.
     """
 
-    def __init__(self, source: BatchSource, teachers: Teachers, *, depth: int, steps: range) -> None:
-        """depth: 0 where student and teachers take turns. steps: whose batches are to be read; none is asked beyond."""
+    def __init__(self, source: BatchSource, teachers: _Teachers, *, depth: int, steps: range) -> None:
+        """depth: 0 where student and teachers take turns. steps: the steps whose batches are read."""
         self._source = source
         self._teachers = teachers
         self._depth = depth
         self._steps = iter(steps)
-        self._under_way: deque[UnderWay] = deque()
+        self._queue: deque[_Queued] = deque()
         self._epoch = source.epoch
-        self._place = source.state_dict()
+        self._state = source.state_dict()
 
     @property
     def epoch(self) -> int:
@@ -78,32 +81,32 @@ class Lookahead:
         return self._epoch
 
     def state_dict(self) -> dict[str, int]:
-        """The source's state as if nothing had been read beyond the batch that was returned last."""
-        return self._place
+        """Return the source's state after the batch that was returned last."""
+        return self._state
 
-    def next(self, timer: Timer) -> Taught:
-        """The next batch, taught. Raises what reading it raises, or a teacher.
+    def next(self, timer: Timer) -> ScoredBatch:
+        """Return the next scored batch. Raises what the source or a teacher raises.
 
-        Times what the source says, and what the teachers cost the caller: `teacher_s` where they take turns with the
-        student, else `teacher_wait_s`.
+        Times the source under its own name, and the teachers as `teacher_s` where they take turns with the student,
+        else as `teacher_wait_s`.
         """
-        self._ask(1, timer)
-        first = self._under_way.popleft()
+        self._fill(1, timer)
+        first = self._queue.popleft()
         with timer.span(self._wait):
-            taught = self._teachers.answer(first.asked)
-        self._epoch, self._place = first.epoch, first.place
-        self._ask(self._depth, timer)
-        return taught
+            scored = self._teachers.collect(first.batch)
+        self._epoch, self._state = first.epoch, first.state
+        self._fill(self._depth, timer)
+        return scored
 
     @property
     def _wait(self) -> str:
         return "teacher_wait_s" if self._depth else "teacher_s"
 
-    def _ask(self, number: int, timer: Timer) -> None:
-        """Have so many batches under way, where there are as many left."""
-        for step in islice(self._steps, max(0, number - len(self._under_way))):
+    def _fill(self, number: int, timer: Timer) -> None:
+        """Submit batches until `number` are in flight, or none are left."""
+        for step in islice(self._steps, max(0, number - len(self._queue))):
             with timer.span(self._source.timed_as):
                 batch = self._source.next()
             with timer.span(self._wait):
-                asked = self._teachers.ask(batch, f"step {step}")
-            self._under_way.append(UnderWay(asked, self._source.epoch, self._source.state_dict()))
+                in_flight = self._teachers.submit(batch, f"step {step}")
+            self._queue.append(_Queued(in_flight, self._source.epoch, self._source.state_dict()))

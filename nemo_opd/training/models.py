@@ -1,4 +1,4 @@
-"""The student and its teachers as the driver sees them."""
+"""The driver's interface to the student and its teachers."""
 
 import shutil
 from collections import deque
@@ -26,45 +26,45 @@ from nemo_opd.types import Batch, Mean, Metric, SequenceScores
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
-RankWindows = tuple[Window, ...]
+_RankWindows = tuple[Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class InFlightBatch:
     """A global batch that the teachers are reading."""
 
     batch: Batch
     slot: int
-    """Which of the teachers' buffers it is written into."""
+    """Index of the teachers' buffers that they write."""
     calls: list[Call]
-    """Per teacher."""
+    """Calls, one per teacher."""
     about: str
-    """Which batch it is, for messages."""
+    """Name of the batch, for messages."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taught:
-    """A global batch after its teachers have read it."""
+class ScoredBatch:
+    """A global batch that the teachers have read."""
 
     batch: Batch
-    """With what each teacher's word counts for in each sequence."""
+    """Batch with each teacher's weight for each sequence."""
     slot: int
-    windows: list[RankWindows]
-    """By rank of the student: on what each teacher makes of its rows."""
+    windows: list[_RankWindows]
+    """Windows on each teacher's output, by rank of the student."""
     seconds: tuple[float, ...]
-    """What each teacher took, on its slowest rank."""
+    """Time of each teacher's slowest rank."""
     about: str
 
 
 class Models:
     """Worker groups of the student and of every active teacher, each in its own layout.
 
-    What teachers compute stays where it is; only handles and metrics come here. The teachers have a set of buffers for
-    the batch that the student reads and one for each batch that they are ahead.
+    Teachers' output stays on their devices; only handles and metrics reach the driver. The teachers have buffers for
+    the batch that the student reads and for each batch that they are ahead.
     """
 
     def __init__(self, cluster: Cluster, plan: Plan) -> None:
-        """Returns when all models are loaded. Raises WorkerError or ClusterError."""
+        """Load all models. Raises WorkerError or ClusterError."""
         self._cluster = cluster
         self._grid = plan.grid
         self._deliveries = plan.deliveries
@@ -73,95 +73,94 @@ class Models:
         self._parts = build_parts(
             plan.config,
             [teacher.projection for teacher in plan.teachers],
-            student_vocab_size=plan.student.vocab_size,
+            student_vocab_size=plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
         self._alphas = confidence_alphas(plan.config)
         self._free_slots = deque(range(1 + plan.lookahead))
         with ExitStack() as stack:
-            # Closed in reverse: the student drops its mappings before the teachers free their buffers.
-            self.teachers = [stack.enter_context(group) for group in teacher_groups(cluster, plan)]
-            self.student = stack.enter_context(student_group(cluster, plan))
+            # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
+            self.teachers = [stack.enter_context(group) for group in _teacher_groups(cluster, plan)]
+            self.student = stack.enter_context(_student_group(cluster, plan))
             cluster.gather([group.ready for group in (self.student, *self.teachers)])
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
-    def ask(self, batch: Batch, about: str) -> Asked:
-        """Start every teacher's forward pass, side by side; returns at once. about: which batch it is, for messages."""
+    def submit(self, batch: Batch, about: str) -> InFlightBatch:
+        """Start the forward passes of all teachers in parallel. about: name of the batch, for messages."""
         slot = self._free_slots.popleft()
-        return Asked(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
+        return InFlightBatch(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
     def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Call]:
-        """Call every teacher with the tokens of each of its ranks."""
+        """Call a method of every teacher, each rank with the tokens of its rows."""
         calls = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
             calls.append(group.submit(method, [(tokens, *more) for tokens in own], about=about))
         return calls
 
-    def answer(self, asked: Asked) -> Taught:
-        """Wait for the teachers, and settle who has how much of a say in what."""
-        by_teacher: list[list[TeacherOutput]] = self._cluster.gather(asked.calls)
-        scores = self._scores(by_teacher, asked.batch)
+    def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
+        """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
+        by_teacher: list[list[TeacherOutput]] = self._cluster.gather(in_flight.calls)
+        scores = self._scores(by_teacher, in_flight.batch)
         given = [each for each in scores if each is not None]
-        batch = share_out(self._aggregation, asked.batch, given, priors=self._priors)
+        batch = share_out(self._aggregation, in_flight.batch, given, priors=self._priors)
         batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
-            windows([scored.handle for scored in by_rank], delivery.sides)
+            windows([output.handle for output in by_rank], delivery.sides)
             for by_rank, delivery in zip(by_teacher, self._deliveries, strict=True)
         ]
-        self._links.bring(by_teacher_and_reader, asked.about)
-        seconds = tuple(max(scored.seconds for scored in by_rank) for by_rank in by_teacher)
-        return Taught(batch, asked.slot, self._by_student_rank(by_teacher_and_reader), seconds, asked.about)
-
-    def _by_student_rank(self, by_teacher: Sequence[Sequence[Window]]) -> list[RankWindows]:
-        return [tuple(by_rank[rank] for by_rank in by_teacher) for rank in range(self._grid.student.size)]
+        self._links.transfer(by_teacher_and_reader, in_flight.about)
+        by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size
+        seconds = tuple(max(output.seconds for output in by_rank) for by_rank in by_teacher)
+        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, in_flight.about)
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
-        """Of each teacher for the rows of the batch; None for one that was not asked."""
+        """Return each teacher's scores for the rows of the batch; None for a teacher that gives none."""
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             given = [each for each in (by_rank[rank].scores for rank in leads(layout)) if each is not None]
             scores.append(joined(given, len(batch)) if given else None)
         return scores
 
-    def train_step(self, taught: Taught, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
-        """The student's optimizer step: the metrics of the global batch."""
-        normalizers = self._parts.normalizers(taught.batch)
+    def train_step(self, scored: ScoredBatch, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:
+        """Make the student's optimizer step and return the metrics of the global batch."""
+        normalizers = self._parts.normalizers(scored.batch)
         steps = [
             (StudentStep(part, own, normalizers, kd_scale, compare_gradients),)
-            for part, own in self._student_parts(taught)
+            for part, own in self._student_parts(scored)
         ]
-        return self._on_student("train_step", steps, taught)
+        return self._on_student("train_step", steps, scored)
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
-        """The metrics of a global batch, without an update; also while the teachers are ahead."""
-        taught = self.answer(self.ask(batch, "validation"))
-        return self._on_student("evaluate", self._student_parts(taught), taught)
+        """Return the metrics of a global batch without an update, also while other batches are in flight."""
+        scored = self.collect(self.submit(batch, "validation"))
+        return self._on_student("evaluate", self._student_parts(scored), scored)
 
-    def _student_parts(self, taught: Taught) -> list[tuple[Batch, RankWindows]]:
-        return list(zip(self._grid.by_rank(taught.batch, self._grid.student), taught.windows, strict=True))
+    def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows]]:
+        return list(zip(self._grid.by_rank(scored.batch, self._grid.student), scored.windows, strict=True))
 
-    def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], taught: Taught) -> dict[str, Metric]:
-        """Have the student read what the teachers wrote, whose buffers are free afterwards."""
-        metrics = reduced(self.student.call(method, arguments, about=taught.about), self._grid.student)
-        self._free_slots.append(taught.slot)
-        shared = share_metrics(self._parts, taught.batch)
-        return metrics | shared | coverage_metrics(self._parts, taught.batch, self._names)
+    def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> dict[str, Metric]:
+        """Call a method of the student that reads the teachers' output, and free the teachers' buffers."""
+        metrics = reduced(self.student.call(method, arguments, about=scored.about), self._grid.student)
+        self._free_slots.append(scored.slot)
+        shared = share_metrics(self._parts, scored.batch)
+        return metrics | shared | coverage_metrics(self._parts, scored.batch, self._names)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
-        """A continuation of each prompt by the student, in order; each data-parallel index samples its own part."""
+        """Return a continuation of each prompt by the student, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
-        return continued(self.student, self._grid.student, requests, sampling, version, about=about)
+        return _continued(self.student, self._grid.student, requests, sampling, version, about=about)
 
     def generate_by_teacher(
         self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
     ) -> list[Completion]:
-        """The same by an active teacher, of prompts in its own tokens; batch_size: sequences a rank takes at a time."""
+        """Return a teacher's continuations of prompts in its tokens; batch_size: sequences a rank samples at a time."""
         group, layout = self.teachers[i], self._grid.teachers[i]
-        return continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
+        return _continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
+        """Return the bits per byte of each teacher on a global batch."""
         totals = []
         by_teacher = self._cluster.gather(self._on_teachers("bits_per_byte", batch))
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
@@ -172,22 +171,23 @@ class Models:
         return totals
 
     def save(self, folder: Path) -> None:
-        self._write_or_read("save", folder)
+        self._on_each_student("save", folder.resolve())
 
     def load(self, folder: Path) -> None:
-        self._write_or_read("load", folder)
+        self._on_each_student("load", folder.resolve())
 
     def export(self, folder: Path, served_as: str | None = None) -> None:
-        """served_as: the dtype's name of a server that is to load it; by default it is for users."""
-        self._write_or_read("export", folder, served_as)
+        """Export the student; served_as: name of the dtype for a server, or by default the form for users."""
+        self._on_each_student("export", folder.resolve(), served_as)
 
-    def _write_or_read(self, method: str, folder: Path, *more: object) -> None:
-        self.student.call(method, [(folder.resolve(), *more)] * self._grid.student.size)
+    def _on_each_student(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of every rank of the student with the same arguments."""
+        return self.student.call(method, [arguments] * self._grid.student.size)
 
     @contextmanager
     def held_weights(self, served_as: str) -> Iterator[FileDescriptor]:
-        """Inside, the student's first process holds in memory what a server would load from an exported folder."""
-        by_rank = self.student.call("hold_weights", [(served_as,)] * self._grid.student.size)
+        """Hold the exported weights in memory of the student's first process; yield their file."""
+        by_rank = self._on_each_student("hold_weights", served_as)
         try:
             yield by_rank[0]
         finally:
@@ -203,15 +203,17 @@ class Models:
         self.close()
 
 
-def continued(group: Group, layout: Layout, requests: Sequence[Request], *more: object, about: str) -> list[Completion]:
-    """What the ranks of a group make of their parts of the requests, in order. `more` is told to each rank."""
+def _continued(
+    group: Group, layout: Layout, requests: Sequence[Request], *more: object, about: str
+) -> list[Completion]:
+    """Divide the requests over the ranks of a group and return the completions in order; more: for every rank."""
     arguments = [(part, *more) for part in shared_out(requests, layout)]
     by_rank: list[list[Completion]] = group.call("generate", arguments, about=about)
     return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None) -> None:
-    """Write the student's Hugging Face folder, whole or not at all; an older one is replaced. As `Models.export`."""
+    """Replace the student's Hugging Face folder atomically. served_as: as for `Models.export`."""
     temporary = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -225,7 +227,7 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None) -> 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
+def _teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
     """Start a group for each active teacher."""
     alphas = confidence_alphas(plan.config)
     for i, settings in enumerate(plan.config.active_teachers):
@@ -250,7 +252,8 @@ def teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
         )
 
 
-def student_group(cluster: Cluster, plan: Plan) -> Group:
+def _student_group(cluster: Cluster, plan: Plan) -> Group:
+    """Start the student's group."""
     return cluster.group(
         "student",
         StudentWorker,
@@ -258,7 +261,7 @@ def student_group(cluster: Cluster, plan: Plan) -> Group:
             "config": plan.config,
             "projections": [teacher.projection for teacher in plan.teachers],
             "total_steps": plan.total_steps,
-            "vocab_size": plan.student.vocab_size,
+            "vocab_size": plan.student_vocab_size,
             "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
             "device": plan.device,
             "transport": plan.transport,

@@ -1,4 +1,4 @@
-"""Off-policy distillation: the student learns from what its teachers think of a corpus."""
+"""Off-policy distillation: the student learns its teachers' distributions on a corpus."""
 
 from rich.console import Console
 
@@ -6,17 +6,16 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.busy import busy
-from nemo_opd.training.breakdown import step_times
 from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.launch import driving
-from nemo_opd.training.objective import objective_values
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
+from nemo_opd.training.step_metrics import objective_values, step_times
 from nemo_opd.training.summary import print_plan
 
 
 def distil(config: RunConfig) -> None:
-    """Run to the end, or to a checkpoint when interrupted. Raises an OPDError for what goes wrong."""
+    """Run to the end, or to a checkpoint when interrupted. Raises an OPDError where the run fails."""
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
         if is_driver:
@@ -43,20 +42,20 @@ def drive(config: RunConfig) -> None:
         if session.is_complete:
             session.finish()
         else:
-            session.say_how_to_continue()
+            session.print_how_to_continue()
 
 
 def train_step(session: Session) -> dict[str, float]:
-    """Next batch, teachers, student: the record of one optimizer step."""
+    """Make one optimizer step (next batch, teachers, student) and return its record."""
     timer = Timer()
     scale = session.kd_scale.value
     with timer.span("step_s"):
-        taught = session.lookahead.next(timer)
-        metrics = session.models.train_step(taught, scale, compare_gradients=session.compares_gradients)
+        scored = session.lookahead.next(timer)
+        metrics = session.models.train_step(scored, scale, compare_gradients=session.compares_gradients)
     peak_memory = metrics.pop("peak_memory_gb").value()
     record = objective_values(session.config, metrics, scale, "train")
-    session.settle(metrics)
-    teachers = dict(zip(session.config.active_names, taught.seconds, strict=True))
+    session.count_step(metrics)
+    teachers = dict(zip(session.config.active_names, scored.seconds, strict=True))
     times = step_times(timer.take(), metrics, teachers)
     return {
         "epoch": session.lookahead.epoch,

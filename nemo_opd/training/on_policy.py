@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns from what its teachers think of its own samples (methods.md §10)."""
+"""On-policy distillation: the student learns its teachers' distributions on its own samples (METHODS §10)."""
 
 from rich.console import Console
 
@@ -13,8 +13,9 @@ from nemo_opd.training.summary import print_plan
 
 
 def distil(config: RunConfig) -> None:
-    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted. Raises an OPDError for what goes
-    wrong.
+    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted.
+
+    Raises an OPDError where the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
@@ -32,7 +33,7 @@ def drive(config: RunConfig) -> None:
     with OnPolicySession(plan) as session:
         session.measure_start()
         for step in session.steps():
-            record = train_step(session) | session.of_rollouts()
+            record = train_step(session) | session.rollout_values()
             if session.is_due(config.train.validate_every) and plan.data.validation is not None:
                 record |= session.validate()
             if config.evaluation is not None and session.is_due(config.evaluation.every):
@@ -44,4 +45,4 @@ def drive(config: RunConfig) -> None:
         if session.is_complete:
             session.finish()
         else:
-            session.say_how_to_continue()
+            session.print_how_to_continue()

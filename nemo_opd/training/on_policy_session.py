@@ -1,4 +1,4 @@
-"""A session whose student samples what it learns from."""
+"""The session of a run whose student samples its training data."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -19,14 +19,14 @@ from nemo_opd.training.engines import TeacherWorkers, open_engine
 from nemo_opd.training.health import HealthMonitor
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.rollout_source import Parts, RolloutSource
+from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
 from nemo_opd.training.sampled_models import SampledModel
 from nemo_opd.training.session import Session
 from nemo_opd.types import Max, Mean, Metric
 
 
 class OnPolicySession(Session):
-    """Adds the engine that samples, rewards, evaluation, and an eye on the student's health."""
+    """A session with a rollout engine, rewards, evaluation, and monitoring of the student's health."""
 
     source: RolloutSource
 
@@ -55,7 +55,7 @@ class OnPolicySession(Session):
         collector = self._collector(self.engine, prompts.student, sampling, rollout.max_new_tokens)
         rewards = None if self.reward is None else self.reward.of_batch
         self.source.connect(
-            Parts(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, rewards), self.engine
+            RolloutSteps(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, rewards), self.engine
         )
         self.samples.truncate_after(self.step)
         if self.step:
@@ -73,20 +73,20 @@ class OnPolicySession(Session):
             seed=self.config.run.seed,
         )
 
-    def of_rollouts(self) -> dict[str, float]:
-        """What is to be said of the sequences that the step learned from."""
-        collected = self.source.take()
-        metrics: dict[str, Metric] = dict(rollout_metrics(collected.rollouts))
-        metrics["rollout/staleness"] = Mean(self.step - 1 - collected.version, 1)
+    def rollout_values(self) -> dict[str, float]:
+        """Return rollout/* of the step's samples."""
+        sampled = self.source.take()
+        metrics: dict[str, Metric] = dict(rollout_metrics(sampled.rollouts))
+        metrics["rollout/staleness"] = Mean(self.step - 1 - sampled.version, 1)
         metrics["rollout/retried"] = Mean(self.engine.retried - self._retried, 1)
         self._retried = self.engine.retried
-        if collected.rewards:
-            metrics["rollout/reward"] = Mean(sum(collected.rewards), len(collected.rewards))
-            metrics["rollout/reward_max"] = Max(max(collected.rewards))
+        if sampled.rewards:
+            metrics["rollout/reward"] = Mean(sum(sampled.rewards), len(sampled.rewards))
+            metrics["rollout/reward_max"] = Max(max(sampled.rewards))
         return values(metrics)
 
     def values_at_start(self) -> dict[str, float]:
-        """Of validation and of the questions, where there are any."""
+        """Return the metrics of validation and evaluation, as far as the run has them."""
         values = super().values_at_start()
         return values if self.config.evaluation is None else values | self.evaluate() | self.evaluate_teachers()
 
@@ -95,13 +95,13 @@ class OnPolicySession(Session):
         return super().validate()
 
     def evaluate(self) -> dict[str, float]:
-        """eval/* of the student as it is now."""
+        """Return eval/* of the student with its current weights."""
         self.loggers.phase("asking the student")
-        self.source.settle()
+        self.source.update_engine()
         return self._ask(self.engine, self.prompts.student)
 
     def evaluate_teachers(self) -> dict[str, float]:
-        """eval/*/<teacher> of those that are asked."""
+        """Return eval/*/<teacher> of the evaluated teachers."""
         settings = self.config.evaluation
         assert settings is not None
         metrics: dict[str, float] = {}
@@ -113,9 +113,9 @@ class OnPolicySession(Session):
         return metrics
 
     def _ask(self, engine: Generator, model: SampledModel, teacher: str | None = None) -> dict[str, float]:
-        """eval/*, once what is shown of the answers is written.
+        """Evaluate one model, write some of its answers to samples.jsonl, and return eval/*.
 
-        teacher: the name of the one that is asked; None: the student is.
+        teacher: name of the model, or None for the student.
         """
         settings, rollout = self.config.evaluation, self.config.rollout
         assert settings is not None
@@ -135,7 +135,7 @@ class OnPolicySession(Session):
         return result.metrics
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Tell of new signs of trouble as well, and end the run where `health.action` says so."""
+        """Report new alarms, and end the run if `health.action` is `stop`."""
         super().watch(record)
         for alarm in self.health.observe(record):
             self.loggers.warn(f"step {self.step}: {alarm}")
@@ -147,19 +147,16 @@ class OnPolicySession(Session):
         self.source.renew()
 
     def closing_table(self) -> ClosingTable:
-        asked = [record for record in read(self.plan.output_dir / "metrics.jsonl") if is_asked(record)]
-        rows = scores(asked[0], asked[-1], self.config.active_names) if asked else ()
+        records = read(self.plan.output_dir / "metrics.jsonl")
+        evaluated = [record for record in records if any(name.startswith(PREFIX) for name in record)]
+        rows = scores(evaluated[0], evaluated[-1], self.config.active_names) if evaluated else ()
         return replace(super().closing_table(), scores=rows)
 
 
-def is_asked(record: Mapping[str, float]) -> bool:
-    return any(name.startswith(PREFIX) for name in record)
-
-
 def scores(first: Mapping[str, float], last: Mapping[str, float], teachers: Sequence[str]) -> tuple[ScoreRow, ...]:
-    """What has a confidence interval, from the records of the first and the last evaluation.
+    """Return the measures with a confidence interval, from the records of the first and the last evaluation.
 
-    teachers: names; the first record has what they reached, where they were asked.
+    teachers: names; the first record has the results of evaluated teachers.
     """
 
     def score(record: Mapping[str, float], name: str, of: str = "") -> Score:

@@ -1,4 +1,4 @@
-"""What a run will do, settled before any process starts."""
+"""The plan of a run, complete before any process starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,47 +7,27 @@ from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.handoff.plan import Readers, Sides
-from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.corpus import Corpus
+from nemo_opd.training.delivery import Delivery
 from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.sides import TeacherPlan
 from nemo_opd.training.survey import Survey
-
-
-@dataclass(frozen=True, slots=True)
-class StudentPlan:
-    vocab_size: int
-    """Of the tokenizer: largest id + 1."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delivery:
-    """From the ranks of a teacher to those of the student."""
-
-    sides: Sides
-    readers: tuple[Readers, ...]
-    """By rank of the teacher."""
-    traffic: tuple[Traffic, ...]
-    """By rank of the student: what is sent to it from other nodes."""
-
-    @property
-    def crosses_nodes(self) -> bool:
-        return any(self.traffic)
+from nemo_opd.training.teacher_plan import TeacherPlan
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """Result of preflight: settings, layouts, data and warnings."""
+
     config: RunConfig
     output_dir: Path
     progress: Progress | None
-    """Where the run continues; None where it starts anew."""
+    """Checkpoint to continue from; None for a new run."""
     damaged_steps: tuple[int, ...]
-    """Of newer checkpoints, which are not whole."""
+    """Steps of newer checkpoints that are not whole."""
     checkpoint_bytes: int
-    """Of the weights and moments in one, which has a little more."""
+    """Size of a checkpoint's tensors."""
     device: str
     placement: Placement
     student_layout: Layout
@@ -56,14 +36,14 @@ class Plan:
     deliveries: tuple[Delivery, ...]
     """One per active teacher."""
     transport: str
-    student: StudentPlan
+    student_vocab_size: int
+    """Number of ids that both the student's tokenizer and its model have."""
     teachers: tuple[TeacherPlan, ...]
     """One per active teacher."""
     data: Corpus | Prompts
     survey: Survey
-    """Of a few of the training texts."""
+    """Statistics of a few training texts."""
     warnings: tuple[str, ...]
-    """What is suspicious, in sentences."""
     steps_per_epoch: int
     total_steps: int
     memory: MemoryEstimate
@@ -74,10 +54,10 @@ class Plan:
 
     @property
     def rows_per_rank(self) -> int:
-        """Sequences of a full batch on one rank of the student."""
+        """Number of sequences of a full batch on one rank of the student."""
         return self.config.train.global_batch_size // self.student_layout.dp
 
     @property
     def lookahead(self) -> int:
-        """Batches that the teachers are ahead of the student; none where they take turns on the same devices."""
+        """Number of batches that teachers are ahead of the student; 0 where they take turns on the same devices."""
         return self.config.cluster.prefetch if self.placement.is_separate else 0

@@ -1,40 +1,49 @@
-"""Every check that can be made before a process starts. Each failure is one message: key, value, reason, way out."""
+"""All checks before a process starts. Each failure is one message with key, value, reason and way out."""
 
 from fractions import Fraction
+from pathlib import Path
+
+import torch
 
 from nemo_opd.aggregation import build_parts
+from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
+from nemo_opd.disk import require_room
+from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import load_corpus
-from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, resolve_layouts
-from nemo_opd.training.findings import check_positions, of_the_texts, seen_in_training, unseen_ends
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
+from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.launch import require_processes
-from nemo_opd.training.layout import (
+from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
+from nemo_opd.training.model_info import read_model_info
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.prompts import check_users_code, load_prompts
+from nemo_opd.training.ranks import (
     require_batch_divides,
     resolve_device,
+    resolve_layouts,
     resolve_placement,
 )
-from nemo_opd.training.memory import Machine, ModelSetup, Situation, settle_memory, teachers_ahead
-from nemo_opd.training.plan import Plan, StudentPlan
-from nemo_opd.training.prompts import check_users_code, load_prompts
-from nemo_opd.training.room import require_room_to_save
 from nemo_opd.training.run_directory import (
     checkpoints_of,
     progress_to_resume,
     require_not_beyond,
     resolve_output_dir,
 )
-from nemo_opd.training.side import load_side
-from nemo_opd.training.sides import plan_teacher, require_templates
 from nemo_opd.training.survey import survey
+from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.workers.student import compute_dtype
+
+_TRAINED_BYTES = 12
+"""Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
 
 
 def preflight(config: RunConfig) -> Plan:
-    """Check everything and say what will run. Raises an OPDError for what cannot."""
+    """Check everything and return the plan of the run. Raises an OPDError where it cannot run."""
     device = resolve_device(config.cluster)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
@@ -45,9 +54,9 @@ def preflight(config: RunConfig) -> Plan:
     resumed = progress_to_resume(config, output_dir)
     check_users_code(config)
     with working("reading the student's tokenizer"):
-        student = load_side(config.student, "student", device)
+        student = read_model_info(config.student, "student", device)
     teachers = [
-        load_side(settings, f"teachers.{i}", device)
+        read_model_info(settings, f"teachers.{i}", device)
         for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
     ]
     for i, settings in enumerate((config.student, *config.active_teachers)):
@@ -56,9 +65,9 @@ def preflight(config: RunConfig) -> Plan:
         model = load_config(settings.model, key=f"{key}.model")
         check_head_precision(model, dtype, key=key, reference=settings.model)
     require_templates(config, student, teachers)
-    checkpoint_bytes = require_room_to_save(config, student.size, output_dir)
+    checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
     warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
-    warnings += [*check_positions(config, student, teachers), *unseen_ends(config, student, teachers)]
+    warnings += [*check_positions(config, student, teachers), *warn_of_other_ends(config, student, teachers)]
     check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(
         plan_teacher(config, i, student, teacher)
@@ -71,9 +80,9 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
-    warnings += seen_in_training(config)
+    warnings += warn_of_shared_data(config)
     found = survey(config, data, student, teachers, parts)
-    warnings += of_the_texts(config, found)
+    warnings += check_texts(config, found)
     deliveries = plan_deliveries(config, placement, (student_layout, teacher_layouts), teachers, lengths=found.widths)
     sequences = 1 if config.rollout is None else config.rollout.n
     steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
@@ -84,8 +93,8 @@ def preflight(config: RunConfig) -> Plan:
     situation = Situation(
         ModelSetup(student.size, student.vocab_size, student_layout),
         tuple(
-            ModelSetup(side.size, side.vocab_size, layout, Fraction(width, config.train.max_length))
-            for side, layout, width in zip(teachers, teacher_layouts, found.widths, strict=True)
+            ModelSetup(info.size, info.vocab_size, layout, Fraction(width, config.train.max_length))
+            for info, layout, width in zip(teachers, teacher_layouts, found.widths, strict=True)
         ),
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
@@ -103,7 +112,7 @@ def preflight(config: RunConfig) -> Plan:
         teacher_layouts=teacher_layouts,
         deliveries=deliveries,
         transport=transport,
-        student=StudentPlan(student.vocab_size),
+        student_vocab_size=student.vocab_size,
         teachers=teacher_plans,
         data=data,
         survey=found,
@@ -112,3 +121,25 @@ def preflight(config: RunConfig) -> Plan:
         total_steps=total_steps,
         memory=memory,
     )
+
+
+def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path) -> int:
+    """Return the bytes of a checkpoint's tensors. Raises ConfigError where one and the trained model do not fit."""
+    exported = _exported_bytes(config.student, student)
+    checkpoint = _TRAINED_BYTES * student.trained_parameters + exported
+    require_room(
+        output_dir,
+        checkpoint + exported,
+        "one checkpoint and the trained model",
+        instead="choose another run.output_dir",
+        kind=ConfigError,
+    )
+    return checkpoint
+
+
+def _exported_bytes(student: Student, size: ModelSize) -> int:
+    """Return the bytes of the folder in Hugging Face form."""
+    if student.lora is not None and student.lora.export == "adapter":
+        return size.trained_parameters * torch.float32.itemsize
+    dtype = load_config(student.model, key="student.model").dtype
+    return size.parameters * (dtype if isinstance(dtype, torch.dtype) else torch.float32).itemsize

@@ -1,4 +1,4 @@
-"""The prompts of a run, as the student reads them, and what becomes of what it makes of them."""
+"""The prompts of an on-policy run, and samples made from the student's responses to them."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,15 +10,12 @@ from datasets import Dataset
 from nemo_opd.config.data import Source
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher
-from nemo_opd.data.chat import CrossTokenizerChat
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import TEACHER
-from nemo_opd.data.encoders import ChatEncoder
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt, Rollout
-from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import SameTokenizer, Sample
+from nemo_opd.data.rollouts import RolloutSampleMaker
+from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import DataError
 from nemo_opd.progress import working
@@ -26,21 +23,20 @@ from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.training.columns import layout_of
-from nemo_opd.training.same_tokenizer import same_tokenizer_reader
+from nemo_opd.training.inputs import layout_of
+from nemo_opd.training.model_info import ModelInfo
+from nemo_opd.training.sample_makers import build_rollout_sample_maker
 from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, sampled_model
-from nemo_opd.training.side import Side
-from nemo_opd.training.sides import aligner, longest
 from nemo_opd.types import Batch
 
 
 @dataclass(frozen=True)
-class PromptSet:
+class _PromptSet:
     """Prompts that leave room for a response."""
 
     documents: Dataset
     rows: tuple[int, ...]
-    """Of the documents that are kept."""
+    """Rows of the documents that are kept."""
     num_dropped: int
 
     def __len__(self) -> int:
@@ -55,52 +51,52 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Prompts:
-    """All that turns prompts into what the student learns from."""
+    """Prompts for training, validation and evaluation, and the functions that make samples of rollouts."""
 
-    train: PromptSet
-    evaluation: PromptSet | None
-    validation: PromptSet | None
-    """With the dataset's own responses."""
+    train: _PromptSet
+    evaluation: _PromptSet | None
+    validation: _PromptSet | None
+    """Prompts with the dataset's responses."""
     student: SampledModel
     evaluated_teachers: tuple[SampledModel, ...]
-    """Active teachers, where they answer the questions of the evaluation."""
+    """Active teachers, if they answer the questions of the evaluation."""
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
-    """Names, where the data name the teacher of each prompt."""
+    """Names of the teachers to which the data route prompts; empty without routing."""
     noun: ClassVar[str] = "prompts"
 
     @property
     def renderer(self) -> Renderer:
-        """The student's."""
+        """Renderer of the student's prompts."""
         return self.student.renderer
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end what the student samples."""
+        """Tokens that end the student's responses."""
         return self.student.end_ids
 
     def from_dataset(self, prompt: Prompt) -> Rollout:
-        """With the continuation that the dataset has. Raises DataError where it has none."""
+        """Return the dataset's response as a rollout. Raises DataError where it has none."""
         return dataset_rollout(prompt, self.renderer, self.student.max_length)
 
     def make_sample(self, rollout: Rollout) -> Sample:
-        """Raises AlignmentError where a teacher's chat template refuses the conversation."""
+        """Return a rollout's sample. Raises AlignmentError where a teacher's chat template refuses the conversation."""
         sample = self.sample_maker(rollout)
         return replace(sample, route=self._routes[rollout.prompt.index]) if self.teachers else sample
 
     @cached_property
     def questions(self) -> list[Prompt]:
-        """Of the evaluation."""
+        """Questions of the evaluation."""
         assert self.evaluation is not None
         return self.evaluation.all()
 
     @cached_property
     def _routes(self) -> list[int]:
-        """Of each row of the training prompts the teacher that it names."""
+        """Index of the teacher that each row of the training data names."""
         return [self.teachers.index(name) for name in self.train.documents[TEACHER]]
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
-        """All validation prompts with their responses once, in order."""
+        """Yield all validation prompts with their responses once, in order."""
         assert self.validation is not None
         prompts = self.validation.all()
         for start in range(0, len(prompts), batch_size):
@@ -109,31 +105,33 @@ class Prompts:
 
 
 def check_users_code(config: RunConfig) -> None:
-    """Raise ConfigError for a reward or an environment of the user's that cannot be imported, or is none."""
+    """Raise ConfigError for a reward or an environment of the user that cannot be imported or has the wrong type."""
     if config.reward is not None:
         build_reward(config.reward).close()
     if config.environment is not None:
         build_environment(config.environment)
 
 
-def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> Prompts:
-    """Raises DataError for prompts that cannot be read, do not fit the reward, or of which none is left, and what
+def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Prompts:
+    """Load all prompts.
+
+    Raises DataError for prompts that cannot be read or do not fit the reward, or where none is left, and what
     `evaluated_teachers` raises.
     """
     assert config.rollout is not None
     own = sampled_model(config, config.student, student, "student", config.train.max_length)
     renderer = own.renderer
-    train = prompt_set(config, renderer, config.data.train, "data.train")
+    train = _prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
-        require_responses(train, renderer, "data.train")
+        _require_responses(train, renderer, "data.train")
     validation = None
     if config.data.validation.given:
-        validation = prompt_set(config, renderer, config.data.validation, "data.validation")
-        require_responses(validation, renderer, "data.validation")
+        validation = _prompt_set(config, renderer, config.data.validation, "data.validation")
+        _require_responses(validation, renderer, "data.validation")
     evaluation = None
     evaluated: tuple[SampledModel, ...] = ()
     if config.evaluation is not None:
-        evaluation = prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
+        evaluation = _prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
         if config.evaluation.teachers:
             evaluated = evaluated_teachers(config, teachers, evaluation.all())
     return Prompts(
@@ -142,16 +140,13 @@ def load_prompts(config: RunConfig, student: Side, teachers: Sequence[Side]) -> 
         evaluation=evaluation,
         student=own,
         evaluated_teachers=evaluated,
-        sample_maker=RolloutSampleMaker(
-            student.pieces.lengths[: student.vocab_size],
-            tuple(reader(config, i, student, teachers) for i in range(len(teachers))),
-        ),
+        sample_maker=build_rollout_sample_maker(config, student, teachers),
         teachers=config.active_names if config.routing is not None else (),
     )
 
 
-def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> PromptSet:
-    """Those that leave room for a response. Raises DataError, with the row, for what cannot be used."""
+def _prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> _PromptSet:
+    """Load the prompts that leave room for a response. Raises DataError, with the row, for an unusable one."""
     with working(f"reading {key}"):
         documents = load_documents(source, layout_of(config), key=key)
         prompts = read_prompts(documents, range(len(documents)))
@@ -159,11 +154,11 @@ def prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) 
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
-    return PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
+    return _PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
 
 
-def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:
-    """Raises DataError, with the row, for the first that has none."""
+def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> None:
+    """Raise DataError, with the row, for the first prompt without a response."""
     for prompt in prompts.all():
         if prompt.response is None:
             raise DataError(
@@ -171,15 +166,3 @@ def require_responses(prompts: PromptSet, renderer: Renderer, key: str) -> None:
                 "column as data.response_key (texts), end the conversation with the assistant's message, or leave the "
                 "row out"
             )
-
-
-def reader(config: RunConfig, i: int, student: Side, teachers: Sequence[Side]) -> SameTokenizer | CrossTokenizerReader:
-    """How teacher i reads what the student sampled."""
-    settings, teacher = config.active_teachers[i], teachers[i]
-    if not isinstance(settings, CrossTokenizerTeacher):
-        return same_tokenizer_reader(config, i, student, teachers)
-    length, between = longest(settings, teacher), aligner(settings, student, teacher)
-    if config.data.messages_key is None:
-        return CrossTokenizerText.of(teacher.tokenizer, length, between, teacher.vocab_size, settings.equal_history)
-    encoder = ChatEncoder.of(teacher.tokenizer, length, settings.chat_template_kwargs, teacher.vocab_size)
-    return CrossTokenizerChat(encoder, between, settings.equal_history)

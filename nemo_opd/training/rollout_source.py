@@ -1,4 +1,4 @@
-"""Training batches that the student samples itself (methods.md §10)."""
+"""Training batches that the student samples (METHODS §10)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,54 +24,54 @@ from nemo_opd.types import Batch, SampledRows
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """A batch before its teachers have read it."""
+class _RolloutBatch:
+    """A batch that the teachers have not read, and its rollouts."""
 
     batch: Batch
     rollouts: tuple[Rollout, ...]
-    """Sampled by the student, in the order of the rows; those of the dataset are behind them."""
+    """Rollouts of the student in the order of the rows; rows of the dataset follow them."""
     rewards: tuple[float, ...]
-    """Of each rollout; empty without a reward."""
+    """Reward of each rollout; empty without a reward."""
     version: int
-    """Of the weights that sampled."""
+    """Version of the weights that sampled."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What makes a batch of prompts."""
+class RolloutSteps:
+    """The functions that make a batch."""
 
     prompts: Callable[[list[int]], Sequence[Prompt]]
-    """By the indices of their rows."""
+    """Prompts of these rows."""
     collector: Collector
     from_dataset: Callable[[Prompt], Rollout]
-    """With the continuation that the dataset has."""
+    """The dataset's response as a rollout."""
     make_sample: Callable[[Rollout], Sample]
     rewards: Callable[[Iterable[Rollout]], list[float]] | None
-    """Of the rollouts of a batch."""
+    """Rewards of a batch's rollouts."""
 
 
 class RolloutSource:
-    """Prompts in the order of BatchOrder; each batch is sampled when it is asked for, or one ahead.
+    """Prompts in the order of BatchOrder; each batch is sampled when it is needed, or one step earlier.
 
-    Weights that sample are at most `rollout.staleness` optimizer steps behind the student's.
+    The weights that sample are at most `rollout.staleness` optimizer steps older than the student's.
     """
 
     timed_as = "rollout_s"
 
     def __init__(self, config: RunConfig, num_prompts: int, total_steps: int) -> None:
-        """total_steps: of the run; nothing is sampled ahead of its last."""
+        """total_steps: the run's; nothing is sampled for later steps."""
         assert config.rollout is not None
         self._config, self._rollout = config, config.rollout
         per_batch = config.train.global_batch_size // config.rollout.n
         self._order = BatchOrder(num_prompts, per_batch, config.run.seed, config.data.shuffle)
         self._num_batches, self._total_steps = 0, total_steps
-        self._collected: deque[Collected] = deque()
-        self._ahead: Future[Collected] | None = None
+        self._sampled: deque[_RolloutBatch] = deque()
+        self._ahead: Future[_RolloutBatch] | None = None
         self._thread = ThreadPoolExecutor(1, "rollout")
 
-    def connect(self, parts: Parts, engine: Engine) -> None:
-        """What it samples with; before the first batch."""
-        self._parts, self._engine = parts, engine
+    def connect(self, steps: RolloutSteps, engine: Engine) -> None:
+        """Set what samples, before the first batch."""
+        self._steps, self._engine = steps, engine
 
     @property
     def steps_per_epoch(self) -> int:
@@ -82,74 +82,72 @@ class RolloutSource:
         return max(0, self._num_batches - 1) // self.steps_per_epoch
 
     def start(self) -> None:
-        """There is no engine yet to read ahead with."""
+        """Do nothing: there is no engine yet to read ahead with."""
 
     def next(self) -> Batch:
-        """The next batch. Raises what engine, environment and reward raise.
+        """Return the next batch. Raises what engine, environment and reward raise.
 
-        Called when the student has seen all batches before this one, so their number is the version of its weights.
+        Called when the student has learned from all earlier batches: their number is the version of its weights.
         """
         if self._ahead is None:
             self._follow(self._num_batches, lag=0)
-            collected = self._made(self._num_batches)
+            sampled = self._sample(self._num_batches)
         else:
-            collected = self._ahead.result()
+            sampled = self._ahead.result()
         self._num_batches += 1
-        self._collected.append(collected)
+        self._sampled.append(sampled)
         if self._rollout.overlap:
-            # The update is yet to come, so what is sampled now is for a student one step further.
+            # Before the update, so what is sampled now is one version older when the student learns from it.
             self._follow(self._num_batches - 1, lag=1)
         self._sample_ahead()
-        return collected.batch
+        return sampled.batch
 
     def _follow(self, version: int, *, lag: int) -> None:
-        """Give the engine the student's weights, of `version`, where its own would be too old in `lag` steps."""
+        """Give the engine the student's weights, of `version`, if its own would be too old in `lag` steps."""
         if version + lag - self._engine.version > self._rollout.staleness:
             self._engine.follow(version)
 
     def _sample_ahead(self) -> None:
         has_more = self._num_batches < self._total_steps
-        self._ahead = self._thread.submit(self._made, self._num_batches) if self._rollout.overlap and has_more else None
+        is_ahead = self._rollout.overlap and has_more
+        self._ahead = self._thread.submit(self._sample, self._num_batches) if is_ahead else None
 
     def wait(self) -> None:
-        """Until nothing is being sampled: tokenizers cannot be used by two threads at once."""
+        """Wait until nothing is being sampled: tokenizers are not thread-safe."""
         if self._ahead is not None:
             wait([self._ahead])
 
-    def settle(self) -> None:
-        """Have the engine idle, with the student's weights as they are, whose version is the number of batches."""
+    def update_engine(self) -> None:
+        """Wait until the engine is idle and give it the student's current weights."""
         self.wait()
         self._engine.follow(self._num_batches)
 
     def renew(self) -> None:
-        """Sample on with the student's weights as they are, as a run does that continues from here."""
-        self.settle()
+        """Sample the next batch again with the current weights, as a run does that continues from here."""
+        self.update_engine()
         self._sample_ahead()
 
-    def take(self) -> Collected:
-        """What the oldest batch was made of that was not yet asked about."""
-        return self._collected.popleft()
+    def take(self) -> _RolloutBatch:
+        """Return the oldest batch that has not been taken yet."""
+        return self._sampled.popleft()
 
-    def _made(self, position: int) -> Collected:
-        """Batch `position`, counted from 0."""
-        version = self._engine.version
-        prompts = self._parts.prompts(next(self._order.starting_at(position)))
+    def _sample(self, position: int) -> _RolloutBatch:
+        """Sample batch `position`, counted from 0."""
+        version, steps = self._engine.version, self._steps
+        prompts = steps.prompts(next(self._order.starting_at(position)))
         is_own = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
         own, others = list(compress(prompts, is_own)), list(compress(prompts, map(not_, is_own)))
-        rollouts = self._parts.collector.collect(own, self._rollout.n, position) if own else []
-        judged = tracked(rollouts, "rewarding", "rollouts")
-        rewards = [] if self._parts.rewards is None else self._parts.rewards(judged)
-        sequences = [*rollouts, *map(self._parts.from_dataset, others)]
-        batch = collate([self._parts.make_sample(sequence) for sequence in sequences])
-        return Collected(
-            with_rollouts(batch, rollouts, others, rewards, self._config), tuple(rollouts), tuple(rewards), version
-        )
+        rollouts = steps.collector.collect(own, self._rollout.n, position) if own else []
+        rewards = [] if steps.rewards is None else steps.rewards(tracked(rollouts, "rewarding", "rollouts"))
+        batch = collate([steps.make_sample(each) for each in (*rollouts, *map(steps.from_dataset, others))])
+        batch = with_rollouts(batch, rollouts, others, rewards, self._config)
+        return _RolloutBatch(batch, tuple(rollouts), tuple(rewards), version)
 
     def state_dict(self) -> dict[str, int]:
         return self._order.place(self._num_batches)
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go to where the state was taken. Raises CheckpointError when that was with other prompts."""
+        """Restore a position. Raises CheckpointError when it is of other prompts."""
         self._num_batches = self._order.num_batches_at(state)
 
     def __enter__(self) -> Self:
@@ -162,7 +160,7 @@ class RolloutSource:
 def with_rollouts(
     batch: Batch, rollouts: Sequence[Rollout], others: Sequence[Prompt], rewards: Sequence[float], config: RunConfig
 ) -> Batch:
-    """A batch of these rollouts, and of the dataset's sequences of other prompts behind, with what is known of them."""
+    """Return the batch with log-probabilities, advantages and weights of its rollouts; rows of `others` follow them."""
     num_rows, width = batch.student.ids.shape
     own = slice(len(rollouts))
     logprobs, behaviour_logprobs = torch.zeros(2, num_rows, width)

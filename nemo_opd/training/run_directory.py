@@ -1,21 +1,28 @@
-"""The directory of a run, and what of a run it holds already."""
+"""The directory of a run: its checkpoints, and a lock for one run at a time."""
 
+import fcntl
+import logging
 import os
+import socket
 import tempfile
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
+from typing import Self, TextIO
 
 from nemo_opd.checkpoint.identity import newest_of_same_run
 from nemo_opd.checkpoint.manager import CheckpointManager, Found
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
-from nemo_opd.disk import existing
+from nemo_opd.disk import existing, storage_errors
 from nemo_opd.errors import ConfigError
+
+LOCK_NAME = ".lock"
+_LOG = logging.getLogger(__name__)
 
 
 def resolve_output_dir(run: Run) -> Path:
-    """The run's directory, not yet created. Raises ConfigError where it cannot be written."""
+    """Return the run's directory without creating it. Raises ConfigError where it cannot be written."""
     folder = run.output_dir or default_output_dir(run.name)
     place = existing(folder)
     try:
@@ -37,10 +44,10 @@ def checkpoints_of(config: RunConfig, output_dir: Path) -> CheckpointManager:
 
 
 def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = True) -> Found | None:
-    """Where the run continues; None where it starts anew.
+    """Return the checkpoint to continue from; None for a new run.
 
-    hashed: as for `CheckpointManager.newest`. Raises ConfigError where the directory holds a run that is not
-    to be continued, and CheckpointError where it is to be continued and cannot be.
+    hashed: as for `CheckpointManager.newest`. Raises ConfigError where the directory has checkpoints and
+    `run.resume` is not set, and CheckpointError where the run cannot be continued.
     """
     checkpoints = checkpoints_of(config, output_dir)
     if config.run.resume == "auto":
@@ -54,7 +61,7 @@ def progress_to_resume(config: RunConfig, output_dir: Path, *, hashed: bool = Tr
 
 
 def require_not_beyond(step: int, total_steps: int, output_dir: Path) -> None:
-    """Raise ConfigError where a run is continued that has made more steps than it is to have."""
+    """Raise ConfigError where a continued run has made more steps than its settings give it."""
     if step > total_steps:
         raise ConfigError(
             f"run.output_dir={output_dir} is at step {step} and this run ends at {total_steps}; raise train.max_steps "
@@ -70,3 +77,60 @@ def default_output_dir(name: str) -> Path:
             break
         folder = folder.with_name(f"{stamp}_{number}")
     return folder
+
+
+class RunLock:
+    """Advisory lock on a run directory, which the kernel releases when its process ends.
+
+    The locked file names its holder, for another run's error message; `close` removes it.
+    """
+
+    def __init__(self, output_dir: Path) -> None:
+        """Create the directory and lock it. Raises ConfigError where another process holds the lock."""
+        self.path = output_dir / LOCK_NAME
+        with storage_errors(self.path):
+            output_dir.mkdir(parents=True, exist_ok=True)
+            self._file = self._take()
+            self._file.truncate(0)
+            holder = f"process {os.getpid()} on host {socket.gethostname()}, since {datetime.now():%Y-%m-%d %H:%M:%S}"
+            self._file.write(holder)
+            self._file.flush()
+
+    def _take(self) -> TextIO:
+        while True:
+            file = self.path.open("a+", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with file:
+                    raise ConfigError(self._in_use(file)) from None
+            except OSError as error:
+                _LOG.warning("%s cannot be locked (%s); see to it that no other run uses the folder", self.path, error)
+            # The former holder may have removed the file after it was opened here; then lock the new one.
+            if self._is_there(file):
+                return file
+            file.close()
+
+    def _is_there(self, file: TextIO) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        return False
+
+    def _in_use(self, file: TextIO) -> str:
+        file.seek(0)
+        by = file.read() or "another process"
+        return (
+            f"run.output_dir={self.path.parent} is in use by {by}; wait until that run has ended, or name another "
+            "directory"
+        )
+
+    def close(self) -> None:
+        """Remove the file and release the lock."""
+        self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,4 +1,4 @@
-"""Models that are sampled: the student, and teachers that answer the questions of the evaluation."""
+"""Models that generate: the student, and teachers that answer the questions of the evaluation."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,54 +14,54 @@ from nemo_opd.models.load import load_config
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.training.side import Side
+from nemo_opd.training.model_info import ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
 class SampledModel:
-    """Renderer and limits of a model that is sampled."""
+    """Renderer and limits of a model that generates."""
 
     renderer: Renderer
     end_ids: frozenset[int]
-    """Tokens that end a sampled sequence."""
+    """Tokens that end a response."""
     max_length: int
-    """Largest number of tokens of a whole sequence."""
+    """Largest number of tokens of prompt and response together."""
 
 
 def sampled_model(
-    config: RunConfig, settings: Student | Teacher, side: Side, key: str, max_length: int
+    config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str, max_length: int
 ) -> SampledModel:
-    """Return a model as it is sampled; key: its section in the settings, such as `student` or `teachers.0`.
+    """Return a model's renderer and limits; key: its section in the settings, such as `student` or `teachers.0`.
 
     Raises AlignmentError where prompts are conversations and the model has no chat template.
     """
     is_chat = config.data.messages_key is not None
-    renderer = build_renderer(side.tokenizer, is_chat, settings.chat_template_kwargs, side.vocab_size, key=key)
+    renderer = build_renderer(info.tokenizer, is_chat, settings.chat_template_kwargs, info.vocab_size, key=key)
     model = load_config(settings.model, key=f"{key}.model")
-    return SampledModel(renderer, end_ids(side.tokenizer, GenerationConfig.from_model_config(model)), max_length)
+    return SampledModel(renderer, end_ids(info.tokenizer, GenerationConfig.from_model_config(model)), max_length)
 
 
 def evaluated_teachers(
-    config: RunConfig, teachers: Sequence[Side], questions: Sequence[Prompt]
+    config: RunConfig, teachers: Sequence[ModelInfo], questions: Sequence[Prompt]
 ) -> tuple[SampledModel, ...]:
-    """Return every active teacher as it is sampled.
+    """Return every active teacher's renderer and limits.
 
-    Raises AlignmentError as `sampled_model` does, and DataError, with the row, for a question that one of them cannot
-    answer.
+    Raises AlignmentError as `sampled_model` does, and DataError, with the row, for a question that leaves a teacher no
+    room for an answer.
     """
     return tuple(
-        _evaluated_teacher(config, i, settings, side, questions)
-        for i, (settings, side) in enumerate(zip(config.active_teachers, teachers, strict=True))
+        _evaluated_teacher(config, i, settings, info, questions)
+        for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
 
 
 def _evaluated_teacher(
-    config: RunConfig, i: int, settings: Teacher, side: Side, questions: Sequence[Prompt]
+    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, questions: Sequence[Prompt]
 ) -> SampledModel:
     own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
     length = own or config.train.max_length
     try:
-        model = sampled_model(config, settings, side, f"teachers.{i}", min(length, side.positions or length))
+        model = sampled_model(config, settings, info, f"teachers.{i}", min(length, info.positions or length))
         _require_room(model, questions)
     except (AlignmentError, DataError) as error:
         raise type(error)(

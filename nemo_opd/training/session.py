@@ -1,4 +1,4 @@
-"""Everything a run holds open, and its progress."""
+"""The resources of a run, and its progress."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -17,22 +17,22 @@ from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_rep
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.cli import say
+from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
-from nemo_opd.training.objective import KDScale, objective_values
 from nemo_opd.training.plan import Plan
-from nemo_opd.training.run_lock import RunLock
+from nemo_opd.training.run_directory import RunLock
 from nemo_opd.training.skipped_steps import SkippedSteps
+from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
 from nemo_opd.types import Batch, Metrics
 
 
 class Session:
-    """Cluster, models, data, loggers and checkpoints of one run; leaving it closes all of them, whatever happened."""
+    """Cluster, models, data, loggers and checkpoints of one run, all closed at its exit, also after an error."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -42,8 +42,9 @@ class Session:
         self.skipped = SkippedSteps(self.config)
         self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
         self.bits_per_byte: dict[str, float] = {}
-        """Of the student before training and of each teacher."""
+        """Bits per byte of the student before training, and of each teacher."""
         self.student_after: float | None = None
+        """Bits per byte of the student at its last validation."""
 
     def __enter__(self) -> Self:
         plan, config, progress = self.plan, self.config, self.plan.progress
@@ -84,10 +85,10 @@ class Session:
             if kind is not None:
                 self.loggers.end_display()
             if isinstance(error, KeyboardInterrupt):
-                error.add_note(self.what_is_kept())
+                error.add_note(self.how_to_continue())
 
     def _require_as_planned(self) -> None:
-        """Raise ConfigError where another run has written checkpoints since preflight looked for them."""
+        """Raise ConfigError where another run has written checkpoints since preflight."""
         planned = self.plan.progress.step if self.plan.progress else None
         newest = max(set(self.checkpoints.steps()) - set(self.plan.damaged_steps), default=None)
         if newest != planned:
@@ -104,7 +105,7 @@ class Session:
         self.source.load_state_dict(progress.loader)
 
     def open_source(self) -> BatchSource:
-        """Of training batches."""
+        """Open the source of training batches."""
         config, corpus = self.config, self.plan.data
         assert isinstance(corpus, Corpus)
         return TrainLoader(
@@ -117,10 +118,10 @@ class Session:
         )
 
     def connect(self, stack: ExitStack) -> None:
-        """Called once the models are there, before the first batch is read; what `stack` holds is closed with them."""
+        """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""
 
     def steps(self) -> Iterator[int]:
-        """The steps that remain, until the last or until someone asks the run to stop."""
+        """Yield the remaining steps, until the last or an interrupt."""
         while self.step < self.plan.total_steps and not self.interrupt.requested:
             self.step += 1
             yield self.step
@@ -130,7 +131,7 @@ class Session:
         return self.step == self.plan.total_steps
 
     def is_due(self, every: int | None) -> bool:
-        """Every so many steps, and after the last."""
+        """Return whether an action is due that is made every `every` steps and after the last."""
         return self.is_complete or (every is not None and self.step % every == 0)
 
     @property
@@ -138,25 +139,25 @@ class Session:
         every = self.config.logging.gradients_every
         return every is not None and self.step % every == 0
 
-    def settle(self, metrics: Metrics) -> None:
-        """Update the KD scale by the step's reduced metrics, or count and report a step that was skipped."""
-        told = self.skipped.observe(self.step, metrics)
-        if told is None:
+    def count_step(self, metrics: Metrics) -> None:
+        """Update the KD scale with the step's reduced metrics, or count and report a skipped step."""
+        warning = self.skipped.observe(self.step, metrics)
+        if warning is None:
             self.kd_scale.update(metrics)
         else:
-            self.loggers.warn(told)
+            self.loggers.warn(warning)
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Look for trouble in the step's record, which is logged. Raises NotFiniteError where no step is taken."""
+        """Check the step's record after it is logged. Raises NotFiniteError after too many skipped steps."""
         self.skipped.require_progress()
 
     def measure_start(self) -> None:
-        """Measure the student as it is, and the teachers, once in the life of a run."""
+        """Log metrics of student and teachers before the first step of a new run."""
         if not self.step and (values := self.values_at_start()):
             self.loggers.log(0, values)
 
     def values_at_start(self) -> dict[str, float]:
-        """Of validation, where there is any."""
+        """Validate student and teachers and return val/*, if there are validation data."""
         if self.plan.data.validation is None:
             return {}
         self.loggers.phase("validating the student and its teachers")
@@ -164,25 +165,25 @@ class Session:
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
         teachers = validate_teachers(self.models, self._validation_batches("validating the teachers"))
         by_name = dict(zip(self.config.active_names, teachers, strict=True))
-        self._tell_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
-        # A teacher to whom no validation text is routed has none.
+        self._warn_of_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
+        # 0 is of a teacher to which no validation text is routed.
         self.bits_per_byte |= {name: bits for name, bits in by_name.items() if bits != 0}
         return values
 
     def validate(self) -> dict[str, float]:
-        """val/* of the student as it is now."""
+        """Validate the student with its current weights and return val/*."""
         metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
         self.student_after = named["val/bits_per_byte"]
-        self._tell_not_finite(named)
+        self._warn_of_not_finite(named)
         return named
 
-    def _tell_not_finite(self, validated: Mapping[str, float]) -> None:
+    def _warn_of_not_finite(self, validated: Mapping[str, float]) -> None:
         if wrong := [f"{name} is {value}" for name, value in validated.items() if not math.isfinite(value)]:
             self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
 
     def _validation_batches(self, name: str) -> Iterator[Batch]:
-        """name: of the work that is done batch by batch."""
+        """Yield the validation batches; name: of the work, for the progress display."""
         data, batch_size = self.plan.data, self.config.train.global_batch_size
         assert data.validation is not None
         return tracked(data.validation_batches(batch_size), name, "batches", -(-len(data.validation) // batch_size))
@@ -203,15 +204,15 @@ class Session:
             working(name, size, "B", measure=lambda: size_below(folder)),
         ):
             self.models.save(folder)
-            # Before it becomes the newest, and older ones are removed.
+            # Checked before it becomes the newest checkpoint and older ones are removed.
             require_whole(folder, self.plan.student_layout.size)
 
-    def say_how_to_continue(self) -> None:
+    def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
-        say(f"ended {ended}; {self.what_is_kept()}")
+        print_line(f"ended {ended}; {self.how_to_continue()}")
 
-    def what_is_kept(self) -> str:
-        """The newest checkpoint and how to continue from it, in words."""
+    def how_to_continue(self) -> str:
+        """Return a sentence about the newest checkpoint and how to continue from it."""
         steps = self.checkpoints.steps()
         if not steps:
             return "there is no checkpoint yet, so there is nothing to continue"
@@ -226,7 +227,7 @@ class Session:
         Raises NotFiniteError for a student that has diverged.
         """
         if self.student_after is None and self.plan.data.validation is not None:
-            self.validate()  # a finished run that was started again
+            self.validate()  # a finished run, started again
         self.skipped.require_sound_end(self.student_after)
         if self.skipped.in_a_row:
             self.loggers.warn(
@@ -240,6 +241,8 @@ class Session:
         self.loggers.summary(closing)
 
     def closing_table(self) -> ClosingTable:
+        """Return the bits per byte of student and teachers."""
+
         def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
             return None if bits is None else ClosingRow(name, bits, note)
 

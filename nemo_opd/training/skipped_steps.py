@@ -1,4 +1,4 @@
-"""Steps that are not taken since they are not finite (methods.md §12)."""
+"""Steps that are skipped because they are not finite (METHODS §16)."""
 
 import math
 from collections.abc import Mapping
@@ -10,29 +10,29 @@ from nemo_opd.workers.terms import IS_TAKEN, objective_terms
 
 
 class SkippedSteps:
-    """How many steps were not taken, in all and since the last that was, and why."""
+    """Count of skipped steps, in total and in a row, with the reason of the last one."""
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self.total = 0
         self.in_a_row = 0
         self._is_students = False
-        """Whether no term of the last one was finite: what all have in common are the student's logits."""
+        """Whether no term of the last one was finite, which the student's logits must have caused."""
         self._last = ""
 
     def observe(self, step: int, metrics: Metrics) -> str | None:
-        """Count a step by its reduced metrics: what to tell people where it was not taken, else None."""
+        """Count a step by its reduced metrics; return a warning if it was skipped, else None."""
         if metrics[IS_TAKEN].value():
             self.in_a_row = 0
             return None
         self.total += 1
         self.in_a_row += 1
-        self._is_students = not any(math.isfinite(value) for value in term_values(self._config, metrics).values())
+        self._is_students = not any(math.isfinite(value) for value in _term_values(self._config, metrics).values())
         self._last = f"step {step}: {cause(self._config, metrics)}"
         return f"{self._last}; the step is not taken, and weights, optimizer and schedule stay as they are"
 
     def require_progress(self) -> None:
-        """Raises NotFiniteError where the last `train.max_skipped_steps` were not taken."""
+        """Raise NotFiniteError after `train.max_skipped_steps` skipped steps in a row."""
         limit = self._config.train.max_skipped_steps
         if self.in_a_row >= limit:
             raise NotFiniteError(
@@ -42,9 +42,9 @@ class SkippedSteps:
             )
 
     def require_sound_end(self, validated: float | None) -> None:
-        """Raises NotFiniteError where the run would end with a student that has diverged.
+        """Raise NotFiniteError where the run would end with a student that has diverged.
 
-        validated: bits per byte of it. Where there is no validation, the last step tells.
+        validated: its bits per byte; None without validation, where the last step decides.
         """
         if validated is None:
             has_diverged, seen = self.in_a_row > 0 and self._is_students, "the last step was not taken"
@@ -70,14 +70,14 @@ class SkippedSteps:
         self._is_students = bool(state.get("is_students", 0))
 
 
-def term_values(config: RunConfig, metrics: Metrics) -> dict[str, float]:
-    """Raw values of the objective's terms, by the names that people know."""
+def _term_values(config: RunConfig, metrics: Metrics) -> dict[str, float]:
+    """Return the objective's terms without weights, by name."""
     return {term.name: term.metric.value() for term in objective_terms(config, metrics)}
 
 
 def cause(config: RunConfig, metrics: Metrics) -> str:
-    """Which terms of the objective were not finite, or that the gradient alone was not."""
-    values = term_values(config, metrics)
+    """Describe which terms of the objective were not finite, or that the gradient alone was not."""
+    values = _term_values(config, metrics)
     wrong = [f"{name} ({value})" for name, value in values.items() if not math.isfinite(value)]
     if wrong:
         logits = ", so the student's own logits are not" if "CE" in values and not math.isfinite(values["CE"]) else ""

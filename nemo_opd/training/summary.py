@@ -1,4 +1,4 @@
-"""What people are told about a run before it starts."""
+"""The summary of a run before it starts, and the report of a dry run."""
 
 import platform
 from collections.abc import Iterator, Sized
@@ -25,6 +25,7 @@ from nemo_opd.training.survey import Survey
 
 
 def run_summary(plan: Plan) -> RunSummary:
+    """Return the facts that loggers show at the start of a run."""
     config = plan.config
     teachers = [
         TeacherSummary(
@@ -33,7 +34,7 @@ def run_summary(plan: Plan) -> RunSummary:
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
-            coverage=(*(audit_lines(teacher.audit) if teacher.audit else ()), *coverage_lines(plan.survey, i)),
+            coverage=(*(audit_lines(teacher.audit) if teacher.audit else ()), *_coverage_lines(plan.survey, i)),
             warnings=tuple(fit_warnings(teacher.audit, config.term(i).type)) if teacher.audit else (),
         )
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, plan.teachers, strict=True))
@@ -42,8 +43,8 @@ def run_summary(plan: Plan) -> RunSummary:
         name=config.run.name,
         student=without_secrets(config.student.model),
         teachers=tuple(teachers),
-        device=device_name(plan.device),
-        layout=layout_of(plan),
+        device=_device_name(plan.device),
+        layout=_layout_of(plan),
         total_steps=plan.total_steps,
         global_batch_size=config.train.global_batch_size,
         micro_batch_size=config.train.micro_batch_size,
@@ -53,28 +54,31 @@ def run_summary(plan: Plan) -> RunSummary:
     )
 
 
-def coverage_lines(found: Survey, teacher: int) -> list[str]:
+def _coverage_lines(found: Survey, teacher: int) -> list[str]:
     share = found.coverage[teacher]
     return [] if share is None else [f"{share:.1%} of the scored tokens in {found.num_texts} texts get KD from it"]
 
 
-def layout_of(plan: Plan) -> str:
-    """Such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
-    student, teachers = shown(plan.student_layout), [shown(layout) for layout in plan.teacher_layouts]
+def _layout_of(plan: Plan) -> str:
+    """Return text such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
+    student, teachers = (
+        _describe_layout(plan.student_layout),
+        [_describe_layout(layout) for layout in plan.teacher_layouts],
+    )
     if not plan.placement.is_separate and set(teachers) <= {student}:
         return student
     named = zip(plan.config.active_names, teachers, strict=True)
-    return f"{student}; teachers {placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
+    return f"{student}; teachers {_describe_placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
 
 
-def device_name(device: str) -> str:
+def _device_name(device: str) -> str:
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return cpu_name() if device == "cpu" else device
+    return _cpu_name() if device == "cpu" else device
 
 
-def cpu_name() -> str:
-    """Such as `AMD EPYC 7B13, 2 cores`."""
+def _cpu_name() -> str:
+    """Return text such as `AMD EPYC 7B13, 2 cores`."""
     cores = num_cores()
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -85,7 +89,7 @@ def cpu_name() -> str:
 
 
 def print_plan(plan: Plan, console: Console) -> None:
-    """The audit of every teacher's pair, the batch grid, the memory estimate, and what this says of the run."""
+    """Print the audit of every teacher's projection, warnings, the batch grid and the memory estimate."""
     for i, teacher in enumerate(plan.teachers):
         if teacher.audit is not None:
             console.print(audit_table(teacher.audit))
@@ -94,16 +98,16 @@ def print_plan(plan: Plan, console: Console) -> None:
     for warning in plan.warnings:
         console.print(Text(f"warning: {warning}", "yellow"))
     console.print(batch_grid(plan))
-    for shown in memory_report(plan.memory, plan.config):
-        console.print(shown)
+    for lines in memory_report(plan.memory, plan.config):
+        console.print(lines)
     if not plan.config.logging.console.memory_table:
         console.print(Text("  part by phase: logging.console.memory_table=true", "dim"))
-    for line in dry_run_result(plan):
+    for line in _dry_run_result(plan):
         console.print(line)
 
 
-def dry_run_result(plan: Plan) -> Iterator[Text]:
-    """That all checks passed, and what none of them has read."""
+def _dry_run_result(plan: Plan) -> Iterator[Text]:
+    """Yield that all checks passed, and what they have not read."""
     passed = ": settings, models, data and layout fit; nothing was written"
     yield Text.assemble(("dry run passed", "bold green"), passed)
     config = plan.config
@@ -121,12 +125,15 @@ def batch_grid(plan: Plan) -> Table:
     table = Table("batch", "", title="Batch grid", title_justify="left")
     data, names = plan.data, plan.config.active_names
     rows = {
-        **data_rows(data),
+        **_data_rows(data),
         "sequences a step": str(train.global_batch_size),
         "device": plan.device,
-        "student": shown(plan.student_layout),
-        **{f"teacher {name}": shown(layout) for name, layout in zip(names, plan.teacher_layouts, strict=True)},
-        "placement of teachers": placement(plan),
+        "student": _describe_layout(plan.student_layout),
+        **{
+            f"teacher {name}": _describe_layout(layout)
+            for name, layout in zip(names, plan.teacher_layouts, strict=True)
+        },
+        "placement of teachers": _describe_placement(plan),
         "sequences a rank": str(plan.rows_per_rank),
         "microbatches a rank": f"{plan.rows_per_rank // train.micro_batch_size} of {train.micro_batch_size}",
         "longest sequence": f"{train.max_length:,} tokens",
@@ -135,27 +142,27 @@ def batch_grid(plan: Plan) -> Table:
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",
     }
-    rows |= between_nodes(plan) | readings(plan)
+    rows |= _traffic_rows(plan) | _coverage_rows(plan)
     for name, value in rows.items():
         table.add_row(name, value)
     return table
 
 
-def between_nodes(plan: Plan) -> dict[str, str]:
-    """What of each teacher is sent over the network; nothing where all of it is read on the node it is made on."""
+def _traffic_rows(plan: Plan) -> dict[str, str]:
+    """Return a row for each teacher whose output is sent between nodes."""
     by = BACKENDS[plan.device]
     rows = {}
     for name, delivery in zip(plan.config.active_names, plan.deliveries, strict=True):
         if delivery.crosses_nodes:
             total = sum(delivery.traffic, Traffic())
             rows[f"{name}, between nodes"] = (
-                f"{amount(total.output)} of hidden states a step, {amount(total.head)} of heads once, by {by}"
+                f"{_amount(total.output)} of hidden states a step, {_amount(total.head)} of heads once, by {by}"
             )
     return rows
 
 
-def readings(plan: Plan) -> dict[str, str]:
-    """How much of the texts each teacher says something about, and the longest that it reads, by a few of the texts."""
+def _coverage_rows(plan: Plan) -> dict[str, str]:
+    """Return rows with each teacher's coverage and longest sequence, estimated from a few texts."""
     rows = {}
     for name, share, width in zip(plan.config.active_names, plan.survey.coverage, plan.survey.widths, strict=True):
         if share is not None:
@@ -164,11 +171,11 @@ def readings(plan: Plan) -> dict[str, str]:
     return rows
 
 
-def amount(num_bytes: int) -> str:
+def _amount(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def data_rows(data: Corpus | Prompts) -> dict[str, str]:
+def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
     def counted(part: Sized | None) -> str:
         return "none" if part is None else f"{len(part):,}"
 
@@ -181,15 +188,15 @@ def data_rows(data: Corpus | Prompts) -> dict[str, str]:
     }
 
 
-def shown(layout: Layout) -> str:
-    """Such as `8 ranks: 2 data × 4 tensor parallel`."""
+def _describe_layout(layout: Layout) -> str:
+    """Return text such as `8 ranks: 2 data × 4 tensor parallel`."""
     kinds = {"data": layout.dp, "context": layout.cp, "tensor": layout.tp}
     parallel = [f"{degree} {kind}" for kind, degree in kinds.items() if degree > 1]
     ranks = f"{layout.size} rank" + ("s" if layout.size > 1 else "")
     return f"{ranks}: {' × '.join(parallel)} parallel" if parallel else ranks
 
 
-def placement(plan: Plan) -> str:
+def _describe_placement(plan: Plan) -> str:
     if not plan.placement.is_separate:
         return "colocated"
     batches = f"{plan.lookahead} batch" + ("" if plan.lookahead == 1 else "es")

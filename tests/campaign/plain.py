@@ -36,7 +36,7 @@ def plain_run(plan: Plan, batches: Sequence[Rows], tokenizers: Sequence[str]) ->
         for i, teacher in enumerate(config.active_teachers)
     ]
     return {
-        "student": {"model": config.student.model, "vocab_size": plan.student.vocab_size},
+        "student": {"model": config.student.model, "vocab_size": plan.student_vocab_size},
         "teachers": teachers,
         "loss": settings["loss"],
         "aggregation": settings["aggregation"],

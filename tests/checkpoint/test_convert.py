@@ -145,7 +145,7 @@ def test_it_is_what_the_run_exported(name: str, world: World, tmp_path: Path) ->
     model, loading = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.dtype == (torch.bfloat16 if checkpoint.plan.config.cluster.cpu_ranks == 2 else torch.float32)
-    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == checkpoint.plan.student.vocab_size
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == checkpoint.plan.student_vocab_size
     both = [{file.name for file in folder.iterdir()} for folder in (tmp_path / "out", checkpoint.folder / "student")]
     assert both[0] == both[1]
     assert "generation_config.json" in both[0]

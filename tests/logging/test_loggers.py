@@ -18,7 +18,7 @@ import sys
 from pathlib import Path
 from nemo_opd.config.logging import Logging
 from nemo_opd.logging import build
-from nemo_opd.training.cli import say, standard_streams
+from nemo_opd.training.cli import print_line, standard_streams
 from tests.logging.synthetic import CLOSING, record, summary
 
 folder = Path(sys.argv[1])
@@ -27,7 +27,7 @@ with standard_streams(), build(Logging(), folder) as loggers:
     for step in range(1, 4):
         loggers.log(step, record(step))
     loggers.summary(CLOSING)
-    say("ended: π")
+    print_line("ended: π")
 """
 DISK_FULL = OSError(28, "No space left on device")
 

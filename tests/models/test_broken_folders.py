@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from nemo_opd.config.model import Student
 from nemo_opd.errors import OPDError
-from nemo_opd.training.side import load_side
+from nemo_opd.training.model_info import read_model_info
 from tests.tiny import Tiny
 
 WEIGHTS, INDEX, CONFIG, TOKENIZER = (
@@ -31,7 +31,7 @@ def folder(tiny: Tiny, tmp_path: Path) -> Path:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(OPDError) as caught:
-        load_side(Student(model=str(folder)), "student", "cpu")
+        read_model_info(Student(model=str(folder)), "student", "cpu")
     message = str(caught.value)
     assert "\n" not in message
     assert str(folder) in message
@@ -63,7 +63,7 @@ def rewritten(file: Path, change: Callable[[Any], object]) -> None:
 def test_a_configuration_that_describes_no_model(folder: Path, changes: dict[str, object], reason: str) -> None:
     rewritten(folder / CONFIG, lambda config: config.update(changes))
     with pytest.raises(OPDError, match=f"^student.model={folder}: .*{reason}"):
-        load_side(Student(model=str(folder)), "student", "cpu")
+        read_model_info(Student(model=str(folder)), "student", "cpu")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", bytes(range(128, 256)), b'{"a":' * 100_000 + b"1" + b"}" * 100_000])
@@ -154,7 +154,7 @@ def of_last_token(id_: int) -> Callable[[Any], object]:
 def test_a_tokenizer_that_is_none(folder: Path, change: Callable[[Any], object], reason: str) -> None:
     rewritten(folder / TOKENIZER, change)
     with pytest.raises(OPDError, match=reason):
-        load_side(Student(model=str(folder)), "student", "cpu")
+        read_model_info(Student(model=str(folder)), "student", "cpu")
     refusal(folder)
 
 

@@ -100,7 +100,7 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         links = Links(student, [teacher], [delivery])
         for batch in (1, 2):
             found = windows(teacher.call("forward", [(batch, False)]), sides)
-            links.bring([found], f"step {batch}")
+            links.transfer([found], f"step {batch}")
             (read,) = student.call("read", [(found[0],)])
             expected = hidden(batch).sum(-1).reshape(-1, 1).expand(-1, VOCAB)
             torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6)
@@ -109,7 +109,7 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         found = windows(teacher.call("forward", [(3, True)]), sides)
         begin = time.monotonic()
         with pytest.raises(ClusterError) as caught:
-            links.bring([found], "step 3")
+            links.transfer([found], "step 3")
         assert time.monotonic() - begin < AT_ONCE_S
         message = str(caught.value)
         assert message.startswith("teacher big rank 0 died while sending its output to other nodes (step 3) (")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nemo_opd.training.breakdown import step_times
+from nemo_opd.training.step_metrics import step_times
 from nemo_opd.types import Max, Mean, Metrics
 
 STUDENT: Metrics = {

@@ -13,10 +13,10 @@ from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.traffic import Traffic
-from nemo_opd.training import layout as module
-from nemo_opd.training.delivery import resolve_layouts
+from nemo_opd.training import ranks as module
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.ranks import resolve_layouts
 from nemo_opd.training.summary import batch_grid
 from tests.composition import compose
 from tests.tiny import Tiny

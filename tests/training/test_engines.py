@@ -78,9 +78,7 @@ def plan(folder: Path, **rollout: Any) -> Any:
         train=SimpleNamespace(max_length=8),
         handoff=HiddenStatesHandoff(),
     )
-    return SimpleNamespace(
-        config=config, data=prompts, output_dir=folder, device="cpu", student=SimpleNamespace(vocab_size=9)
-    )
+    return SimpleNamespace(config=config, data=prompts, output_dir=folder, device="cpu", student_vocab_size=9)
 
 
 def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

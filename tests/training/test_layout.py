@@ -11,7 +11,7 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.layout import require_batch_divides, resolve_layout, resolve_placement
+from nemo_opd.training.ranks import require_batch_divides, resolve_layout, resolve_placement
 from tests.composition import compose
 
 

@@ -48,7 +48,7 @@ class FakeTeachers:
     answered: list[int] = field(default_factory=list)
     process: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
 
-    def ask(self, batch: int, about: str) -> Future[int]:
+    def submit(self, batch: int, about: str) -> Future[int]:
         assert about == f"step {batch}"
         self.asked.append(batch)
         return self.process.submit(self._read, batch)
@@ -59,7 +59,7 @@ class FakeTeachers:
             raise WorkerError("teacher", 0, "it has left the room", "")
         return batch
 
-    def answer(self, asked: Future[int]) -> int:
+    def collect(self, asked: Future[int]) -> int:
         self.answered.append(asked.result())
         return self.answered[-1]
 

@@ -7,7 +7,7 @@ import pytest
 
 from nemo_opd.aggregation import PART
 from nemo_opd.config.loss import PKLLoss
-from nemo_opd.training.objective import KDScale, objective_values
+from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.types import Mean
 from tests.composition import compose
 from tests.tiny import Tiny

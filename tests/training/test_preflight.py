@@ -28,15 +28,15 @@ from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
 from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
-from nemo_opd.training import layout as module
+from nemo_opd.training import ranks as module
 from nemo_opd.training import run_directory
 from nemo_opd.training.findings import require_room_to_sample
-from nemo_opd.training.layout import require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.ranks import require_batch_divides, resolve_device, resolve_ranks
 from nemo_opd.training.run_directory import default_output_dir
-from nemo_opd.training.same_tokenizer import require_same_tokenizer
+from nemo_opd.training.teacher_plan import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
 from tests.tiny import Tiny, save_model, train_tokenizer
 
@@ -361,7 +361,7 @@ def test_special_tokens_beyond_the_embeddings_are_left_out(configure: Configure,
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     plan = preflight(configure(f"student.tokenizer={tmp_path / 'tokenizer'}"))
 
-    assert plan.student.vocab_size == size
+    assert plan.student_vocab_size == size
     with pytest.raises(DataError, match="a document holds '<image>', for which the model has no embedding"):
         plan.data.make_sample("a picture: <image>")
 
@@ -526,7 +526,7 @@ def test_either_side_may_have_further_tokens(configure: Configure, tiny: Tiny, t
     plan = preflight(
         configure(f"{side}.model={with_more_tokens(source, tmp_path / 'm', special=['<i>'], added=['<t>'])}")
     )
-    sizes = plan.student.vocab_size, plan.teachers[1].vocab_size
+    sizes = plan.student_vocab_size, plan.teachers[1].vocab_size
     assert abs(sizes[0] - sizes[1]) == 2
     sample = plan.data.make_sample("a <i> and <t> b")
     assert sample.teachers[1].tokens.ids.max() < sizes[1]

@@ -13,7 +13,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
-from nemo_opd.training.rollout_source import Parts, RolloutSource
+from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
 from tests.config.settings import on_policy
 
 NUM_PROMPTS, N = 10, 2
@@ -58,7 +58,7 @@ def source_of(engine: FakeEngine, score: Any = None, total_steps: int = 100, **s
     config = config_of(**sections)
     source = RolloutSource(config, NUM_PROMPTS, total_steps)
     source.connect(
-        Parts(
+        RolloutSteps(
             lambda indices: [Prompt(i, f"{i}", answer="7", response="r") for i in indices],
             FakeCollector(engine),
             lambda prompt: rollout_of(prompt, 0, -1, "r"),

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.run_lock import NAME, RunLock
+from nemo_opd.training.run_directory import LOCK_NAME, RunLock
 
 pytestmark = pytest.mark.world
 
 HOLD = """
 import sys
 from pathlib import Path
-from nemo_opd.training.run_lock import RunLock
+from nemo_opd.training.run_directory import RunLock
 lock = RunLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
@@ -49,7 +49,7 @@ def test_a_file_that_was_removed_by_its_leaving_holder_is_not_what_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a second look two runs would hold locks on two files of one name."""
-    (tmp_path / NAME).touch()
+    (tmp_path / LOCK_NAME).touch()
     is_there, looks = RunLock._is_there, []
 
     def leave_first(lock: RunLock, file: object) -> bool:
@@ -71,6 +71,6 @@ def test_a_file_system_without_locks_is_reported_and_used(
     def refuse(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr("nemo_opd.training.run_lock.fcntl.flock", refuse)
+    monkeypatch.setattr("nemo_opd.training.run_directory.fcntl.flock", refuse)
     with RunLock(tmp_path):
         assert "cannot be locked" in caplog.text

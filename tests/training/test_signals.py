@@ -12,7 +12,7 @@ import pytest
 from nemo_opd.errors import ConfigError
 from nemo_opd.training import interrupt as interrupt_module
 from nemo_opd.training.interrupt import ECHO_S, Echoes, Interrupt, interruptible
-from nemo_opd.training.run_lock import RunLock
+from nemo_opd.training.run_directory import RunLock
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start

@@ -24,9 +24,9 @@ from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.logging.metrics import values
 from nemo_opd.training import models as models_module
 from nemo_opd.training.models import Models
-from nemo_opd.training.objective import KDScale
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
+from nemo_opd.training.step_metrics import KDScale
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.phases import PREFIX
 from nemo_opd.workers.student import StudentStep, StudentWorker
@@ -97,8 +97,8 @@ def step_metrics(
     models: Models, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False
 ) -> dict[str, Metric]:
     """Of an optimizer step; times are no result of training."""
-    taught = models.answer(models.ask(batch, "a test"))
-    metrics = models.train_step(taught, kd_scale, compare_gradients=compare_gradients)
+    scored = models.collect(models.submit(batch, "a test"))
+    metrics = models.train_step(scored, kd_scale, compare_gradients=compare_gradients)
     return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory"))}
 
 

@@ -47,7 +47,7 @@ def texts(plan: Plan, student: PreTrainedModel, batch: Batch) -> list[Text]:
 
 def text(plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], batch: Batch, row: int) -> Text:
     ids = sequences(batch.student.ids, batch.student.lengths)[row]
-    logits = student(input_ids=ids[None]).logits.double()[..., : plan.student.vocab_size]
+    logits = student(input_ids=ids[None]).logits.double()[..., : plan.student_vocab_size]
     log_p = logits[0, :-1].log_softmax(-1)
     kd, units, bits, num_bytes = [], [], [], []
     for i, teacher in enumerate(teachers):

@@ -66,7 +66,7 @@ def terms(
     """CE, p_kl and same_vocab of a global batch: sums over its units, divided by their number at the end."""
     cross_rows, _ = batch.teachers
     assert cross_rows.chunks is not None
-    projection, size = plan.teachers[0].projection, plan.student.vocab_size
+    projection, size = plan.teachers[0].projection, plan.student_vocab_size
     assert projection is not None
     sums = [torch.zeros(()) for _ in range(3)]
     labels = chunks = 0

@@ -76,7 +76,7 @@ def test_ids_are_those_that_a_teacher_can_read(jobs: dict[str, Training]) -> Non
     """Catches a lookup beyond the embeddings, and tokens that only one of averaged teachers is asked about."""
     for name, job in jobs.items():
         (batch,) = job.batches
-        image = job.plan.student.vocab_size - 1
+        image = job.plan.student_vocab_size - 1
         is_image = batch.student.ids == image
         assert is_image.sum() == 3
         assert batch.student.loss_mask[is_image].all(), "cross-entropy learns it"

@@ -242,7 +242,7 @@ def test_merged_it_is_a_model_like_any_other(runs: Runs, folder: str) -> None:
     model, loading = loaded
     assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert not (path / "adapter_config.json").exists()
-    assert len(AutoTokenizer.from_pretrained(path)) == runs.plan.student.vocab_size
+    assert len(AutoTokenizer.from_pretrained(path)) == runs.plan.student_vocab_size
     if folder == "merged":
         with torch.no_grad():
             assert_same_logits(model(input_ids=IDS).logits, runs.alone.logits)
@@ -255,7 +255,7 @@ def test_the_adapter_is_loaded_by_peft_onto_the_base(runs: Runs) -> None:
         found = PeftModel.from_pretrained(base, runs.folder / "adapter").eval()(input_ids=IDS).logits
     assert_same_logits(found, runs.alone.logits)
     assert (before - found).abs().max() > 0.1
-    assert len(AutoTokenizer.from_pretrained(runs.folder / "adapter")) == runs.plan.student.vocab_size
+    assert len(AutoTokenizer.from_pretrained(runs.folder / "adapter")) == runs.plan.student_vocab_size
     names = sorted(path.name for path in (runs.folder / "adapter").iterdir())
     assert "model.safetensors" not in names
 

@@ -114,7 +114,7 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
     settings, data = plan.config.rollout, plan.data
     assert settings is not None
     assert isinstance(data, Prompts)
-    spec = EngineSpec(plan.student.vocab_size, data.end_ids, "float32", Path())
+    spec = EngineSpec(plan.student_vocab_size, data.end_ids, "float32", Path())
     sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
     with hf.for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
         collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.training.objective import objective_values
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.step_metrics import objective_values
 from nemo_opd.types import Last
 from tests.tiny import SENTENCES, Tiny
 from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, first_batches, in_world, plan_of, train

@@ -1,4 +1,4 @@
-"""The objective of a global step, from its reduced metrics (methods.md §7.3)."""
+"""Logged values of a global step: the objective (METHODS §7), the scale of KD, and times."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,16 +7,17 @@ from nemo_opd.aggregation import PART, SHARE, kd_of
 from nemo_opd.config.loss import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
+from nemo_opd.logging.step_time import OTHER, step_parts
 from nemo_opd.types import Mean, Metric, Metrics
 from nemo_opd.workers.phases import PREFIX as PHASE
 from nemo_opd.workers.terms import IS_TAKEN
 
 
 def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase: str) -> dict[str, float]:
-    """Reduced metrics under their logged names, with the totals over teachers: `<phase>/kd` and `<phase>/loss`.
+    """Return reduced metrics under their logged names, with the totals `<phase>/kd` and `<phase>/loss`.
 
-    Left out is what has no unit: CE where the student has sampled all texts, KD of a teacher to which none of them is
-    routed; so are the phases of workers, and whether the step was taken.
+    Metrics without units are left out (CE where the student has sampled all texts, KD of a teacher to which none is
+    routed), as are the phases of workers and IS_TAKEN.
     """
     logged = {
         name: metric
@@ -31,16 +32,15 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
         terms.append((config.loss.kd_weight * kd_scale, kd))
     if isinstance(config.loss, GRPOLoss):
         terms.append((config.loss.policy_weight, named.get(f"{phase}/policy/loss", 0.0)))
-    # A term without a weight may be infinite.
+    # A term with weight 0 may be infinite.
     named[f"{phase}/loss"] = sum(weight * value for weight, value in terms if weight)
     return named
 
 
 class KDScale:
-    """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (methods.md §7.3).
+    """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (METHODS §7).
 
-    Only steps count that were taken and had both terms. The averages start at 0, which cancels out in their ratio: all
-    steps weigh as their age says, the first too.
+    Only steps count that were taken and had both terms. The averages start at 0, a bias that cancels in their ratio.
     """
 
     def __init__(self, objective: Objective) -> None:
@@ -52,15 +52,15 @@ class KDScale:
     def value(self) -> float:
         if not self._is_dynamic or (self._ce, self._kd) == (0, 0):
             return 1.0
-        # By magnitude: KD is below 0 at times where a truncated divergence is not normalised, for parity.
+        # The magnitude, as KD of a truncated divergence without normalisation may be negative.
         return min(self._cap, self._ce / abs(self._kd)) if self._kd else self._cap
 
     def update(self, metrics: Metrics) -> None:
-        """Take in the reduced metrics of a step that was taken; one without units of CE or KD says nothing."""
+        """Update the averages with the reduced metrics of a step that was taken; both terms need units."""
         ce, parts = metrics["ce"], [metric for name, metric in metrics.items() if name.startswith(PART)]
         kd = kd_of(metrics)
-        # A CE without a weight may be infinite, and the step is taken all the same.
-        if has_units([ce]) and has_units(parts) and math.isfinite(ce.value()) and math.isfinite(kd):
+        # CE with weight 0 may be infinite in a step that is taken.
+        if _has_units([ce]) and _has_units(parts) and math.isfinite(ce.value()) and math.isfinite(kd):
             self._ce = self._decay * self._ce + (1 - self._decay) * ce.value()
             self._kd = self._decay * self._kd + (1 - self._decay) * kd
 
@@ -71,5 +71,31 @@ class KDScale:
         self._ce, self._kd = state.get("ce", 0.0), state.get("kd", 0.0)
 
 
-def has_units(metrics: Iterable[Metric]) -> bool:
+def _has_units(metrics: Iterable[Metric]) -> bool:
     return any(metric.count > 0 for metric in metrics if isinstance(metric, Mean))
+
+
+_STUDENT = ("forward", "backward")
+"""Phases of the student's worker that a teacher also has."""
+
+
+def step_times(spans: Mapping[str, float], student: Metrics, teachers: Mapping[str, float]) -> dict[str, float]:
+    """Return perf/step_s and its parts, in seconds.
+
+    spans: the driver's, with `step_s`. student: metrics with the phases of its workers, maxima over ranks. teachers:
+    time of each. Where teachers work ahead, perf/teacher_s is the slowest one's time, and only perf/teacher_wait_s is
+    part of the step. perf/other_s is the rest: calls between processes, merging metrics, offloading.
+    """
+    # The last steps of a run read no batch where teachers work ahead.
+    times = {"perf/data_wait_s": 0.0} | {f"perf/{span}": seconds for span, seconds in spans.items()}
+    if teachers:
+        times.setdefault("perf/teacher_s", max(teachers.values()))
+    times |= {f"perf/teacher_s/{name}": seconds for name, seconds in teachers.items()}
+    for name, metric in student.items():
+        if name.startswith(PHASE):
+            times[_recorded_as(name.removeprefix(PHASE))] = metric.value()
+    return {**times, "perf/other_s": step_parts(times)[OTHER]}
+
+
+def _recorded_as(phase: str) -> str:
+    return f"perf/student_{phase}_s" if phase in _STUDENT else f"perf/{phase}_s"

@@ -1,14 +1,15 @@
-"""A model with its tokenizer, before it is loaded."""
+"""A model and its tokenizer, read before the weights are loaded."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import Pieces, pieces_of
 from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.config.model import Student
-from nemo_opd.config.teacher import Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, ModelError
 from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
@@ -17,23 +18,40 @@ from nemo_opd.models.sharded_load import check_weights
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.training.memory import ModelSize, size_of
 
+_NO_LIMIT = 1 << 30
+"""Tokens; more than any text has."""
+
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class ModelInfo:
+    """Size, tokenizer and limits of a model."""
+
     size: ModelSize
     tokenizer: PreTrainedTokenizerFast
     pieces: Pieces
     vocab_size: int
-    """Ids that the tokenizer has and the model can read."""
+    """Number of ids that both the tokenizer and the model have."""
     positions: int | None = None
-    """Tokens of the longest sequence that the model is made for; None where its configuration names no limit."""
+    """Length of the longest sequence that the model is made for; None where its configuration has no limit."""
     has_rotary_positions: bool = False
-    """It computes on beyond its positions, if not well; a table of positions has no more rows."""
+    """Whether the model runs beyond its positions, with poor predictions; a table of positions has no more rows."""
+
+    def ids_missing_in(self, other: "ModelInfo") -> NDArray[np.int64]:
+        """Return the ids that the other tokenizer does not have, or the other model has no embedding for."""
+        is_known = np.zeros(self.vocab_size, np.bool_)
+        common = min(self.vocab_size, other.vocab_size)
+        is_known[:common] = other.pieces.origin[:common] != HOLE
+        return np.flatnonzero((self.pieces.origin[: self.vocab_size] != HOLE) & ~is_known)
+
+    def longest_text(self, settings: CrossTokenizerTeacher) -> int:
+        """Return the largest number of tokens that a teacher reads of a text."""
+        return settings.max_length or self.positions or _NO_LIMIT
 
 
-def load_side(settings: Student | Teacher, key: str, device: str) -> Side:
-    """Raises ModelError where the model or its tokenizer is not readable, the two do not belong together, or the model
-    cannot be cut as its `parallelism` says.
+def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
+    """Read a model's configuration and tokenizer.
+
+    Raises ModelError where either is not readable, the two do not belong together, or `parallelism` does not fit.
     """
     config = load_config(settings.model, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
@@ -50,7 +68,8 @@ def load_side(settings: Student | Teacher, key: str, device: str) -> Side:
         pieces = pieces_of(tokenizer)
     except AlignmentError as error:
         raise ModelError(f"{key}.{name}={source}: {error}") from error
-    # Special tokens may go beyond: Gemma-3-1B has the tokenizer of its siblings that see, without their image token.
+    # Special tokens may have no embedding: Gemma-3-1B has the tokenizer of its multimodal siblings, with their image
+    # token.
     beyond = slice(size.vocab_size, None)
     if not np.all(pieces.is_special[beyond] | (pieces.origin[beyond] == HOLE)):
         raise ModelError(
@@ -58,7 +77,7 @@ def load_side(settings: Student | Teacher, key: str, device: str) -> Side:
             f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
         )
     rotary = getattr(config.get_text_config(), "rope_parameters", None)
-    return Side(
+    return ModelInfo(
         size,
         tokenizer,
         pieces,

@@ -1,4 +1,4 @@
-"""Device, ranks and batch grid of a run."""
+"""Device, placement and layouts of a run, from its settings and the machine."""
 
 from collections.abc import Sequence
 from math import lcm
@@ -127,6 +127,16 @@ def _require_gpus_for_all(num_gpus: int, teachers: tuple[int, ...], num_nodes: i
             f"{where}, which leaves none for the student; lower it to {num_gpus // (1 + len(teachers))} for each "
             "teacher"
         )
+
+
+def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tuple[Layout, ...]]:
+    """Return the layouts of the student and of every active teacher. Raises ConfigError as `resolve_layout` does."""
+    models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
+    student, *teachers = (
+        resolve_layout(key, len(places), tp=model.parallelism.tp, cp=model.parallelism.cp)
+        for (key, model), places in zip(models.items(), placement.groups, strict=True)
+    )
+    return student, tuple(teachers)
 
 
 def resolve_layout(key: str, num_ranks: int, *, tp: int, cp: int) -> Layout:

@@ -1,0 +1,100 @@
+"""Functions from a document or a rollout to a sample, with each teacher's reader of it."""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from nemo_opd.aggregation.routed import RoutedSampleMaker
+from nemo_opd.alignment import TokenAligner
+from nemo_opd.config.model import Model
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.data.cache import CachedSampleMaker
+from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.samples import SameTokenizer, SampleMaker
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
+from nemo_opd.training.model_info import ModelInfo
+
+_Reader = TypeVar("_Reader")
+
+
+def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SampleMaker:
+    """Build the sample maker of documents."""
+    make = _text_sample_maker if config.data.messages_key is None else _chat_sample_maker
+    maker: SampleMaker = make(config, student, teachers)
+    if config.data.cache:
+        maker = CachedSampleMaker(maker)
+    return maker if config.routing is None else RoutedSampleMaker(maker, config.active_names)
+
+
+def build_rollout_sample_maker(
+    config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]
+) -> RolloutSampleMaker:
+    """Build the sample maker of sequences that the student samples."""
+
+    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerReader:
+        if config.data.messages_key is not None:
+            return _chat_reader(settings, student, teacher)
+        length, aligner = teacher.longest_text(settings), _aligner(settings, student, teacher)
+        return CrossTokenizerText.of(teacher.tokenizer, length, aligner, teacher.vocab_size, settings.equal_history)
+
+    lengths = student.pieces.lengths[: student.vocab_size]
+    return RolloutSampleMaker(lengths, _readers(config, student, teachers, reader))
+
+
+def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> TextSampleMaker:
+    def encoder(info: ModelInfo, max_length: int) -> Encoder:
+        return Encoder.of(info.tokenizer, max_length, config.data.append_eos, info.vocab_size)
+
+    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizer:
+        own = encoder(teacher, teacher.longest_text(settings))
+        return CrossTokenizer(own, _aligner(settings, student, teacher), settings.equal_history)
+
+    return TextSampleMaker(encoder(student, config.train.max_length), _readers(config, student, teachers, reader))
+
+
+def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> ChatSampleMaker:
+    def reader(settings: CrossTokenizerTeacher, teacher: ModelInfo) -> CrossTokenizerChat:
+        return _chat_reader(settings, student, teacher)
+
+    encoder = _chat_encoder(config.student, student, config.train.max_length)
+    return ChatSampleMaker(encoder, _readers(config, student, teachers, reader))
+
+
+def _readers(
+    config: RunConfig,
+    student: ModelInfo,
+    teachers: Sequence[ModelInfo],
+    cross_tokenizer: Callable[[CrossTokenizerTeacher, ModelInfo], _Reader],
+) -> tuple[SameTokenizer | _Reader, ...]:
+    """Return each active teacher's reader. Raises AlignmentError for a tokenizer that cannot be aligned."""
+    return tuple(
+        cross_tokenizer(settings, teachers[i])
+        if isinstance(settings, CrossTokenizerTeacher)
+        else _same_tokenizer(config, i, student, teachers)
+        for i, settings in enumerate(config.active_teachers)
+    )
+
+
+def _chat_encoder(settings: Model, info: ModelInfo, max_length: int) -> ChatEncoder:
+    return ChatEncoder.of(info.tokenizer, max_length, settings.chat_template_kwargs, info.vocab_size)
+
+
+def _chat_reader(settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo) -> CrossTokenizerChat:
+    encoder = _chat_encoder(settings, teacher, teacher.longest_text(settings))
+    return CrossTokenizerChat(encoder, _aligner(settings, student, teacher), settings.equal_history)
+
+
+def _aligner(settings: CrossTokenizerTeacher, student: ModelInfo, teacher: ModelInfo) -> TokenAligner:
+    return TokenAligner(student.tokenizer, teacher.tokenizer, roles=settings.roles_by_token)
+
+
+def _same_tokenizer(config: RunConfig, i: int, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SameTokenizer:
+    """Return teacher i's reader of the student's ids; teachers whose logits are averaged score the same tokens."""
+    together = teachers if config.aggregation.type == "averaged_logits" else teachers[i : i + 1]
+    ids = {int(index) for teacher in together for index in student.ids_missing_in(teacher)}
+    own = teachers[i].tokenizer
+    known = (own.unk_token_id, own.pad_token_id, 0)
+    readable = (index for index in known if index is not None and index < teachers[i].vocab_size and index not in ids)
+    return SameTokenizer(tuple(sorted(ids)), next(readable, 0))

@@ -1,0 +1,123 @@
+"""A teacher's vocabulary compared with the student's: the projection between them, or what must agree (METHODS §4)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerFast
+
+from nemo_opd.alignment.pieces import ADDED
+from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
+from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
+from nemo_opd.training.model_info import ModelInfo
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherPlan:
+    """A teacher's vocabulary and its projection from the student's."""
+
+    vocab_size: int
+    projection: ProjectionMatrix | None
+    """None where the teacher has the student's tokenizer."""
+    audit: Audit | None
+
+
+def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo) -> TeacherPlan:
+    """Return the plan of an active teacher. Raises ModelError or ProjectionError where it does not fit the student."""
+    settings = config.active_teachers[i]
+    if not isinstance(settings, CrossTokenizerTeacher):
+        require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
+        _require_common_text(i, settings, student, teacher)
+        return TeacherPlan(teacher.vocab_size, None, None)
+    _require_other_text(config, i, student, teacher)
+    matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
+    return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix))
+
+
+def _load_projection(
+    i: int, settings: CrossTokenizerTeacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
+) -> ProjectionMatrix:
+    """Load or build the matrix. Raises ProjectionError, with the key, for an unreadable file or one of another pair."""
+    if settings.projection == "auto":
+        matrix, _ = cached_projection(student, tokenizer, settings.top_k, roles=settings.roles_by_token)
+        return matrix
+    try:
+        return ProjectionMatrix.load(settings.projection, student_tokenizer=student, teacher_tokenizer=tokenizer)
+    except ProjectionError as error:
+        raise ProjectionError(f"teachers.{i}.projection: {error}") from error
+
+
+def require_same_tokenizer(
+    i: int, settings: Teacher, student: PreTrainedTokenizerFast, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Raise ModelError where a token of both has two ids, or an id of both is two tokens."""
+    ours, theirs = student.get_vocab(), tokenizer.get_vocab()
+    by_id = {index: token for token, index in theirs.items()}
+    differing = [
+        f"{token!r} is {index} and {theirs[token]}" if token in theirs else f"{index} is {token!r} and {by_id[index]!r}"
+        for token, index in sorted(ours.items(), key=lambda item: item[1])
+        if theirs.get(token, index) != index or by_id.get(index, token) != token
+    ]
+    if differing:
+        raise ModelError(
+            f"teachers.{i}.type=same_tokenizer: the tokenizer of {settings.name} differs from the student's in "
+            f"{len(differing)} of {len(ours)} tokens ({'; '.join(differing[:2])}); write type: cross_tokenizer"
+        )
+
+
+def _require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
+    """Raise ModelError where one tokenizer has tokens of ordinary text that the other lacks, so that texts are cut
+    differently. Special and added tokens may be missing, as they occur in few texts.
+    """
+    for ours, theirs, names in (
+        (student, teacher, ("the student's tokenizer", settings.name)),
+        (teacher, student, (f"the tokenizer of {settings.name}", "the student")),
+    ):
+        ids = ours.ids_missing_in(theirs)
+        is_extra = ours.pieces.is_special | (ours.pieces.origin == ADDED)
+        ordinary = ids[~is_extra[ids]]
+        if len(ordinary):
+            token = ours.tokenizer.convert_ids_to_tokens(int(ordinary[0]))
+            raise ModelError(
+                f"teachers.{i}.type=same_tokenizer: {names[0]} has {len(ordinary)} tokens of ordinary text that "
+                f"{names[1]} lacks (such as {int(ordinary[0])}, {token!r}), so they cut texts differently; write type: "
+                "cross_tokenizer"
+            )
+
+
+def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo) -> None:
+    """Raise ModelError where alignment and projection would be the identity.
+
+    A teacher with the student's tokenizer may still read conversations in another template.
+    """
+    settings = config.active_teachers[i]
+    ours = student.tokenizer.chat_template, config.student.chat_template_kwargs
+    theirs = teacher.tokenizer.chat_template, settings.chat_template_kwargs
+    has_other_template = config.data.messages_key is not None and ours != theirs
+    if student.pieces.fingerprint == teacher.pieces.fingerprint and not has_other_template:
+        raise ModelError(
+            f"teachers.{i}.type=cross_tokenizer: {settings.name} has the student's tokenizer, so there is nothing to "
+            "align; write type: same_tokenizer"
+        )
+
+
+def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> None:
+    """Raise AlignmentError, with the key, where data are conversations and a model has no chat template.
+
+    A teacher with the student's tokenizer needs none: it reads the student's tokens.
+    """
+    if config.data.messages_key is None:
+        return
+    readers = [("student", config.student, student)] + [
+        (f"teachers.{i}", settings, teacher)
+        for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
+        if isinstance(settings, CrossTokenizerTeacher)
+    ]
+    for key, settings, info in readers:
+        if not info.tokenizer.chat_template:
+            name, source = settings.tokenizer_source
+            raise AlignmentError(
+                f"{key}.{name}={source} has no chat template, which conversations (data.messages_key) need; name a "
+                f"file with one as {key}.chat_template, or the instruct model's tokenizer as {key}.tokenizer"
+            )
