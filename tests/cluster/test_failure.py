@@ -1,4 +1,4 @@
-"""Errors of a worker as they travel: which of them another rank has caused."""
+"""Failures of workers: which of them another rank has caused."""
 
 import pytest
 import torch.distributed as dist

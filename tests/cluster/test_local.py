@@ -44,7 +44,7 @@ def test_groups_share_one_world_which_is_left_at_the_end() -> None:
 
 
 def test_an_error_keeps_its_frames_and_the_worker_is_closed() -> None:
-    """Bug: a debugger that finds the text of a traceback alone."""
+    """Bug: a debugger gets only the text of a traceback."""
     with cluster() as here, here.group("toys", Toy, {}, ALONE.student) as group:
         toy = here.worker("toys")
         with pytest.raises(

@@ -1,4 +1,4 @@
-"""What each rank does in the cases of test_local."""
+"""The driver of test_local's cases, started by torchrun."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A worker for tests of what carries workers."""
+"""A worker for tests of clusters."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ HANG_S = 60.0
 
 
 class Toy:
-    """Does on one rank what is asked and on the others something else."""
+    """A worker that fails, hangs or dies on one rank and not on the others."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank()

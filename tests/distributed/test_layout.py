@@ -1,4 +1,4 @@
-"""Ranks and coordinates are one another's inverse, in the order that torch's meshes have."""
+"""Ranks and coordinates are inverse to each other, in the order of torch's meshes."""
 
 from itertools import product
 
@@ -10,7 +10,7 @@ from nemo_opd.errors import ConfigError
 
 @pytest.mark.parametrize("layout", [Layout(1), Layout(3), Layout(2, 3, 4), Layout(1, 2, 1), Layout(dp=2, tp=2)])
 def test_ranks_count_through_dp_then_cp_then_tp(layout: Layout) -> None:
-    """Catches an order with tp outside, which would spread the most talkative groups over nodes."""
+    """Catches an order with tp outermost, which would spread the groups that communicate most over nodes."""
     every = list(product(range(layout.dp), range(layout.cp), range(layout.tp)))
 
     assert [layout.coordinates(rank) for rank in range(layout.size)] == every

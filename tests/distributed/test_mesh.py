@@ -1,4 +1,4 @@
-"""The mesh agrees with the layout about who sits where; one process plays every rank in turn, with nothing sent."""
+"""Mesh and layout agree on every rank's coordinates; one process takes every rank in turn, without communication."""
 
 import pytest
 

@@ -12,8 +12,8 @@ from nemo_opd.config.data import ValidationSource
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, Phase, Situation, estimate
-from nemo_opd.training.memory.advice import advice, variants
-from nemo_opd.training.memory.sampling import PART_NAMES, Drawing
+from nemo_opd.training.memory.estimate import advice, variants
+from nemo_opd.training.memory.sampling import PART_NAMES, SamplingBatch
 from nemo_opd.training.memory.teacher import answer_batch, teacher_jobs
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
@@ -130,13 +130,13 @@ TURNS = ("environment=calculator", "data.messages_key=messages", "data.response_
 @pytest.mark.parametrize(
     ("settings", "drawing"),
     [
-        (("rollout.max_prompt_length=40", *QUESTIONS), Drawing(8, 40, 50)),
-        (("rollout.batch_size=3", "rollout.temperature=0.5", *CROSS), Drawing(64, 140, 30)),
-        (TURNS, Drawing(64, 99, 30)),
+        (("rollout.max_prompt_length=40", *QUESTIONS), SamplingBatch(8, 40, 50)),
+        (("rollout.batch_size=3", "rollout.temperature=0.5", *CROSS), SamplingBatch(64, 140, 30)),
+        (TURNS, SamplingBatch(64, 99, 30)),
     ],
     ids=["questions", "cross", "turns"],
 )
-def test_what_is_answered_at_a_time(settings: tuple[str, ...], drawing: Drawing) -> None:
+def test_what_is_answered_at_a_time(settings: tuple[str, ...], drawing: SamplingBatch) -> None:
     """Bugs: how rollouts are sampled in place of how questions are, or the student's length of a question."""
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
     (job,) = teacher_jobs(config, replace(around(), teachers=around().teachers[:1]))

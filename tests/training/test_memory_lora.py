@@ -12,7 +12,7 @@ from nemo_opd.errors import ModelError
 from nemo_opd.models.lora import Adapters
 from nemo_opd.training.memory import Machine, ModelSetup, Phase, Situation, estimate, model_size
 from nemo_opd.training.memory.activations import Work, saved_activations
-from nemo_opd.training.memory.advice import advice
+from nemo_opd.training.memory.estimate import advice
 from tests.composition import compose
 
 CONFIG = LlamaConfig(

@@ -13,8 +13,8 @@ from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, MemoryEstimate, ModelSetup, Phase, estimate, model_size
-from nemo_opd.training.memory.advice import variants
-from nemo_opd.training.memory.sampling import Drawing, cache_bytes, rollouts
+from nemo_opd.training.memory.estimate import variants
+from nemo_opd.training.memory.sampling import SamplingBatch, cache_bytes, rollouts
 from nemo_opd.workers.student import StudentWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -169,14 +169,14 @@ def stored(cache: Any) -> int:
 def test_what_is_sampled_at_a_time(settings: tuple[str, ...], dp: int, rows: int, prompt: int, new: int) -> None:
     """A batch has no more than a rank's rollouts; a later turn's prompt is all that was said before."""
     config = compose(*BATCH, "evaluation=null", *settings, config_name="on_policy_demo")
-    assert rollouts(config, dp) == Drawing(rows, prompt, new)
+    assert rollouts(config, dp) == SamplingBatch(rows, prompt, new)
 
 
 def test_questions_are_sampled_too() -> None:
     """As many as there is room for at a time, in their own way. Bug: only the batches that are learned from."""
     settings = ("evaluation.max_new_tokens=50", "evaluation.temperature=0.6")
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
-    assert rollouts(config, 4) == Drawing(64, 70, 50)
+    assert rollouts(config, 4) == SamplingBatch(64, 70, 50)
 
 
 # Beside the rollout

@@ -1,4 +1,4 @@
-"""A run's models without Ray, in this process or in several that are started as torchrun starts them."""
+"""A run's models without Ray, in this process or in several with the environment of torchrun."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ TIMEOUT_S = 120.0
 Given = TypeVar("Given")
 Made = TypeVar("Made")
 RTOL, WEIGHT_ATOL = 1e-4, 5e-5
-"""Of curves and weights; derived in test_invariance."""
+"""Tolerances of curves and weights, derived in test_invariance."""
 
 
 def first_batches(plan: Plan, number: int) -> list[Batch]:
@@ -55,7 +55,7 @@ def first_batches(plan: Plan, number: int) -> list[Batch]:
 
 
 class Opened:
-    """A worker whose inside tests look at and change, on every rank."""
+    """A worker on whose ranks tests call functions."""
 
     def apply(self, function: Callable[..., Made], *arguments: Any) -> Made:
         return function(self, *arguments)
@@ -63,7 +63,7 @@ class Opened:
 
 class OpenedStudent(Opened, StudentWorker):
     last_metrics: dict[str, Metric]
-    """Of this rank's last step."""
+    """Metrics of this rank's last step."""
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.last_metrics = super().train_step(step)
@@ -75,13 +75,13 @@ class OpenedTeacher(Opened, TeacherWorker):
 
 
 def on_ranks_of(group: Group, function: Callable[..., Made], *arguments: Any) -> list[Made]:
-    """function(worker, *arguments) on every rank of a group that `opened` has made."""
+    """Call function(worker, *arguments) on every rank of a group of `opened`."""
     return group.call("apply", [(function, *arguments)] * group.size)
 
 
 @contextmanager
 def opened(plan: Plan) -> Iterator[Models]:
-    """The models of a run, in the processes of this world."""
+    """Open the models of a run in the processes of this world."""
     costs.refuse("opens a run's models", "world")
     plan = in_these_processes(on_ranks(plan, Processes.started().size))
     with (
@@ -96,7 +96,7 @@ def opened(plan: Plan) -> Iterator[Models]:
 def step_metrics(
     models: Models, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False
 ) -> dict[str, Metric]:
-    """Of an optimizer step; times are no result of training."""
+    """Make an optimizer step and return its metrics without times."""
     scored = models.collect(models.submit(batch, "a test"))
     metrics = models.train_step(scored, kd_scale, compare_gradients=compare_gradients)
     return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory"))}
@@ -120,7 +120,7 @@ def _weights(student: StudentWorker) -> dict[str, Tensor]:
 
 
 def gathered(own: Given) -> list[Given]:
-    """Everybody's, by rank, on every rank."""
+    """Gather a value of each rank on every rank."""
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, own)
     return parts
@@ -128,13 +128,13 @@ def gathered(own: Given) -> list[Given]:
 
 @dataclass(frozen=True)
 class Training:
-    """A piece of work that a world of any size can do."""
+    """Training that a world of any size can run."""
 
     plan: Plan
     batches: Sequence[Batch]
     load_from: Path | None = None
     save_to: Path | None = None
-    """Written at the end."""
+    """Checkpoint written at the end."""
     export_to: Path | None = None
     compare_gradients: bool = False
 
@@ -142,9 +142,9 @@ class Training:
 @dataclass(frozen=True)
 class Trained:
     curve: list[dict[str, float]]
-    """With the scale of KD in each step."""
+    """Metrics of each step, with the scale of KD."""
     evaluation: dict[str, float]
-    """Of the first batch, after training."""
+    """Metrics of the first batch after training."""
     weights: dict[str, Tensor]
 
 
@@ -175,7 +175,7 @@ def in_these_processes(plan: Plan) -> Plan:
 
 
 def on_ranks(plan: Plan, num_ranks: int) -> Plan:
-    """The same run on another number of ranks."""
+    """Plan the same run for another number of ranks."""
     if plan.grid.student.size == num_ranks:
         return plan
     cluster = plan.config.cluster.model_copy(update={"cpu_ranks": num_ranks})
@@ -183,9 +183,9 @@ def on_ranks(plan: Plan, num_ranks: int) -> Plan:
 
 
 def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path) -> list[Made]:
-    """function(argument) for each argument, in rank 0 of processes as torchrun starts them: the results.
+    """Return function(argument) for each argument, called in rank 0 of processes with the environment of torchrun.
 
-    One rank is this process itself.
+    One rank is this process.
     """
     if num_ranks == 1:
         return [function(argument) for argument in arguments]
@@ -205,7 +205,7 @@ def _rank(
         results = [function(argument) for argument in arguments]
         (folder / "results").write_bytes(pickle.dumps(results))
         release()
-    # Past the interpreter's own teardown, which takes seconds with everything that was imported.
+    # The interpreter's teardown takes seconds with everything that was imported.
     os._exit(0)
 
 
@@ -218,7 +218,7 @@ def as_torchrun_starts(rank: int, num_ranks: int, port: int) -> None:
 
 
 class Everywhere:
-    """A worker for what tests do on all ranks at once."""
+    """A worker that calls functions."""
 
     def run(self, function: Callable[..., Made], *arguments: Any) -> Made:
         return function(*arguments)
@@ -228,7 +228,7 @@ class Everywhere:
 
 
 def on_all_ranks(function: Callable[..., Made], *arguments: Any) -> list[Made]:
-    """function(*arguments) on every rank of this world, in one process group: the results by rank."""
+    """Call function(*arguments) on every rank of this world, in one process group; return the results by rank."""
     size = Processes.started().size
     placement = Placement.colocated(num_nodes=1, ranks_per_node=size, num_teachers=0)
     with (
@@ -241,7 +241,7 @@ def on_all_ranks(function: Callable[..., Made], *arguments: Any) -> list[Made]:
 def rank_zero(
     num_ranks: int, function: Callable[[Given], Made], arguments: Sequence[Given], folder: Path
 ) -> list[Made]:
-    """`in_world`, with each function called on all ranks in one process group: rank 0's results."""
+    """Return rank 0's results of functions that `in_world` calls on all ranks, in one process group."""
     return in_world(num_ranks, partial(_everywhere, function), arguments, folder)
 
 

@@ -18,15 +18,15 @@ KINDS = ("bits_per_byte", "entropy", "max_probability")
 
 @dataclass(frozen=True)
 class Text:
-    """One sequence as the student and its teachers see it; sums over tokens or chunks."""
+    """One sequence, with sums over tokens or chunks."""
 
     ce: Tensor
     labels: int
     kd: list[Tensor]
-    """By teacher."""
+    """KD by teacher."""
     units: list[int]
     bits: list[dict[str, float]]
-    """By teacher and kind of score."""
+    """Scores by teacher and kind."""
     num_bytes: list[int]
 
 
@@ -35,9 +35,9 @@ class Expected:
     ce: Tensor
     kd: Tensor
     raw: list[float]
-    """By teacher: mean KD over the units that are its own."""
+    """Mean KD over each teacher's units."""
     says: list[float]
-    """By teacher: mean weight of a sequence, or share of the sequences."""
+    """Mean weight of a sequence, or share of the sequences, by teacher."""
 
 
 def texts(plan: Plan, student: PreTrainedModel, batch: Batch) -> list[Text]:
@@ -86,7 +86,7 @@ def kl(log_q: Tensor, log_p: Tensor, *, backwards: bool) -> Tensor:
 
 
 def scored(logits: Tensor, ids: list[int], num_bytes: list[int]) -> dict[str, float]:
-    """Bits of the tokens with text, but the first, by loops over Python numbers."""
+    """Return bits of the tokens with text except the first, by loops over Python numbers."""
     totals = dict.fromkeys(KINDS, 0.0)
     for i in range(1, len(ids)):
         if not num_bytes[i]:
@@ -102,7 +102,7 @@ def scored(logits: Tensor, ids: list[int], num_bytes: list[int]) -> dict[str, fl
 
 
 def expected(plan: Plan, batch: list[Text], routes: Sequence[int]) -> Expected:
-    """What methods.md §6 says of these texts."""
+    """Return the values of METHODS §6 for these texts."""
     aggregation = plan.config.aggregation
     numbers = range(len(plan.config.teachers))
     ce = sum(one.ce for one in batch) / sum(one.labels for one in batch)
@@ -159,6 +159,6 @@ def weight(plan: Plan, one: Text, i: int) -> float:
 
 
 def gradient_of(model: PreTrainedModel, loss: Tensor) -> Tensor:
-    """All of it as one float64 vector."""
+    """Return the whole gradient as one float64 vector."""
     gradients = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     return torch.cat([gradient.double().flatten() for gradient in gradients])

@@ -16,7 +16,7 @@ def load(path: str) -> PreTrainedModel:
 
 
 def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """The curve and the final weights of forward KL from a cross- and a same-tokenizer teacher, in this order."""
+    """Return the curve and the final weights of forward KL from a cross- and a same-tokenizer teacher, in this order."""
     config = plan.config
     student = load(config.student.model).train()
     teachers = [load(teacher.model).eval() for teacher in config.teachers]
@@ -63,7 +63,7 @@ def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, flo
 def terms(
     plan: Plan, student: PreTrainedModel, teachers: list[PreTrainedModel], batch: Batch
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """CE, p_kl and same_vocab of a global batch: sums over its units, divided by their number at the end."""
+    """Return CE, p_kl and same_vocab of a global batch: sums over units, divided by their number at the end."""
     cross_rows, _ = batch.teachers
     assert cross_rows.chunks is not None
     projection, size = plan.teachers[0].projection, plan.student_vocab_size

@@ -1,4 +1,4 @@
-"""Layers that are computed again in the backward pass change nothing but the memory."""
+"""Layers that are recomputed in the backward pass change only the memory."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.world
 
 
 def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options: str) -> tuple[Trained, int]:
-    """Two steps, and the bytes that the model's forward passes kept for backward."""
+    """Make two steps, and count the bytes that the model's forward passes kept for backward."""
     plan = plan_of(tiny.overrides("train.max_steps=2", *options))
     kept = 0
     forward = Headless.__call__

@@ -1,6 +1,6 @@
-"""Teachers with the student's tokenizer but for a special token: what both have is compared, in every way there is.
+"""Teachers whose tokenizer differs from the student's in a special token are compared on the common tokens.
 
-The student has `<|image|>`, one teacher has not, and the other has one token more.
+The student has `<|image|>`, which one teacher lacks, and the other teacher has one more token.
 """
 
 import json
@@ -73,7 +73,7 @@ def trained(jobs: dict[str, Training], tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_ids_are_those_that_a_teacher_can_read(jobs: dict[str, Training]) -> None:
-    """Catches a lookup beyond the embeddings, and tokens that only one of averaged teachers is asked about."""
+    """Catches a lookup beyond the embeddings, and tokens that only one of the averaged teachers scores."""
     for name, job in jobs.items():
         (batch,) = job.batches
         image = job.plan.student_vocab_size - 1
@@ -139,7 +139,7 @@ def test_columns_on_two_ranks(
 
 
 def read(job: Training) -> list[Tensor]:
-    """Logits in float64 of student and teachers, each of the ids that it is given."""
+    """Return logits in float64 of student and teachers for the ids of each."""
     (batch,) = job.batches
     sides = [(job.plan.config.student.model, batch.student)]
     sides += [(own.model, rows.tokens) for own, rows in zip(job.plan.config.teachers, batch.teachers, strict=True)]
@@ -148,6 +148,6 @@ def read(job: Training) -> list[Tensor]:
 
 
 def divergence(teacher: Tensor, student: Tensor, mask: Tensor) -> float:
-    """Mean forward KL of the tokens in the mask."""
+    """Return the mean forward KL of the tokens in the mask."""
     each = F.kl_div(student.log_softmax(2), teacher.log_softmax(2), reduction="none", log_target=True).sum(2)
     return float(each[:, :-1][mask[:, 1:]].mean())

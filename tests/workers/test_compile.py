@@ -1,6 +1,6 @@
-"""Compiled decoder layers change nothing but the speed, and are compiled once.
+"""Compiled decoder layers change only the speed, and are compiled once.
 
-On a CPU what dynamo and autograd's tracer make is run as it is: C++ takes a minute to compile and is the same to them.
+On CPU the graphs of dynamo and autograd's tracer run without C++ code, which takes a minute to compile.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ STEPS = 4
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Nothing is compiled yet."""
+    """Clear the compiled graphs."""
     compile_in_place = nn.Module.compile
 
     def without_code(module: nn.Module, **options: Any) -> None:
@@ -49,7 +49,7 @@ class Result:
     curve: list[dict[str, float]]
     evaluation: dict[str, float]
     graphs: list[int]
-    """Compiled after each step, and after the evaluation."""
+    """Number of graphs after each step, and after the evaluation."""
 
 
 def train(job: Job) -> Result:

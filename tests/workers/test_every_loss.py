@@ -1,6 +1,6 @@
-"""Every loss that a run may name, in the workers: the same curve whatever the microbatch and the number of ranks.
+"""Every loss in the workers: the same curve for all microbatch sizes and numbers of ranks.
 
-Tolerance as in test_invariance. The norm of the gradient tells of a wrong one at once, the second step's losses too.
+Tolerance as in test_invariance. A wrong gradient shows in its norm at once, and in the second step's losses.
 """
 
 import pytest
@@ -30,7 +30,7 @@ def difference_of_the_largest(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 GRIDS = ((1, 1), (1, 4), (2, 2))
-"""Ranks, microbatch size."""
+"""Numbers of ranks and microbatch sizes."""
 STEPS = 2
 
 
@@ -53,7 +53,7 @@ Curves = dict[tuple[str, int, int, str], Trained]
 
 @pytest.fixture(scope="module")
 def curves(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Curves:
-    """By term, ranks, microbatch size and handoff."""
+    """Return curves by term, ranks, microbatch size and handoff."""
     folder = tmp_path_factory.mktemp("every_loss")
     batches = first_batches(make_plan(tiny, "gold", 1), STEPS)
     results: Curves = {}
@@ -74,7 +74,7 @@ def check_equal(expected: Trained, actual: Trained) -> None:
 
 @pytest.mark.parametrize("term", TERMS)
 def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: str) -> None:
-    """Catches units counted in another way by the driver than by the loss, and a mean over microbatches."""
+    """Catches units that driver and loss count differently, and a mean over microbatches."""
     reference, *others = (curves[term, ranks, size, "hidden_states"] for ranks, size in GRIDS)
     for other in others:
         check_equal(reference, other)
@@ -83,5 +83,5 @@ def test_the_curve_does_not_depend_on_how_a_batch_is_cut(curves: Curves, term: s
 
 @pytest.mark.parametrize("term", TERMS)
 def test_the_curve_does_not_depend_on_what_is_handed_over(curves: Curves, term: str) -> None:
-    """Catches a head cut in another place, and a position whose logits are made from its neighbour's hidden states."""
+    """Catches a head cut at a wrong place, and logits made from a neighbouring position's hidden states."""
     check_equal(curves[term, 1, 4, "logits"], curves[term, 1, 4, "hidden_states"])

@@ -1,4 +1,4 @@
-"""The student's weights, as a server gets them: in a folder, and in memory that other processes read."""
+"""The student's weights for a server: in a folder, and in memory that other processes read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,15 +30,15 @@ RANK, ALPHA, STEP = 2, 6, 0.02
 
 @dataclass(frozen=True)
 class Seen:
-    """By rank 1 of what rank 0 held."""
+    """Weights that rank 1 has read from rank 0's memory."""
 
     tensors: dict[str, Tensor]
     is_there: bool
-    """After it was released."""
+    """Whether the file exists after its release."""
 
 
 def exported(job: tuple[Student, Path]) -> Seen:
-    """Give a model that has moved by STEP to a folder and to memory."""
+    """Export a model that has moved by STEP to a folder and to memory."""
     settings, folder = job
     adapters = None if settings.lora is None else Adapters(settings.lora, settings.model, seed=0)
     model = load_sharded(
@@ -81,7 +81,7 @@ FORMS = ("whole", "adapters", "experts")
 
 
 def save_experts(folder: Path) -> Path:
-    """Of a model whose experts are one tensor in transformers and many in files."""
+    """Save a model whose experts are one tensor in transformers and many in files."""
     config = Qwen3MoeConfig(
         vocab_size=32,
         hidden_size=16,

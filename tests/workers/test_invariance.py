@@ -1,6 +1,6 @@
-"""Training gives the same curve and weights however a batch is cut into microbatches and ranks (methods.md §7.1).
+"""Training gives the same curve and weights for all cuts of a batch into microbatches and ranks (METHODS §7).
 
-One spawn of two ranks does all the work of that world, since starting processes is what costs time.
+One start of two ranks does all work of that world, because starting processes is slow.
 
 Tolerance: all arithmetic is fp32 (2⁻²⁴ = 6e-8 relative), sums of up to some 1e4 terms of mixed sign err by about
 1e-6 of their size: less than 1e-5 on any mean. rtol 1e-4 leaves room for it to grow over five steps. AdamW divides by
@@ -29,7 +29,7 @@ WORLDS = (1, 2)
 
 
 def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:
-    """17 documents in batches of 8, 8 and 1: the third leaves all but one row of the ranks empty."""
+    """Plan 17 documents in batches of 8, 8 and 1: in the third all rows of the ranks but one are empty."""
     return plan_of(
         [
             *tiny.overrides(),
@@ -46,14 +46,14 @@ def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:
 
 @dataclass(frozen=True)
 class Runs:
-    """One piece of training done in every way."""
+    """The same training on every grid."""
 
     plan: Plan
     batches: list[Batch]
     by_grid: dict[tuple[int, int], Trained]
-    """By ranks and microbatch size."""
+    """Results by ranks and microbatch size."""
     continued: dict[tuple[int, int], Trained]
-    """By the ranks that did the first two steps and those that did the rest."""
+    """Results by the numbers of ranks of the first two steps and of the rest."""
     exported: Path
 
 
@@ -107,7 +107,7 @@ def test_weights_are_those_of_a_plain_trainer(runs: Runs, oracle, num_ranks: int
 
 
 def test_curve_moves_more_than_the_tolerance(oracle) -> None:
-    """Equal curves say something only where wrong gradients would show in the next step."""
+    """Equal curves prove something only where wrong gradients would show in the next step."""
     curve, _ = oracle
     assert abs(curve[4]["ce"] - curve[0]["ce"]) > 100 * RTOL * curve[0]["ce"]
     assert all(point["grad_norm"] > 1.0 for point in curve), "the gradient is clipped in every step"

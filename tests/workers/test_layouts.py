@@ -1,4 +1,4 @@
-"""How the student and its teachers are laid out over ranks leaves no trace in what is learned."""
+"""The layouts of student and teachers over ranks do not change the result of training (DESIGN §4)."""
 
 import pytest
 import torch
@@ -36,12 +36,12 @@ TERMS = {
     "alm": ["loss=alm"],
     "uld, logits": ["loss=uld", "loss.compat=trl", "handoff=logits"],
 }
-"""Losses of two teachers with another tokenizer, of whose tokens the student often needs several."""
+"""Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's."""
 
 
 @pytest.fixture(scope="module")
 def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
-    """Of each layout: on one rank without it, and on two ranks."""
+    """Return for each layout the results on one rank without it, and on two ranks."""
     folder = tmp_path_factory.mktemp("layouts")
 
     def job(*options: str) -> Training:
@@ -62,7 +62,7 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.fixture(scope="module")
 def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Trained, Trained]]:
-    """Of each loss: on one rank, and with tp=2; the second teacher has alm."""
+    """Return for each loss the results on one rank and with tp=2; the second teacher has alm."""
     folder = tmp_path_factory.mktemp("finer")
     models = [f"student.model={tiny.teacher_cross}", f"teachers.0.model={tiny.student}"]
     second = ["teachers.1.type=cross_tokenizer", "teachers.1.loss.type=alm"]
@@ -82,7 +82,7 @@ def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
 def test_the_curve_and_the_weights_are_those_of_one_rank(
     trained: dict[str, tuple[Trained, Trained]], layout: str
 ) -> None:
-    """Sums of up to some hundred fp32 numbers in another order, over two steps of AdamW with a large epsilon."""
+    """Sums of some hundred fp32 numbers in another order, over two steps of AdamW with a large epsilon."""
     check_equal(*trained[layout])
 
 
@@ -90,7 +90,7 @@ def test_the_curve_and_the_weights_are_those_of_one_rank(
 def test_units_of_several_student_tokens_are_those_of_one_rank(
     finer: dict[str, tuple[Trained, Trained]], term: str
 ) -> None:
-    """Bug: rows that a unit of one rank and a unit of the other both need got the gradient of one alone."""
+    """Bug: rows that units of both ranks need got the gradient of one unit alone."""
     check_equal(*finer[term])
 
 

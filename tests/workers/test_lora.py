@@ -1,4 +1,4 @@
-"""A student of which only adapters learn, as against one whose weights are written W + alpha / rank · B A.
+"""A student with trained adapters, compared with one whose weights are W + alpha / rank · B A.
 
 Tolerances are those of tests/workers/test_invariance.py, for the same reasons.
 """
@@ -47,13 +47,13 @@ IDS = torch.arange(24).view(2, 12)
 class Learned:
     curve: list[dict[str, float]]
     start: dict[str, Tensor]
-    """Adapters before."""
+    """Adapters before training."""
     adapters: dict[str, Tensor]
     frozen: dict[str, Tensor]
     logits: Tensor
-    """The trained model's own, of IDS."""
+    """Logits of the trained model for IDS."""
     optimized: int
-    """Numbers that the optimizer keeps a first moment of."""
+    """Number of first moments of the optimizer."""
 
 
 def learn(job: Training) -> Learned:
@@ -70,7 +70,7 @@ def learn(job: Training) -> Learned:
 
 
 def inside(student: StudentWorker) -> tuple[dict[str, Tensor], Tensor, int]:
-    """Frozen parameters, logits, and how much is optimized."""
+    """Return frozen parameters, logits, and the number of optimized parameters."""
     parameters: Any = dict(student.model.named_parameters())
     frozen = {name: each.full_tensor() for name, each in parameters.items() if not each.requires_grad}
     moments = [state["exp_avg"].numel() for state in student.optimizer.state.values()]
@@ -92,7 +92,7 @@ def make_plan(tiny: Tiny) -> Plan:
 
 
 def changed(plan: Plan, **settings: object) -> Plan:
-    """Other settings of the student, without the checks, which take their time."""
+    """Change settings of the student without the checks, which are slow."""
     return with_config(plan, student=plan.config.student.model_copy(update=settings))
 
 
@@ -109,7 +109,7 @@ class Runs:
     variants: dict[str, Learned]
     paired: Learned
     widened: Learned
-    """Continued on two ranks from the checkpoint of one."""
+    """Training continued on two ranks from the checkpoint of one."""
     folder: Path
 
 
@@ -140,11 +140,11 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 Oracle = tuple[list[dict[str, float]], dict[str, Tensor]]
-"""A curve, and weights."""
+"""Curve and weights."""
 
 
 class Sum(nn.Module):
-    """W → W + alpha / rank · B A."""
+    """The parametrization W → W + alpha / rank · B A."""
 
     def __init__(self, a: Tensor, b: Tensor) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def test_how_it_is_computed_does_not_matter(runs: Runs, variant: str) -> None:
 
 @pytest.mark.parametrize("folder", ["merged", "checkpoint/student"])
 def test_merged_it_is_a_model_like_any_other(runs: Runs, folder: str) -> None:
-    """Without a trace of adapters, and with the tokenizer; W + BA is rounded once more than Wx + B(Ax)."""
+    """The export has no adapters, and the tokenizer; W + BA is rounded once more than Wx + B(Ax)."""
     path = runs.folder / folder
     loaded: Any = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     model, loading = loaded
@@ -261,5 +261,5 @@ def test_the_adapter_is_loaded_by_peft_onto_the_base(runs: Runs) -> None:
 
 
 def assert_same_logits(found: Tensor, expected: Tensor) -> None:
-    """Sums of some hundred terms in fp32, over two layers."""
+    """Compare sums of some hundred terms in fp32, over two layers."""
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

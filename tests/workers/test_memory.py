@@ -1,4 +1,4 @@
-"""Out of memory: every way that it shows becomes one message with the part, the figures and the knobs."""
+"""Exhausted memory: each of its errors becomes one message with task, amounts and settings that help."""
 
 import pickle
 
@@ -26,7 +26,7 @@ CUDA_MESSAGE = (
     "free. Process 7 has 79.00 GiB memory in use. Of the allocated memory 77.90 GiB is allocated by PyTorch"
 )
 TOO_MUCH = 2**50
-"""A PiB."""
+"""One PiB."""
 
 
 def message(task: Task, error: BaseException) -> str:
@@ -49,7 +49,7 @@ def test_a_full_gpu() -> None:
 
 
 def test_full_main_memory() -> None:
-    """What PyTorch's CPU allocator and NumPy really raise."""
+    """The errors of PyTorch's CPU allocator and of NumPy."""
     with pytest.raises(ClusterError) as of_torch, needs_memory(BACKWARD):
         torch.empty(TOO_MUCH, dtype=torch.uint8)
     with pytest.raises(ClusterError) as of_numpy, needs_memory(BACKWARD):

@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing, on any rank, and says why (methods.md §12)."""
+"""A step that is not finite changes nothing on any rank, and its cause is reported (METHODS §16)."""
 
 import math
 from collections.abc import Sequence
@@ -43,29 +43,29 @@ GRADIENTS = "logging.gradients_every=1"
 class Job:
     plan: Plan
     batches: Sequence[Batch]
-    """Three; in the second a teacher is not finite."""
+    """Three batches; in the second a teacher is not finite."""
     token: int
-    """Of the first teacher, which overflows in the second."""
+    """Token of the first teacher that overflows in the second batch."""
     folder: Path | None = None
-    """To save after the second, and to continue from; None: to go on."""
+    """Folder of a checkpoint after the second batch, to continue from; None: no interruption."""
     is_bad: bool = True
-    """False: the second is left out."""
+    """Whether to train on the second batch."""
 
 
 @dataclass(frozen=True)
 class Seen:
     before: dict[str, Any]
     after: dict[str, Any]
-    """State around the second step."""
+    """State before and after the second step."""
     finite_losses: list[bool]
-    """By rank, of its own rows in the second step."""
+    """Whether each rank's losses in the second step are finite."""
     taken: list[list[float]]
-    """By rank, by step."""
+    """IS_TAKEN by rank and step."""
     cause: str
     bad: dict[str, float]
     """Metrics of the second step."""
     last: dict[str, float]
-    """Those of the third."""
+    """Metrics of the third step."""
     end: dict[str, Tensor]
 
 
@@ -112,7 +112,7 @@ def has_finite_terms(student: OpenedStudent) -> bool:
 
 
 def make_overflow(teacher: Any, token: int) -> None:
-    """Make its embedding of one token infinite."""
+    """Make a teacher's embedding of one token infinite."""
 
     def overflow(_: Any, given: tuple[Tensor], embedded: Tensor) -> Tensor:
         return embedded.masked_fill((given[0] == token).unsqueeze(-1), math.inf)
@@ -145,7 +145,7 @@ def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
 
 
 def only_in_the_last_half(batch: Batch) -> int:
-    """A token of the first teacher's that rank 1 of 2 reads, and rank 0 does not."""
+    """Return a token of the first teacher that only rank 1 of 2 reads."""
     ids, lengths = batch.teachers[0].tokens.ids, batch.teachers[0].tokens.lengths
     half = len(ids) // 2
     first, last = (
@@ -194,7 +194,7 @@ def test_nothing_changes_and_the_teacher_is_named(alone: dict[str, Seen], case: 
 
 
 def test_the_norm_alone_is_not_enough(alone: dict[str, Seen]) -> None:
-    """uld sorts, and so has a NaN loss with a finite gradient; without such a case the loss need not be looked at."""
+    """uld sorts, so a NaN loss can have a finite gradient; the loss itself must be tested."""
     assert math.isfinite(alone["uld"].bad["grad_norm"])
 
 
@@ -213,7 +213,7 @@ TOGETHER = {"data": ("loss=uld",), "tensor": ("student.parallelism.tp=2",)}
 
 @pytest.fixture(scope="module")
 def paired(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
-    """By what two ranks share."""
+    """Return results by what two ranks share."""
     jobs = [job_of(tiny, *overrides, "cluster.cpu_ranks=2") for overrides in TOGETHER.values()]
     return dict(zip(TOGETHER, in_world(2, learn, jobs, tmp_path_factory.mktemp("paired") / "two"), strict=True))
 
@@ -227,7 +227,7 @@ def test_two_ranks_do_the_same(paired: dict[str, Seen], shared: str) -> None:
 
 
 def test_one_rank_speaks_for_all(paired: dict[str, Seen]) -> None:
-    """Bug: the rank whose own loss is finite, with a gradient that is, takes a step that the other does not."""
+    """Bug: a rank with finite loss and gradient takes a step that the other rank does not."""
     assert paired["data"].finite_losses == [True, False]
     assert math.isfinite(paired["data"].bad["grad_norm"])
 

@@ -1,4 +1,4 @@
-"""A step on sampled sequences: however a batch is cut, the student learns the same (methods.md §7.1 and §10)."""
+"""A step on sampled sequences is the same for all cuts of a batch (METHODS §7 and §10)."""
 
 import json
 from dataclasses import fields, replace
@@ -56,7 +56,7 @@ LOSSES = {
     ],
 }
 GRIDS = ((1, 4), (1, 1), (2, 2))
-"""Ranks, microbatch size."""
+"""Numbers of ranks and microbatch sizes."""
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def plan(tiny: Tiny, prompts: Path, *overrides: str) -> Plan:
 
 
 def batch_of(plan: Plan, seed: int) -> Batch:
-    """Random tokens as if sampled, of different lengths, for three prompts; the dataset's response for the fourth."""
+    """Return random responses of different lengths to three prompts, and the dataset's response to the fourth."""
     data, config = plan.data, plan.config
     assert isinstance(data, Prompts)
     *own, other = data.train.all()
@@ -110,7 +110,7 @@ def batch_of(plan: Plan, seed: int) -> Batch:
 
 
 def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollout]:
-    """By the student at the start, as the run's settings say."""
+    """Sample with the initial student and the run's settings."""
     settings, data = plan.config.rollout, plan.data
     assert settings is not None
     assert isinstance(data, Prompts)
@@ -136,7 +136,7 @@ def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Gen
 
 @pytest.fixture(scope="module")
 def trained(tiny: Tiny, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Trained]]:
-    """By loss, on every grid; and on the first with the rows in another order."""
+    """Return results by loss on every grid, and on the first one with the rows in another order."""
     plans = {name: plan(tiny, prompts, *overrides) for name, overrides in LOSSES.items()}
     batches = {name: [batch_of(own, seed) for seed in range(2)] for name, own in plans.items()}
     found: dict[str, list[Trained]] = {name: [] for name in LOSSES}
@@ -191,7 +191,7 @@ def test_nothing_depends_on_how_a_batch_is_cut_or_ordered(trained: dict[str, lis
 
 @pytest.mark.parametrize("loss", ["sampled_kl, sequences", "grpo"])
 def test_some_weights_are_cut_and_some_sequences_dropped(trained: dict[str, list[Trained]], loss: str) -> None:
-    """So that what does not depend on the cut of a batch is more than nothing."""
+    """Otherwise the tests of invariance would test nothing."""
     found = trained[loss][0].curve[0]
     of = [name for name in found if name.startswith(("policy/truncated_fraction", "policy/vetoed_fraction"))]
 
@@ -200,7 +200,7 @@ def test_some_weights_are_cut_and_some_sequences_dropped(trained: dict[str, list
 
 
 def test_warped_samples_weigh_more_than_one_and_are_not_clipped_at_first(trained: dict[str, list[Trained]]) -> None:
-    """The first step is taken by the student that sampled: the ratio is 1, the weight is not."""
+    """In the first step the student is the one that sampled: the ratio is 1, the weight is not."""
     found = trained["sampled_kl, warped"][0].curve[0]
     names = [name for name in found if name.startswith("policy/ratio")]
 

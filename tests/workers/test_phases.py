@@ -11,7 +11,7 @@ from nemo_opd.workers.phases import Phases
 
 
 class Clock:
-    """A perf_counter that is told how time goes by."""
+    """A perf_counter that tests set."""
 
     def __init__(self) -> None:
         self.now = 100.0

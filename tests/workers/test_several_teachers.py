@@ -1,7 +1,7 @@
-"""Several teachers in the workers: what methods.md §6 says, however a batch is cut, in training and validation.
+"""Several teachers in the workers: METHODS §6 for all cuts of a batch, in training and validation.
 
-A learning rate of 1e-12 leaves the student where it is, so that validation after the step sees what training saw.
-Tolerance as in test_invariance; the norm of the gradient tells of a wrong one.
+A learning rate of 1e-12 leaves the student unchanged, so that validation after the step has the same logits.
+Tolerance as in test_invariance; a wrong gradient shows in its norm.
 """
 
 import json
@@ -40,7 +40,7 @@ MODES = {
 READINGS = {"static": True, "entropy": False}
 """Modes whose terms all others share, with the same-tokenizer teacher's divergence reversed or not."""
 GRIDS = ((1, 1), (1, 4), (2, 2))
-"""Ranks, microbatch size."""
+"""Numbers of ranks and microbatch sizes."""
 LEARNS = ["student.optimizer.lr=1e-2", "student.optimizer.eps=1e-3", "train.gradient_clip=null"]
 
 
@@ -68,7 +68,7 @@ class Case:
     plan: Plan
     expected: Expected
     objectives: tuple[Tensor, Tensor]
-    """The gradients of KD and CE as they enter the update."""
+    """Weighted gradients of KD and CE."""
     by_grid: dict[tuple[int, int], Trained]
 
 
@@ -76,14 +76,14 @@ class Case:
 class Runs:
     cases: dict[str, Case]
     compared: dict[int, Trained]
-    """By ranks: static weights, with the two gradients formed apart and a step that moves."""
+    """Results by ranks with static weights, separate gradients and a larger learning rate."""
     plain: Trained
-    """The same without comparing."""
+    """The same without separate gradients."""
 
 
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight texts; the last of a single token of either side, so that it has no unit and no score."""
+    """Return eight texts; the last is one token for each model, without unit or score."""
     words = ["".join(SENTENCES[(i + k) % len(SENTENCES)] for k in range(i % 3 + 1)) for i in range(7)]
     file = tmp_path_factory.mktemp("several") / "documents.jsonl"
     rows = [{"text": text, "from": TEACHERS[route]} for text, route in zip([*words, "x"], ROUTES, strict=True)]
@@ -157,7 +157,7 @@ def test_gradient_is_that_of_the_total(runs: Runs, mode: str, grid: tuple[int, i
 
 
 def test_both_teachers_have_a_say(runs: Runs) -> None:
-    """The tests above say something only where choices and weights differ between sequences."""
+    """The tests above prove something only where choices and weights differ between sequences."""
     assert runs.cases["batch"].expected.says in ([1, 0], [0, 1])
     for mode in ("bits_per_byte", "entropy", "max_probability", "sequence"):
         assert min(runs.cases[mode].expected.says) > 0.02, mode

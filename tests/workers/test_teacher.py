@@ -1,6 +1,4 @@
-"""What a teacher hands over gives the logits that transformers computes, and nothing of it is padding of the head; it
-answers as transformers would have it answer.
-"""
+"""A teacher's output gives the logits of transformers without padding of the head, and its answers are the same."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +35,7 @@ class Scoring:
 
 @dataclass(frozen=True)
 class Scored:
-    """By batch and teacher."""
+    """Results by batch and teacher."""
 
     handles: list[tuple[OutputHandle, ...]]
     logits: list[list[Tensor]]
@@ -69,7 +67,7 @@ def forward(teacher: TeacherWorker, tokens: TokenRows) -> OutputHandle:
 
 
 def whole(rows: LogitRows, size: int) -> Tensor:
-    """[B, T, W]"""
+    """Return all logits [B, T, W]."""
     assert rows.shape[2] == size
     return rows.read(torch.arange(rows.shape[0] * rows.shape[1]), size).view(rows.shape).clone()
 
@@ -122,7 +120,7 @@ def test_what_is_handed_over_is_of_the_teachers_precision(scoring) -> None:
 
 
 def test_buffer_persists_across_steps(scoring) -> None:
-    """Bug: memory that is mapped anew in every step. A larger batch is a new allocation, a smaller one is not."""
+    """Bug: memory that is mapped again in every step. A larger batch is a new allocation, a smaller one is not."""
     _, _, scored = scoring
     for teacher in (0, 1):
         handles = [of_batch[teacher].output for of_batch in scored.handles]
@@ -154,7 +152,7 @@ class Asking:
 class Said:
     completions: list[Completion]
     quality: tuple[float, float]
-    """Bits per byte before and after it was asked."""
+    """Bits per byte before and after generating."""
 
 
 def ask(job: Asking) -> Said:
@@ -175,7 +173,7 @@ def ask(job: Asking) -> Said:
 
 
 CUT = ("{tp: 1}", "{tp: 2, sequence_parallel: true}")
-"""Over two ranks: sharded, or tensor parallel with shared positions."""
+"""Parallelism over two ranks: sharded, or tensor parallel with shared positions."""
 NEW = 12
 
 
@@ -201,7 +199,7 @@ def test_it_answers_as_transformers_does(tiny: Tiny, tmp_path) -> None:
 
 
 def likeliest(tiny: Tiny, ids: list[int], ends: list[int]) -> list[int]:
-    """By transformers, one prompt at a time. The head has 20 rows more than the tokenizer has tokens."""
+    """Generate with transformers, one prompt at a time. The head has 20 rows more than the tokenizer has tokens."""
     model: Any = AutoModelForCausalLM.from_pretrained(tiny.teacher_cross, dtype=torch.float32).eval()
     size = model.config.vocab_size
     made = model.generate(

@@ -1,7 +1,6 @@
-"""What a rank will hold in memory, from the models' configurations alone; and what is offloaded because of it."""
+"""An estimate of each rank's memory from the models' configurations, and what is offloaded because of it."""
 
-from nemo_opd.training.memory.estimate import estimate
-from nemo_opd.training.memory.offload import settle_memory
+from nemo_opd.training.memory.estimate import estimate, settle_memory
 from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase
 from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import ModelSize, model_size, size_of

@@ -1,16 +1,74 @@
-"""Every rank's memory in every phase."""
+"""Every rank's memory in every phase, what is offloaded because of it, and settings that would lower it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
+from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
-from nemo_opd.training.memory.parts import Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.errors import ConfigError
+from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.training.memory.report import gib, largest_parts
+from nemo_opd.training.memory.sampling import rollouts
 from nemo_opd.training.memory.situation import Situation
 from nemo_opd.training.memory.student import student_process
-from nemo_opd.training.memory.teacher import are_asked, teacher_processes
+from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer
 
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries in each process."""
+_STUDENT = -1
+"""Index of the student among the teachers' indices."""
+_WORTH_SAYING = 0.01
+"""Smallest saving that is advised, as a share of the peak."""
+
+
+def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, MemoryEstimate]:
+    """Return the settings with every `offload: auto` decided, and their estimate.
+
+    The smallest set that fits: none, then teachers, the largest first, then the student's parameters and optimizer. On
+    CPU, with separate devices and where the GPU's memory is unknown: none. Raises ConfigError where nothing fits and
+    an `auto` was left to decide, unless the run is a dry one; explicit settings are not overruled.
+    """
+    undecided = [i for i, teacher in enumerate(config.active_teachers) if teacher.offload == "auto"]
+    undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
+    undecided += [_STUDENT] if config.student.offload == "auto" else []
+    is_shared = situation.machine.device == "cuda" and config.cluster.placement == "colocated"
+    for number in range(1 + (len(undecided) if is_shared else 0)):
+        chosen = _with_offload(config, frozenset(undecided[:number]))
+        made = estimate(chosen, situation)
+        if made.fits:
+            return chosen, made
+    made = replace(made, advice=tuple(advice(chosen, situation)))
+    if undecided and situation.machine.device == "cuda" and not config.run.dry_run:
+        raise ConfigError(_complaint(made))
+    return chosen, made
+
+
+def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
+    """Decide `auto`: yes for these models and no for all others, including teachers that are not active."""
+    teachers = tuple(
+        teacher.model_copy(update={"offload": i in offloaded}) if teacher.offload == "auto" else teacher
+        for i, teacher in enumerate(config.teachers)
+    )
+    student = config.student
+    if student.offload == "auto":
+        student = student.model_copy(update={"offload": _STUDENT in offloaded})
+    return config.model_copy(update={"teachers": teachers, "student": student})
+
+
+def _complaint(made: MemoryEstimate) -> str:
+    memory = made.shortest
+    helps = "; ".join(f"{one.setting} saves {gib(one.saved_bytes)}" for one in made.advice)
+    assert memory.capacity is not None
+    return (
+        f"student.offload=auto, teachers.*.offload=auto: with everything offloaded {memory.name} would have to hold "
+        f"{gib(memory.peak)} in the phase {memory.peak_phase.value!r} ({largest_parts(memory)}), and there are "
+        f"{gib(memory.capacity)}; {helps or 'use more GPUs'}; or set every offload to true or false, which starts the "
+        "run without this check. run.dry_run=true prints the whole estimate"
+    )
 
 
 def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
@@ -35,10 +93,92 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
                 (f"each GPU of {name}", parts, machine.device_bytes) for name, parts in zip(names, devices, strict=True)
             ]
         memories.append(("main memory for each GPU", host, machine.host_share))
-    there = {Phase.ANSWERS: are_asked(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
+    there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     return MemoryEstimate(tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories))
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:
     return (*process.device, part(process.device[0].owner, "CUDA", CONTEXT_BYTES, *Phase))
+
+
+def advice(config: RunConfig, situation: Situation) -> list[Advice]:
+    """Return changes that lower the peak of the memory that is short, each alone, largest saving first."""
+    short = estimate(config, situation).shortest
+    found = []
+    for setting, changed, around in variants(config, situation):
+        peaks = {memory.name: memory.peak for memory in estimate(changed, around).memories}
+        found.append(Advice(setting, short.peak - peaks[short.name]))
+    worth = [one for one in found if one.saved_bytes > _WORTH_SAYING * short.peak]
+    return sorted(worth, key=lambda one: one.saved_bytes, reverse=True)
+
+
+def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield settings to write, and the run with each."""
+    for section, key, value in _changes(config, situation):
+        name, _, index = section.partition(".")
+        changed = getattr(config, name)
+        if index:
+            teachers = [*changed]
+            teachers[int(index)] = teachers[int(index)].model_copy(update={key: value})
+            changed = tuple(teachers)
+        else:
+            changed = changed.model_copy(update={key: value})
+        run = config.model_copy(update={name: changed})
+        if _is_allowed(run):
+            yield f"{section}.{key}={'null' if value is None else str(value).lower()}", run, situation
+    if config.handoff.type == "logits":
+        yield "handoff.type=hidden_states", config.model_copy(update={"handoff": HiddenStatesHandoff()}), situation
+    yield from _more_tensor_parallel(config, situation)
+
+
+def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str, object]]:
+    """Yield sections, keys and values; some may be refused."""
+    train, rollout, questions = config.train, config.rollout, config.evaluation
+    if not config.student.activation_checkpointing:
+        yield "student", "activation_checkpointing", True
+    if train.micro_batch_size > 1:
+        yield "train", "micro_batch_size", train.micro_batch_size // 2
+    yield "train", "global_batch_size", max(1, train.global_batch_size // 2)
+    yield "train", "max_length", max(2, train.max_length // 2)
+    if config.logging.gradients_every is not None:
+        yield "logging", "gradients_every", None
+    if isinstance(rollout, HFRollout) and (rows := rollouts(config, situation.student.layout.dp).rows) > 1:
+        yield "rollout", "batch_size", rows // 2
+    if questions is not None and teachers_answer(config):
+        if questions.teacher_batch_size > 1:
+            yield "evaluation", "teacher_batch_size", questions.teacher_batch_size // 2
+        yield "evaluation", "teachers", False
+    if situation.machine.device == "cpu":
+        return
+    if config.student.offload is not True:
+        yield "student", "offload", True
+    for i, teacher in enumerate(config.active_teachers):
+        if teacher.offload is not True:
+            yield f"teachers.{i}", "offload", True
+        if teacher.dtype == "float32":
+            yield f"teachers.{i}", "dtype", "bfloat16"
+
+
+def _is_allowed(config: RunConfig) -> bool:
+    """Return whether the settings would pass; copies are not validated."""
+    try:
+        if config.rollout is not None:
+            check_on_policy(config)
+    except ValueError:
+        return False
+    return True
+
+
+def _more_tensor_parallel(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield twice the tensor parallelism in place of data parallelism, where there are ranks for it."""
+    models = [situation.student, *situation.teachers]
+    for i, setup in enumerate(models):
+        layout = setup.layout
+        if layout.dp % 2 or (i == 0 and config.student.lora is not None):
+            continue
+        wider = replace(setup, layout=replace(layout, dp=layout.dp // 2, tp=2 * layout.tp))
+        student, *teachers = (wider if j == i else each for j, each in enumerate(models))
+        changed = replace(situation, student=student, teachers=tuple(teachers))
+        key = f"teachers.{i - 1}" if i else "student"
+        yield f"{key}.parallelism.tp={2 * layout.tp}", config, changed

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 USABLE = 0.95
-"""Share of a memory that can be planned with: allocators leave gaps, and libraries have buffers."""
+"""Share of a memory that a plan may use: allocators leave gaps, and libraries have buffers."""
 
 
 class Phase(StrEnum):
@@ -29,6 +29,8 @@ STUDENT_PHASES = (Phase.LOSS, Phase.BACKWARD, Phase.OPTIMIZER)
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """Memory of one purpose in one worker."""
+
     owner: str
     """`student` or a teacher's name."""
     name: str
@@ -79,7 +81,7 @@ class Memory:
 
     @property
     def shortage(self) -> int:
-        """Bytes by which the peak exceeds what can be planned with; 0 where it fits or the capacity is unknown."""
+        """Bytes by which the peak exceeds the usable capacity; 0 where it fits or the capacity is unknown."""
         return 0 if self.capacity is None else max(0, self.peak - int(USABLE * self.capacity))
 
 
@@ -93,10 +95,12 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
+    """All memories of a rank."""
+
     memories: tuple[Memory, ...]
-    """The devices first, then the host."""
+    """Memories of devices, then of the host."""
     advice: tuple[Advice, ...] = ()
-    """Where the run does not fit, largest saving first."""
+    """Settings that save memory where the run does not fit, largest saving first."""
 
     @property
     def shortest(self) -> Memory:

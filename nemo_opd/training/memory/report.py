@@ -1,4 +1,4 @@
-"""The estimate as text: part by phase, the memory available, and settings that would help."""
+"""The estimate as text: parts by phase, the available memory, and settings that would help."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.parts import USABLE, Memory, MemoryEstimate
 
-NUM_LARGEST = 3
-SERVER = (
-    "not counted: the server that samples (rollout.type=server), a process of its own on this machine; keep its share "
+_NUM_LARGEST = 3
+_SERVER = (
+    "not counted: the server that samples (rollout.type=server), a separate process on this machine; keep its share "
     "of the devices small in rollout.options, or give it others in rollout.environment"
 )
 
@@ -22,7 +22,7 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
 
 
-def mib(num_bytes: int) -> str:
+def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f}" if num_bytes else ""
 
 
@@ -41,7 +41,7 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     names += ["student"] if config.student.offload is True else []
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
     if isinstance(config.rollout, ServerRollout) and config.rollout.url is None:
-        yield Text(SERVER)
+        yield Text(_SERVER)
     for one in estimate.advice:
         yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")
 
@@ -49,8 +49,8 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
 def largest_parts(memory: Memory) -> str:
     """Return the largest parts at the peak, such as `student: activations 40 MiB, …`."""
     phase = memory.peak_phase
-    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:NUM_LARGEST]
-    return ", ".join(f"{part} {mib(part.at(phase))} MiB" for part in parts if part.at(phase))
+    parts = sorted(memory.parts, key=lambda part: -part.at(phase))[:_NUM_LARGEST]
+    return ", ".join(f"{part} {_mib(part.at(phase))} MiB" for part in parts if part.at(phase))
 
 
 def _table(memory: Memory) -> Table:
@@ -61,9 +61,9 @@ def _table(memory: Memory) -> Table:
         table.add_column(phase.value, justify="right", style="bold" if phase is memory.peak_phase else "")
     for part in memory.parts:
         if any(part.num_bytes.values()):
-            table.add_row(str(part), *(mib(part.at(phase)) for phase in memory.phases))
+            table.add_row(str(part), *(_mib(part.at(phase)) for phase in memory.phases))
     table.add_section()
-    table.add_row("all", *(mib(memory.total(phase)) for phase in memory.phases))
+    table.add_row("all", *(_mib(memory.total(phase)) for phase in memory.phases))
     return table
 
 

@@ -1,4 +1,4 @@
-"""A model that samples in its worker, with transformers' `generate`: the student's rollouts, a teacher's answers."""
+"""Memory of transformers' `generate` in a worker: the student's rollouts, a teacher's answers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from nemo_opd.training.memory.parts import Part, Phase, part
 from nemo_opd.training.memory.situation import ModelSetup
 from nemo_opd.training.memory.size import LayerSize
 
-DRAWN = 36
-"""Bytes per logit for drawing a token: logits in fp32 and warped, probabilities, their sums in fp64, masks."""
+_BYTES_PER_LOGIT = 36
+"""Bytes per logit for sampling a token: logits in fp32 and warped, probabilities, their sums in fp64, masks."""
 PART_NAMES = (
     "parameters, gathered whole",
     "key-value cache",
@@ -23,53 +23,53 @@ PART_NAMES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class SamplingBatch:
     """The largest batch that a rank samples at a time."""
 
     rows: int
-    """Sequences."""
+    """Number of sequences."""
     prompt: int
-    """Positions of the longest prompt, to which all are padded."""
+    """Length of the longest prompt, to which all are padded."""
     new: int
-    """Tokens of the longest continuation."""
+    """Number of tokens of the longest continuation."""
 
     @property
     def length(self) -> int:
-        """Positions in the cache at the end; the last token is never read."""
+        """Number of positions in the cache at the end; the last token is never read."""
         return self.prompt + self.new - 1
 
 
-def rollouts(config: RunConfig, dp: int) -> Drawing:
+def rollouts(config: RunConfig, dp: int) -> SamplingBatch:
     """Return the student's largest batch of rollouts and questions."""
     rollout, questions = config.rollout, config.evaluation
     assert isinstance(rollout, HFRollout)
     if questions is None:
         rows = min(rollout.batch_size, -(-config.train.global_batch_size // dp))
-        return drawing(config, rows, rollout.max_new_tokens, config.train.max_length)
+        return sampling_batch(config, rows, rollout.max_new_tokens, config.train.max_length)
     new = max(rollout.max_new_tokens, questions.max_new_tokens or 0)
-    return drawing(config, rollout.batch_size, new, config.train.max_length)
+    return sampling_batch(config, rollout.batch_size, new, config.train.max_length)
 
 
-def drawing(config: RunConfig, rows: int, new: int, longest: int) -> Drawing:
+def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
     """Return a batch of prompts and continuations, in tokens of which a sequence has at most `longest`.
 
-    A prompt counts as longer than the student's by longest / `train.max_length`; a later turn's may be all but one
+    A prompt's length is the student's times longest / `train.max_length`; the prompt of a later turn may leave only one
     token.
     """
     scaled = -(-longest_prompt(config) * longest // config.train.max_length)
     prompt = longest - 1 if config.environment is not None else min(longest - 1, scaled)
-    return Drawing(rows, prompt, min(new, longest - 1))
+    return SamplingBatch(rows, prompt, min(new, longest - 1))
 
 
-def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: int, batch: Drawing) -> list[Part]:
-    """Return the parts of the larger of two moments: prompts are read, or the longest sequences' last token is drawn.
+def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: int, batch: SamplingBatch) -> list[Part]:
+    """Return the parts of the larger of two moments: reading the prompts, or sampling the last token.
 
-    At the second, one layer's keys, as they grow by being copied, count as activations.
+    At the second, a copy of one layer's keys, which grow by copying, counts as activations.
     """
     size, c, layers = setup.size, compute_bytes, setup.size.layers
     # Each rank of a context-parallel group samples whole sequences.
     work = Work(batch.rows, batch.prompt, 1, setup.layout.tp, sequence_parallel=False, compute_bytes=c)
-    logits = batch.rows * size.vocab_size * DRAWN
+    logits = batch.rows * size.vocab_size * _BYTES_PER_LOGIT
     prompts = cache_bytes(setup, c, batch.rows, batch.prompt, is_read=False)
     end = cache_bytes(setup, c, batch.rows, batch.length)
     moments = (prompts, working_bytes(size, work), 0), (end, end // (2 * len(layers)), logits)
@@ -92,7 +92,7 @@ def cache_bytes(setup: ModelSetup, compute_bytes: int, rows: int, length: int, *
 
 
 def rollout_parts(config: RunConfig, setup: ModelSetup, compute_bytes: int) -> list[Part]:
-    """Return what the student's workers hold for rollouts; nothing where another engine samples."""
+    """Return the parts of the student's rollouts; none where another engine samples."""
     if not isinstance(config.rollout, HFRollout):
         return []
     return sampling_parts("student", Phase.ROLLOUT, setup, compute_bytes, rollouts(config, setup.layout.dp))

@@ -1,4 +1,4 @@
-"""What the estimate depends on in addition to the settings: models, layouts and the machine."""
+"""Inputs of the estimate in addition to the settings: models, layouts and the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nemo_opd.training.memory.size import ModelSize, cut_numel, shard_numel
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The device and memories that a rank finds."""
+    """The device and memories of a rank."""
 
     device: str
     device_bytes: int | None
@@ -28,13 +28,13 @@ class Machine:
     host_bytes: int | None
     """Main memory of a node; None if unknown."""
     ranks_per_node: int
-    """GPUs in use, or on CPU ranks of the student."""
+    """Number of GPUs in use, or on CPU of the student's ranks."""
 
     @staticmethod
     def of_this_node(device: str, ranks_per_node: int, *, is_remote: bool) -> Machine:
-        """Return this machine. is_remote: the run is on others, whose GPUs count as like those here, if any."""
+        """Return this machine. is_remote: the run is on other machines, which count as having the same GPUs, if any."""
         sees_gpu = device == "cuda" and torch.cuda.is_available()
-        # Asking for the free memory would open a context, which the driver's process does not need otherwise.
+        # Reading the free memory would open a CUDA context, which the driver's process does not need otherwise.
         device_bytes = torch.cuda.get_device_properties(0).total_memory if sees_gpu else None
         return Machine(device, device_bytes, None if is_remote else psutil.virtual_memory().total, ranks_per_node)
 
@@ -44,24 +44,24 @@ class Machine:
 
     @property
     def block_bytes(self) -> int:
-        """Budget for the logits that a head makes at a time, and for the temporaries of a loss."""
+        """Budget for a block of logits, and for the temporaries of a loss."""
         return BLOCK_BYTES if self.device == "cuda" else CPU_BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
-    """A model and how its ranks are arranged."""
+    """A model and its layout."""
 
     size: ModelSize
     vocab_size: int
-    """Ids of its tokenizer; losses and buffers leave out the head's rows beyond."""
+    """Number of its tokenizer's ids; losses and buffers leave out further rows of the head."""
     layout: Layout
     stretch: Fraction = Fraction(1)
-    """Tokens of its longest sequence per token of `train.max_length`."""
+    """Tokens of its longest sequence divided by `train.max_length`."""
 
     @property
     def shard(self) -> int:
-        """Parameters that a rank keeps, without adapters."""
+        """Number of parameters that a rank keeps, without adapters."""
         return shard_numel(self.size.shapes, self.layout)
 
     @property
@@ -70,29 +70,29 @@ class ModelSetup:
 
     @property
     def whole(self) -> int:
-        """All parameters of a tensor-parallel rank, gathered."""
+        """Number of all parameters of a tensor-parallel rank, gathered."""
         return cut_numel((*self.size.shapes, *self.size.adapters), self.layout.tp)
 
     @property
     def rest(self) -> int:
-        """Parameters outside the layers, gathered together."""
+        """Number of parameters outside the layers, which are gathered together."""
         return cut_numel(self.size.rest, self.layout.tp)
 
     @property
     def gathered(self) -> int:
-        """Parameters gathered at a time: with other ranks the next layer is on its way while one is computed."""
+        """Number of parameters gathered at a time; with several ranks the next layer is prefetched."""
         largest = self.size.largest_layer
         layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
         return self.rest + layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
 
     @property
     def trained_head(self) -> int:
-        """Parameters of the head on a tensor-parallel rank that get a gradient."""
+        """Number of the head's parameters on a tensor-parallel rank that get a gradient."""
         return 0 if self.size.adapters else self.logits(1) * self.size.hidden_size
 
     @property
     def columns(self) -> int:
-        """Ids of the tokenizer on a tensor-parallel rank."""
+        """Number of the tokenizer's ids on a tensor-parallel rank."""
         return -(-self.vocab_size // self.layout.tp)
 
     def logits(self, tokens: int) -> int:
@@ -105,12 +105,14 @@ class ModelSetup:
 
 @dataclass(frozen=True, slots=True)
 class Situation:
+    """Models and machine of a run."""
+
     student: ModelSetup
     teachers: tuple[ModelSetup, ...]
     """One per active teacher."""
     machine: Machine
     arriving: int = 0
-    """Bytes that a rank of the student keeps of what teachers on other nodes send."""
+    """Bytes of output from other nodes that a rank of the student keeps."""
 
 
 def teachers_ahead(config: RunConfig) -> int:

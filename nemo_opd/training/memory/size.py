@@ -1,4 +1,4 @@
-"""What of a model takes memory, read from its modules on the meta device."""
+"""Sizes of a model that determine its memory, read from its modules on the meta device."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
-Shape = tuple[int, ...]
+_Shape = tuple[int, ...]
 FP32 = 4
-"""Bytes of a number."""
+"""Bytes per number."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSize:
     """A decoder layer."""
 
-    shapes: tuple[Shape, ...]
+    shapes: tuple[_Shape, ...]
     """Shapes of its parameters."""
     hidden_size: int
     query_width: int
@@ -42,13 +42,13 @@ class LayerSize:
     """Numbers per token that pass through norms of hidden states."""
     head_norms: int
     """Numbers per token that pass through norms of queries and keys."""
-    adapters: tuple[Shape, ...] = ()
+    adapters: tuple[_Shape, ...] = ()
     """Shapes of the matrices A and B of each adapter in turn."""
     has_dropout: bool = False
     """Adapters have dropout."""
 
     @property
-    def trained_shapes(self) -> tuple[Shape, ...]:
+    def trained_shapes(self) -> tuple[_Shape, ...]:
         return self.adapters or self.shapes
 
     @property
@@ -68,28 +68,30 @@ class LayerSize:
         return max((shape[-1] * (self.num_experts if len(shape) == 3 else 1) for shape in down), default=0)
 
     @property
-    def _matrices(self) -> list[Shape]:
+    def _matrices(self) -> list[_Shape]:
         return [shape for shape in self.shapes if len(shape) > 1]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
+    """A model's parameters and dimensions."""
+
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSize, ...]
-    rest: tuple[Shape, ...]
+    rest: tuple[_Shape, ...]
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
     """The model caps its logits."""
-    adapters: tuple[Shape, ...] = ()
+    adapters: tuple[_Shape, ...] = ()
     """Shapes of all adapters; where there are any, nothing else is trained."""
 
     @property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[_Shape, ...]:
         return (*self.rest, *(shape for layer in self.layers for shape in layer.shapes))
 
     @property
-    def trained_shapes(self) -> tuple[Shape, ...]:
+    def trained_shapes(self) -> tuple[_Shape, ...]:
         return self.adapters or self.shapes
 
     @property
@@ -106,16 +108,16 @@ class ModelSize:
         return max(self.layers, key=lambda layer: numel(layer.shapes))
 
 
-def numel(shapes: tuple[Shape, ...]) -> int:
+def numel(shapes: tuple[_Shape, ...]) -> int:
     return sum(map(prod, shapes))
 
 
-def cut_numel(shapes: tuple[Shape, ...], tp: int) -> int:
+def cut_numel(shapes: tuple[_Shape, ...], tp: int) -> int:
     """Return the parameters of a tensor-parallel rank: matrices are cut, vectors are whole."""
     return sum(prod(shape) if len(shape) < 2 else -(-prod(shape) // tp) for shape in shapes)
 
 
-def shard_numel(shapes: tuple[Shape, ...], layout: Layout) -> int:
+def shard_numel(shapes: tuple[_Shape, ...], layout: Layout) -> int:
     """Return the parameters that rank 0 keeps: FSDP2 gives each rank ⌈rows / ranks⌉ rows of every parameter."""
     total = 0
     for rows, *columns in shapes:
@@ -153,7 +155,7 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if id(parameter) not in added]
 
 
-def _adapter_shapes(module: nn.Module) -> tuple[Shape, ...]:
+def _adapter_shapes(module: nn.Module) -> tuple[_Shape, ...]:
     return tuple(tuple(parameter.shape) for _, parameter in adapter_parameters(module))
 
 

@@ -1,4 +1,4 @@
-"""The student's process."""
+"""Memory of the student's process."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ _COPIES = 12
 
 
 def student_process(config: RunConfig, situation: Situation) -> Process:
+    """Return the parts of the student's process."""
     c = compute_dtype(config.student.dtype, situation.machine.device).itemsize
     setup, offload = situation.student, config.student.offload is True
     trained = shard_numel(setup.size.trained_shapes, setup.layout)
-    # Next to adapters, which are in fp32, frozen weights are in the compute precision.
+    # With adapters, which are in fp32, the frozen weights are in the compute precision.
     parameters = c * setup.shard + FP32 * trained if setup.size.adapters else FP32 * setup.shard
     optimizer = _MOMENTS * trained
     # AdamW takes the root of the second moment of all parameters at once on a GPU, of one at a time on a CPU.
@@ -52,9 +53,9 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
 def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int) -> list[Part]:
     """Return the parts of a forward and a backward pass.
 
-    Of three moments of the backward pass the largest counts: in the last layer all activations are alive, in the first
-    the gradients of the others, and at its end the gradients of embedding and head. FSDP2 sums gradients in fp32, from
-    a copy of the unsharded ones. A comparison of the gradients of KD and CE keeps one more set.
+    The largest of three moments of the backward pass counts: all activations are alive in the last layer, the other
+    layers' gradients in the first one, and the gradients of embedding and head at the end. FSDP2 sums gradients in
+    fp32, from a copy of the unsharded ones. A comparison of the gradients of KD and CE keeps one more set.
     """
     train, setup, checkpointing = config.train, situation.student, config.student.activation_checkpointing
     size, largest = setup.size, setup.size.largest_layer

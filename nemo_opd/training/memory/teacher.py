@@ -1,4 +1,4 @@
-"""A teacher's process, and what the student makes of its output."""
+"""Memory of a teacher's process, and of its output in the student's process."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
-from nemo_opd.training.memory.sampling import Drawing, drawing, sampling_parts
+from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sampling_parts
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
 
 
-def are_asked(config: RunConfig) -> bool:
+def teachers_answer(config: RunConfig) -> bool:
     """Return whether teachers answer the evaluation's questions."""
     return config.evaluation is not None and config.evaluation.teachers and bool(config.active_teachers)
 
 
 def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
-    """Return every teacher's process. Where teachers share a device, only the one that needs most for it answers."""
+    """Return every teacher's process. Where teachers share a device, only the largest one's answers count."""
     jobs = teacher_jobs(config, situation)
     waiting = [_process(job, answers=False) for job in jobs]
-    if not are_asked(config):
+    if not teachers_answer(config):
         return waiting
     answering = [_process(job, answers=True) for job in jobs]
     if situation.machine.device == "cuda" and config.cluster.placement == "separate":
@@ -34,13 +34,13 @@ def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
 
 
 def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
-    """Return the phases with teachers' output: from the first batch on, which with validation precedes the answers."""
+    """Return the phases with teachers' output: from the first batch on, which validation moves before the answers."""
     without = {Phase.LOADING} if config.data.validation.given else {Phase.LOADING, Phase.ANSWERS}
     return tuple(phase for phase in Phase if phase not in without)
 
 
 def window_bytes(config: RunConfig, situation: Situation) -> int:
-    """Return the bytes of all teachers' output of a microbatch that a student's rank has to copy together."""
+    """Return the bytes of all teachers' output for a microbatch that a student's rank has to concatenate."""
     return sum(job.window_bytes for job in teacher_jobs(config, situation))
 
 
@@ -52,7 +52,7 @@ class TeacherJob:
     settings: Teacher
     setup: ModelSetup
     block_bytes: int
-    """Budget for logits that are made to score them."""
+    """Budget for a block of logits in scoring."""
 
     @property
     def item_bytes(self) -> int:
@@ -61,17 +61,17 @@ class TeacherJob:
 
     @property
     def rows(self) -> int:
-        """Sequences of a batch."""
+        """Number of sequences of a batch."""
         return -(-self.config.train.global_batch_size // self.setup.layout.dp)
 
     @property
     def width(self) -> int:
-        """Positions of a sequence of a batch."""
+        """Number of positions of a sequence."""
         return ceil(self.setup.stretch * self.config.train.max_length)
 
     @property
     def window_bytes(self) -> int:
-        """Output of a microbatch, where a rank's rows end in the middle of one; else it is read where it is."""
+        """Bytes of output that must be concatenated: of a microbatch, where a rank's rows end inside of one."""
         micro, t = self.config.train.micro_batch_size, self.item_bytes
         if self.rows % micro == 0:
             return 0
@@ -113,14 +113,14 @@ def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
     ]
 
 
-def answer_batch(job: TeacherJob) -> Drawing:
+def answer_batch(job: TeacherJob) -> SamplingBatch:
     """Return the largest batch of questions."""
     questions, rollout = job.config.evaluation, job.config.rollout
     assert questions is not None
     assert rollout is not None
     own = job.settings.max_length if isinstance(job.settings, CrossTokenizerTeacher) else None
     new = questions.max_new_tokens or rollout.max_new_tokens
-    return drawing(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
+    return sampling_batch(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
 
 
 def _process(job: TeacherJob, *, answers: bool) -> Process:
@@ -128,7 +128,7 @@ def _process(job: TeacherJob, *, answers: bool) -> Process:
     offload = job.settings.offload is True
     working = (Phase.ANSWERS, Phase.TEACHERS) if answers else (Phase.TEACHERS,)
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
-    # FSDP2 leaves embedding and head gathered until the model moves.
+    # FSDP2 keeps embedding and head gathered until the model moves.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
     gathered = {Phase.TEACHERS: t * setup.gathered, **dict.fromkeys(left, t * setup.rest)}
     device = (

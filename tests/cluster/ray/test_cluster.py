@@ -1,6 +1,6 @@
-"""Calls on several ranks: results by rank, the first failure at once, limits, and an end that is an end.
+"""Calls on several ranks: results by rank, the first failure at once, time limits, and no process left at the end.
 
-One Ray session and as few processes as will do, since they take seconds to start.
+One Ray session with few processes, which take seconds to start.
 """
 
 import os
@@ -66,7 +66,7 @@ def test_several_calls_are_gathered_in_order(group: RayGroup) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: RayGroup, rank: int, tmp_path: Path) -> None:
-    """Bug: waiting for the ranks in order, and so for ever for one that waits for the failed one in a collective."""
+    """Bug: ranks are waited for in order, so a rank that hangs in a collective hides the failed one for ever."""
     file = tmp_path / "may end"
     with pytest.raises(WorkerError) as caught:
         group.call("fail_while_others_wait", [(rank, file)] * 2)
@@ -147,7 +147,7 @@ def test_dead_process_is_one_cluster_error(group: RayGroup, monkeypatch: pytest.
 
 
 def test_more_than_the_cluster_has_is_a_cluster_error(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The session has room for 2 ranks of 2 groups; a third does not fit."""
+    """The session has room for 2 ranks of 2 groups; 3 ranks do not fit."""
     larger = Placement.colocated(num_nodes=1, ranks_per_node=3, num_teachers=1)
     monkeypatch.setattr(cluster, "placement", larger)
     monkeypatch.setattr(cluster, "timeout_s", 1.0)
@@ -167,7 +167,7 @@ def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPat
 
 
 def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
-    """Ray itself would try for minutes."""
+    """Ray would retry for minutes."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{unused.getsockname()[1]}"
@@ -180,7 +180,7 @@ def rank_processes() -> set[psutil.Process]:
 
 
 def is_rank(process: psutil.Process) -> bool:
-    """A child that ends while it is looked at is none."""
+    """Return whether a child is a rank; one that ends meanwhile is not."""
     try:
         return "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())
     except psutil.NoSuchProcess:

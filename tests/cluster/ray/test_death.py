@@ -1,4 +1,4 @@
-"""What Ray says about a dead actor, in a user's words."""
+"""Messages about a dead actor for users."""
 
 import pytest
 import ray

@@ -1,4 +1,4 @@
-"""Nobody else on the machine or in the network can use a run's Ray: it asks for a token, on loopback alone."""
+"""No other user of the machine or the network can use a run's Ray: it needs a token, on loopback alone."""
 
 import os
 import stat
@@ -35,7 +35,7 @@ RayCluster(Cluster(address=sys.argv[1]), device="cpu", placement=one)
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A home folder without a token."""
+    """Create a home folder without a token."""
     return tmp_path_factory.mktemp("home")
 
 
@@ -57,7 +57,7 @@ def token(cluster: RayCluster) -> str:
 
 
 def test_every_port_is_on_loopback(cluster: RayCluster) -> None:
-    """Those of Ray, of the driver within it, of the ranks' store and of gloo."""
+    """Ports of Ray, of the driver, of the ranks' store and of gloo."""
     assert cluster.session._folder is not None
     with RayGroup(cluster, "toys", Toy, {}, TWO_RANKS.student) as group:
         group.cluster.gather([group.ready])
@@ -73,14 +73,14 @@ def test_every_port_is_on_loopback(cluster: RayCluster) -> None:
 
 
 def test_the_session_folder_is_closed_to_others(cluster: RayCluster) -> None:
-    """Ray opens the folder that it is given to everybody, sockets and logs with it."""
+    """Ray makes its folder readable for all users, with sockets and logs."""
     assert cluster.session._folder is not None
     assert stat.S_IMODE(cluster.session._folder.path.stat().st_mode) == 0o700
     assert any(cluster.session._folder.for_ray.iterdir())
 
 
 def test_the_token_is_in_no_file_and_on_no_command_line(cluster: RayCluster, token: str, home: Path) -> None:
-    """Ray itself writes one into the home folder, for everybody to read by the usual umask."""
+    """Ray would write one into the home folder, readable for all users with the usual umask."""
     assert len(token) == 64
     assert cluster.session._folder is not None
     for process in cluster.session._folder.processes():

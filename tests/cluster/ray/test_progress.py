@@ -17,7 +17,7 @@ from tests.waiting import wait_until
 
 @pytest.fixture(autouse=True)
 def nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that another test keeps holds the loops that it left, and their work."""
+    """Clear work that an error kept by another test may hold."""
     monkeypatch.setattr(progress, "_under_way", [])
 
 
@@ -27,7 +27,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def seen(monitor: ProgressMonitor, is_expected: Callable[[Work | None], bool]) -> Work | None:
-    """What is shown, when it is as expected."""
+    """Look until the shown work is as expected, and return it."""
 
     def look() -> bool:
         monitor.look()
@@ -63,7 +63,7 @@ def test_the_driver_shows_it_under_the_name_of_the_group() -> None:
 
 
 def test_its_time_is_the_groups_also_when_it_is_done_again() -> None:
-    """Bug: rates since the driver first looked, which made ten times the true one, or the work before part of it."""
+    """Bug: rates count from the driver's first look, ten times the true rate, or include earlier work."""
     store = HashStore()
     monitor = ProgressMonitor("student", lambda: store)
     for begun in (time.monotonic() - 100, time.monotonic() - 3):

@@ -1,4 +1,4 @@
-"""A local cluster that Ray does not start in its time."""
+"""A local cluster that Ray does not start in time."""
 
 import shutil
 import subprocess
@@ -22,7 +22,7 @@ PLACEMENT = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=0)
 
 
 class SlowRay:
-    """In the place of `ray.init`: it starts a process that starts another, and mostly gives up."""
+    """A replacement of `ray.init` that starts a process, which starts another one, and mostly fails."""
 
     def __init__(self, failures: int, folder: Path) -> None:
         self.failures = failures

@@ -21,7 +21,7 @@ def test_folder_is_removed_when_closed(tmp_path: Path) -> None:
 
 
 def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
-    """Bug: a second run on the machine that takes the first one's sockets away."""
+    """Bug: a second run on the machine removes the first one's sockets."""
     ours = SessionFolder(tmp_path)
     foreign = tmp_path / "opd_without_lock"
     foreign.mkdir()
@@ -43,7 +43,7 @@ def test_only_folders_of_dead_owners_are_removed(tmp_path: Path) -> None:
 def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bug: without its lock, what was left of a folder stayed for ever."""
+    """Bug: without its lock, the rest of a folder stayed for ever."""
     folder = SessionFolder(tmp_path)
     (folder.path / "ray").mkdir()
     with monkeypatch.context() as removing:
@@ -56,7 +56,7 @@ def test_what_a_dying_process_puts_back_is_removed_by_the_next_run(
 
 
 def test_what_an_orphan_makes_again_is_removed_later(tmp_path: Path) -> None:
-    """Bug: the whole folder, made again by a process that Ray had just started, stayed for ever."""
+    """Bug: a folder that a process of Ray had created again stayed for ever."""
     (tmp_path / "opd_again" / "ray" / "session_2026" / "logs").mkdir(parents=True)
     (tmp_path / "opd_mine" / "ray" / "notes").mkdir(parents=True)
     remove_abandoned(tmp_path)
