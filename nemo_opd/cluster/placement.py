@@ -36,7 +36,7 @@ class Placement:
 
     @classmethod
     def separate(cls, *, num_nodes: int, student_per_node: int, teachers_per_node: Sequence[int]) -> Placement:
-        """Give each group devices of its own on every node: first the student's, then each teacher's."""
+        """Give each group separate devices on every node: first the student's, then each teacher's."""
         groups, first = [], 0
         for count in (student_per_node, *teachers_per_node):
             groups.append(_places(num_nodes, range(first, first + count)))
@@ -46,7 +46,7 @@ class Placement:
 
     @classmethod
     def consecutive(cls, sizes: Sequence[int], *, together: Sequence[int], num_nodes: int) -> Placement:
-        """Give each group devices of its own, node after node; the nodes' numbers of devices differ by at most 1.
+        """Give each group separate devices, node after node; the nodes' numbers of devices differ by at most 1.
 
         sizes: ranks of the student and of each teacher, at least `num_nodes` in total. together: tp · cp of each group;
         groups with the largest come first, so that these ranks share nodes.

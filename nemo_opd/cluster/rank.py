@@ -15,7 +15,7 @@ from nemo_opd.workers.memory import Task, needs_memory
 
 CONTINUE = "run.resume=auto continues from the last checkpoint"
 _KNOBS = ("lower train.micro_batch_size or train.max_length", "use more ranks")
-"""Advice where a worker has none of its own."""
+"""Advice where the worker gives none."""
 _PEER = ("gloo/transport", "Connection closed by peer", "Connection reset by peer")
 """Signs of a broken connection in gloo's errors, which are plain RuntimeErrors."""
 

@@ -1,1 +1,1 @@
-"""The driver: it steers workers and holds no tensors of its own."""
+"""The driver of a run, which calls the workers and holds no tensors."""

@@ -1,13 +1,12 @@
 """Which rank of the student reads from which rank of a teacher, and what is sent between nodes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
@@ -40,9 +39,9 @@ def check_deliveries(
 
     layouts: the student's and the teachers'. Called before the data are read, so lengths count as the student's.
     """
-    for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
-        payload = _payload_of(config, settings, teacher, config.train.max_length)
-        check_stays_on_node(transport, settings.name, _sides_of(i, placement, layouts), payload)
+    lengths = [config.train.max_length] * len(teachers)
+    for name, sides, payload in _transfers(config, placement, layouts, teachers, lengths):
+        check_stays_on_node(transport, name, sides, payload)
 
 
 def plan_deliveries(
@@ -57,16 +56,10 @@ def plan_deliveries(
 
     layouts: the student's and the teachers'. lengths: tokens of each teacher's longest sequence.
     """
-    deliveries = []
-    for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
-        sides, payload = _sides_of(i, placement, layouts), _payload_of(config, settings, teacher, lengths[i])
-        deliveries.append(Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload)))
-    return tuple(deliveries)
-
-
-def _sides_of(i: int, placement: Placement, layouts: tuple[Layout, Sequence[Layout]]) -> Sides:
-    student, teachers = layouts
-    return Sides(student, teachers[i], placement.student, placement.teachers[i])
+    return tuple(
+        Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload))
+        for _, sides, payload in _transfers(config, placement, layouts, teachers, lengths)
+    )
 
 
 def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
@@ -78,11 +71,21 @@ def arriving_bytes(deliveries: Sequence[Delivery], buffers: int) -> int:
     return max((sum(buffers * each.output + each.head for each in own) for own in by_rank), default=0)
 
 
-def _payload_of(config: RunConfig, settings: Teacher, teacher: ModelInfo, length: int) -> Payload:
-    return Payload(
-        num_rows=config.train.global_batch_size,
-        length=length,
-        vocab_size=teacher.vocab_size,
-        hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
-        itemsize=getattr(torch, settings.dtype).itemsize,
-    )
+def _transfers(
+    config: RunConfig,
+    placement: Placement,
+    layouts: tuple[Layout, Sequence[Layout]],
+    teachers: Sequence[ModelInfo],
+    lengths: Sequence[int],
+) -> Iterator[tuple[str, Sides, Payload]]:
+    """Yield each active teacher's name, the layouts and places of both groups, and the largest output of a batch."""
+    student, teacher_layouts = layouts
+    for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        payload = Payload(
+            num_rows=config.train.global_batch_size,
+            length=lengths[i],
+            vocab_size=teacher.vocab_size,
+            hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
+            itemsize=getattr(torch, settings.dtype).itemsize,
+        )
+        yield settings.name, Sides(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload

@@ -39,7 +39,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
     assert isinstance(prompts, Prompts)
     spec = EngineSpec(
         plan.student_vocab_size,
-        prompts.end_ids,
+        prompts.student.end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
         max_length=config.train.max_length,

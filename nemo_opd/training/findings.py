@@ -25,13 +25,13 @@ def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[Mo
     warnings = []
     if config.rollout is not None and student.positions is not None:
         require_room_to_sample(config, student.positions)
-    asked = [("train.max_length", config.train.max_length, config.student.model, student)]
+    lengths = [("train.max_length", config.train.max_length, config.student.model, student)]
     for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         if not isinstance(settings, CrossTokenizerTeacher):
-            asked.append(("train.max_length", config.train.max_length, settings.model, info))
+            lengths.append(("train.max_length", config.train.max_length, settings.model, info))
         elif settings.max_length is not None:
-            asked.append((f"teachers.{i}.max_length", settings.max_length, settings.model, info))
-    for key, length, model, info in asked:
+            lengths.append((f"teachers.{i}.max_length", settings.max_length, settings.model, info))
+    for key, length, model, info in lengths:
         if info.positions is None or length <= info.positions:
             continue
         if not info.has_rotary_positions:
@@ -51,8 +51,8 @@ def require_room_to_sample(config: RunConfig, positions: int) -> None:
     """Raise ConfigError where a prompt and its response may need more positions than the student has."""
     rollout, longest = config.rollout, config.train.max_length
     assert rollout is not None
-    asked = 0 if config.evaluation is None else config.evaluation.max_new_tokens or 0
-    new = max(rollout.max_new_tokens, asked)
+    answer = 0 if config.evaluation is None else config.evaluation.max_new_tokens or 0
+    new = max(rollout.max_new_tokens, answer)
     needed = longest if config.environment is not None else min(longest, longest_prompt(config) + new)
     if needed > positions:
         raise ConfigError(
@@ -107,28 +107,28 @@ def warn_of_shared_data(config: RunConfig) -> Iterator[str]:
             )
 
 
-def check_texts(config: RunConfig, found: Survey) -> list[str]:
+def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
     """Return warnings for texts without a token to learn, and for teachers that cover few tokens.
 
     Raises DataError where there is nothing to learn at all, or from no teacher.
     """
-    warnings = []
-    if found.num_without_label:
+    warnings, num_texts = [], statistics.num_texts
+    if statistics.num_without_label:
         what = "token to learn" if config.data.messages_key is None else "turn of the assistant"
         empty = (
-            f"{found.num_without_label} of {found.num_texts} texts of data.train that were looked at have no {what} "
+            f"{statistics.num_without_label} of {num_texts} texts of data.train that were looked at have no {what} "
+            f"within train.max_length={config.train.max_length}"
         )
-        empty += f"within train.max_length={config.train.max_length}"
-        if found.is_complete and found.num_without_label == found.num_texts:
+        if statistics.is_complete and statistics.num_without_label == num_texts:
             raise DataError(f"{empty}, and there are no others; raise train.max_length, or use other texts")
         warnings.append(f"{empty}; leave them out, or raise train.max_length where they are longer")
-    low = {i: share for i, share in enumerate(found.coverage) if share is not None and share < GOOD_COVERAGE}
+    low = {i: share for i, share in enumerate(statistics.coverage) if share is not None and share < GOOD_COVERAGE}
     uncovered = [
-        f"teachers.{i} ({config.active_names[i]}): only {share:.0%} of the scored tokens in {found.num_texts} texts "
+        f"teachers.{i} ({config.active_names[i]}): only {share:.0%} of the scored tokens in {num_texts} texts "
         f"get KD from it; {_low_coverage_advice(config, i)}"
         for i, share in low.items()
     ]
-    if found.coverage and all(share == 0 for share in found.coverage):
+    if statistics.coverage and all(share == 0 for share in statistics.coverage):
         raise DataError("; ".join(uncovered))
     return [*warnings, *uncovered]
 

@@ -1,52 +1,16 @@
 """Training batches from the loader through the teachers to the student."""
 
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol, Self
 
+from nemo_opd.data.loader import TrainLoader
 from nemo_opd.logging.metrics import Timer
-from nemo_opd.training.models import InFlightBatch, ScoredBatch
-from nemo_opd.types import Batch
+from nemo_opd.training.models import InFlightBatch, Models, ScoredBatch
+from nemo_opd.training.rollout_source import RolloutSource
 
-
-class BatchSource(Protocol):
-    """Endless, resumable source of training batches, such as the loader of a corpus; a context manager."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch, counted from 0, of the batch that was returned last."""
-        ...
-
-    @property
-    def timed_as(self) -> str:
-        """Name of the span of waiting for a batch."""
-        ...
-
-    def start(self) -> None:
-        """Begin to read ahead, if the source does so."""
-
-    def next(self) -> Batch: ...
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position after the batch that was returned last."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, int], /) -> None:
-        """Restore a position. Raises CheckpointError when it is of other data."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-
-class _Teachers(Protocol):
-    """The teachers' part of `Models`."""
-
-    def submit(self, batch: Batch, about: str) -> InFlightBatch: ...
-
-    def collect(self, batch: InFlightBatch) -> ScoredBatch: ...
+BatchSource = TrainLoader | RolloutSource
+"""Endless, resumable source of training batches; a context manager."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +29,8 @@ class Lookahead:
     ends early, and read again when it continues.
     """
 
-    def __init__(self, source: BatchSource, teachers: _Teachers, *, depth: int, steps: range) -> None:
-        """depth: 0 where student and teachers take turns. steps: the steps whose batches are read."""
+    def __init__(self, source: BatchSource, teachers: Models, *, depth: int, steps: range) -> None:
+        """depth: 0 where student and teachers take turns. steps: numbers of the steps whose batches are read."""
         self._source = source
         self._teachers = teachers
         self._depth = depth

@@ -265,7 +265,7 @@ def _student_group(cluster: Cluster, plan: Plan) -> Group:
             "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
             "device": plan.device,
             "transport": plan.transport,
-            "end_ids": plan.data.end_ids if isinstance(plan.data, Prompts) else (),
+            "end_ids": plan.data.student.end_ids if isinstance(plan.data, Prompts) else (),
         },
         plan.placement.student,
     )

@@ -19,7 +19,7 @@ from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_de
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.launch import require_processes
 from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
-from nemo_opd.training.model_info import read_model_info
+from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import check_users_code, load_prompts
 from nemo_opd.training.ranks import (
@@ -28,12 +28,7 @@ from nemo_opd.training.ranks import (
     resolve_layouts,
     resolve_placement,
 )
-from nemo_opd.training.run_directory import (
-    checkpoints_of,
-    progress_to_resume,
-    require_not_beyond,
-    resolve_output_dir,
-)
+from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
 from nemo_opd.training.survey import survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.workers.student import compute_dtype
@@ -53,17 +48,7 @@ def preflight(config: RunConfig) -> Plan:
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
     check_users_code(config)
-    with working("reading the student's tokenizer"):
-        student = read_model_info(config.student, "student", device)
-    teachers = [
-        read_model_info(settings, f"teachers.{i}", device)
-        for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
-    ]
-    for i, settings in enumerate((config.student, *config.active_teachers)):
-        key = f"teachers.{i - 1}" if i else "student"
-        dtype = compute_dtype(settings.dtype, device)
-        model = load_config(settings.model, key=f"{key}.model")
-        check_head_precision(model, dtype, key=key, reference=settings.model)
+    student, teachers = _read_models(config, device)
     require_templates(config, student, teachers)
     checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
     warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
@@ -81,20 +66,23 @@ def preflight(config: RunConfig) -> Plan:
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
     warnings += warn_of_shared_data(config)
-    found = survey(config, data, student, teachers, parts)
-    warnings += check_texts(config, found)
-    deliveries = plan_deliveries(config, placement, (student_layout, teacher_layouts), teachers, lengths=found.widths)
+    statistics = survey(config, data, student, teachers, parts)
+    warnings += check_texts(config, statistics)
+    deliveries = plan_deliveries(
+        config, placement, (student_layout, teacher_layouts), teachers, lengths=statistics.widths
+    )
     sequences = 1 if config.rollout is None else config.rollout.n
     steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
     total_steps = config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch
     if resumed is not None:
         require_not_beyond(resumed.progress.step, total_steps, output_dir)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
+    stretches = [Fraction(width, config.train.max_length) for width in statistics.widths]
     situation = Situation(
         ModelSetup(student.size, student.vocab_size, student_layout),
         tuple(
-            ModelSetup(info.size, info.vocab_size, layout, Fraction(width, config.train.max_length))
-            for info, layout, width in zip(teachers, teacher_layouts, found.widths, strict=True)
+            ModelSetup(teacher.size, teacher.vocab_size, layout, stretch)
+            for teacher, layout, stretch in zip(teachers, teacher_layouts, stretches, strict=True)
         ),
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
@@ -115,12 +103,27 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teachers=teacher_plans,
         data=data,
-        survey=found,
+        survey=statistics,
         warnings=tuple(warnings),
         steps_per_epoch=steps_per_epoch,
         total_steps=total_steps,
         memory=memory,
     )
+
+
+def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelInfo]]:
+    """Read the student and every active teacher. Raises ModelError for a model that the run cannot use."""
+    with working("reading the student's tokenizer"):
+        student = read_model_info(config.student, "student", device)
+    teachers = [
+        read_model_info(settings, f"teachers.{i}", device)
+        for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
+    ]
+    keys = ["student", *(f"teachers.{i}" for i in range(len(teachers)))]
+    for key, settings in zip(keys, (config.student, *config.active_teachers), strict=True):
+        model = load_config(settings.model, key=f"{key}.model")
+        check_head_precision(model, compute_dtype(settings.dtype, device), key=key, reference=settings.model)
+    return student, teachers
 
 
 def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path) -> int:

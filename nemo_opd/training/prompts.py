@@ -65,19 +65,9 @@ class Prompts:
     """Names of the teachers to which the data route prompts; empty without routing."""
     noun: ClassVar[str] = "prompts"
 
-    @property
-    def renderer(self) -> Renderer:
-        """Renderer of the student's prompts."""
-        return self.student.renderer
-
-    @property
-    def end_ids(self) -> frozenset[int]:
-        """Tokens that end the student's responses."""
-        return self.student.end_ids
-
     def from_dataset(self, prompt: Prompt) -> Rollout:
         """Return the dataset's response as a rollout. Raises DataError where it has none."""
-        return dataset_rollout(prompt, self.renderer, self.student.max_length)
+        return dataset_rollout(prompt, self.student.renderer, self.student.max_length)
 
     def make_sample(self, rollout: Rollout) -> Sample:
         """Return a rollout's sample. Raises AlignmentError where a teacher's chat template refuses the conversation."""

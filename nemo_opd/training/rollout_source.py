@@ -57,6 +57,7 @@ class RolloutSource:
     """
 
     timed_as = "rollout_s"
+    """Name of the span of waiting for a batch."""
 
     def __init__(self, config: RunConfig, num_prompts: int, total_steps: int) -> None:
         """total_steps: the run's; nothing is sampled for later steps."""

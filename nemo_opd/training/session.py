@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
-from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.config.load import to_yaml
 from nemo_opd.data.loader import TrainLoader
@@ -24,7 +24,7 @@ from nemo_opd.training.launch import open_cluster
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
-from nemo_opd.training.run_directory import RunLock
+from nemo_opd.training.run_directory import RunLock, checkpoints_of
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
@@ -40,7 +40,7 @@ class Session:
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
         self.skipped = SkippedSteps(self.config)
-        self.checkpoints = CheckpointManager(plan.output_dir / "checkpoints", self.config.train.keep_last)
+        self.checkpoints = checkpoints_of(self.config, plan.output_dir)
         self.bits_per_byte: dict[str, float] = {}
         """Bits per byte of the student before training, and of each teacher."""
         self.student_after: float | None = None
@@ -55,7 +55,8 @@ class Session:
             for step in plan.damaged_steps:
                 self.checkpoints.set_aside(step)
             self.loggers: Loggers = stack.enter_context(build(config.logging, plan.output_dir))
-            self.source = stack.enter_context(self.open_source())
+            self.source: BatchSource = self.open_source()
+            stack.enter_context(self.source)
             if progress is not None:
                 self._restore_driver(progress)
             write_atomically(plan.output_dir / "config.yaml", to_yaml(config).encode())

@@ -54,9 +54,9 @@ def run_summary(plan: Plan) -> RunSummary:
     )
 
 
-def _coverage_lines(found: Survey, teacher: int) -> list[str]:
-    share = found.coverage[teacher]
-    return [] if share is None else [f"{share:.1%} of the scored tokens in {found.num_texts} texts get KD from it"]
+def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
+    share = statistics.coverage[teacher]
+    return [] if share is None else [f"{share:.1%} of the scored tokens in {statistics.num_texts} texts get KD from it"]
 
 
 def _layout_of(plan: Plan) -> str:

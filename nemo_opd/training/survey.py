@@ -35,14 +35,6 @@ space; a teacher with truncated texts stays far below.
 
 
 @dataclass(frozen=True, slots=True)
-class _Lengths:
-    """Numbers of tokens of one text for the student and for a teacher."""
-
-    student: int
-    teacher: int
-
-
-@dataclass(frozen=True, slots=True)
 class Survey:
     """Statistics of a few training texts."""
 
@@ -62,34 +54,27 @@ def survey(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo], parts: Parts
 ) -> Survey:
     """Survey the data. Raises DataError, with the row, for a text that cannot be used."""
-    texts = _spread(len(data.train))
-    prompts = data.train.read(texts) if isinstance(data, Prompts) else []
-    samples = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, texts))
+    rows = range(0, len(data.train), ceil(len(data.train) / _NUM_TEXTS))
+    prompts = data.train.read(rows) if isinstance(data, Prompts) else []
+    samples = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
     covered = merge(
         coverage_metrics(parts, _batch_of(sample, config), config.active_names)
         for sample in tracked(samples, "looking at what the teachers cover", "texts")
     )
     if samples:
-        lengths = [
-            [_Lengths(len(sample.student), len(sample.teachers[i].tokens)) for sample in samples]
-            for i in range(len(teachers))
-        ]
+        lengths = [len(sample.student) for sample in samples]
+        by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
     else:
-        lengths = [_lengths_of_prompts(prompts, student, teacher) for teacher in teachers]
+        texts = [_text_of(prompt) for prompt in prompts]
+        lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in texts] for info in (student, *teachers))
     names = [f"kd_coverage/{name}" for name in config.active_names]
     return Survey(
         num_texts=len(samples),
         num_without_label=sum(not sample.student.loss_mask.any() for sample in samples),
         is_complete=len(samples) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
-        widths=tuple(
-            _width(config, i, teacher, own) for i, (teacher, own) in enumerate(zip(teachers, lengths, strict=True))
-        ),
+        widths=tuple(_width(config, i, teachers[i], own, lengths) for i, own in enumerate(by_teacher)),
     )
-
-
-def _spread(number: int) -> list[int]:
-    return list(range(0, number, ceil(number / _NUM_TEXTS)))
 
 
 def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sample]:
@@ -117,20 +102,21 @@ def _batch_of(sample: Sample, config: RunConfig) -> Batch:
     return replace(batch, sampled=SampledRows(everything, nothing, nothing, first, first.long()))
 
 
-def _lengths_of_prompts(prompts: Sequence[Prompt], student: ModelInfo, teacher: ModelInfo) -> list[_Lengths]:
-    """Return the lengths of the prompts' texts without the template."""
-    texts = (
-        prompt.content if isinstance(prompt.content, str) else "\n".join(each["content"] for each in prompt.content)
-        for prompt in prompts
-    )
-    return [_Lengths(*(num_tokens(info.tokenizer, text) for info in (student, teacher))) for text in texts]
+def _text_of(prompt: Prompt) -> str:
+    """Return a prompt's text without the template."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    return "\n".join(message["content"] for message in prompt.content)
 
 
-def _width(config: RunConfig, i: int, teacher: ModelInfo, lengths: Sequence[_Lengths]) -> int:
-    """Extrapolate each text to `train.max_length` by the mean ratio of teacher to student tokens."""
+def _width(config: RunConfig, i: int, teacher: ModelInfo, own: Sequence[int], lengths: Sequence[int]) -> int:
+    """Extrapolate each text to `train.max_length` by the mean ratio of teacher to student tokens.
+
+    own, lengths: number of the teacher's and of the student's tokens of each text.
+    """
     settings, whole = config.active_teachers[i], config.train.max_length
     if not isinstance(settings, CrossTokenizerTeacher):
         return whole
-    rate = sum(each.teacher for each in lengths) / (sum(each.student for each in lengths) or 1) or 1.0
-    widest = max((each.teacher + (whole - each.student) * rate for each in lengths), default=whole)
+    rate = sum(own) / (sum(lengths) or 1) or 1.0
+    widest = max((mine + (whole - length) * rate for mine, length in zip(own, lengths, strict=True)), default=whole)
     return min(teacher.longest_text(settings), max(2, ceil(widest)))

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from nemo_opd.errors import ClusterError, OPDError
 
 _UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
-_ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
+_REQUESTED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
 _FREE = re.compile(r"of which ([\d.]+) (bytes|[KMGTPE]iB) is free")
 _SIGNS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "unable to allocate")
 """Parts of messages of plain RuntimeErrors."""
@@ -115,8 +115,8 @@ def _explain(task: Task, error: BaseException) -> str:
     text = str(error)
     on_device = isinstance(error, torch.OutOfMemoryError) or any(name in text for name in ("CUDA", "CUBLAS", "NCCL"))
     kind = "GPU memory" if on_device else "main memory"
-    asked = _size_in(_ASKED, text)
-    wanted = "more was asked for than there is" if asked is None else f"{_amount(asked)} were asked for"
+    requested = _size_in(_REQUESTED, text)
+    wanted = "more was asked for than there is" if requested is None else f"{_amount(requested)} were asked for"
     free: float | None = psutil.virtual_memory().available
     if on_device:
         free = _size_in(_FREE, text)

@@ -201,10 +201,10 @@ class StudentWorker:
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
-            made = self.logit_rows(micro.batch.student.ids)
+            rows = self.logit_rows(micro.batch.student.ids)
         with self.phases("loss"), needs_memory(LOSS):
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
-            leaf = made.cut_off()
+            leaf = rows.cut_off()
             losses = self._losses(self.logit_rows.whole(leaf), micro, step, objectives)
             output = compute_together(losses)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
@@ -212,7 +212,7 @@ class StudentWorker:
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad
             assert gradient is not None
-            self.logit_rows.backward(made, gradient)
+            self.logit_rows.backward(rows, gradient)
         return output.metrics
 
     def _losses(
@@ -289,12 +289,12 @@ class StudentWorker:
             for micro in self._micro_batches(step):
                 logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
                 own, size = micro.batch.student, self.vocab_size
-                asked = [
+                planned = [
                     *self._losses(logits, micro, step, _OBJECTIVES),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
-                parts.append(compute_together(asked).metrics)
+                parts.append(compute_together(planned).metrics)
         return _on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:

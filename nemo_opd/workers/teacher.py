@@ -1,7 +1,7 @@
 """A frozen teacher on one data-parallel rank."""
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -114,24 +114,15 @@ class TeacherWorker:
         self.writer: HiddenStatesWriter | LogitsWriter
         self.link: Link | None = None
         """Link to student ranks on other nodes, if any read its output."""
+        writer: Callable[..., HiddenStatesWriter | LogitsWriter]
         if handoff == "hidden_states":
             headless = Headless(self.model, key=key, mesh=mesh, parallelism=parallelism)
             self.logit_rows = headless
-            self.writer = HiddenStatesWriter(
-                sender,
-                vocab_size,
-                headless.hidden_size,
-                dtype,
-                columns=headless.columns,
-                readers=own_readers,
-                num_slots=num_slots,
-            )
+            writer = partial(HiddenStatesWriter, sender, vocab_size, headless.hidden_size, dtype)
         else:
-            with_head = WithHead(self.model, mesh=mesh, parallelism=parallelism)
-            self.logit_rows = with_head
-            self.writer = LogitsWriter(
-                sender, vocab_size, dtype, columns=with_head.columns, readers=own_readers, num_slots=num_slots
-            )
+            self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
+            writer = partial(LogitsWriter, sender, vocab_size, dtype)
+        self.writer = writer(columns=self.logit_rows.columns, readers=own_readers, num_slots=num_slots)
 
     @torch.no_grad()
     def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
@@ -143,10 +134,10 @@ class TeacherWorker:
                 self.writer.begin(len(tokens), tokens.ids.shape[1], slot)
             for start in range(0, len(tokens), self.micro_batch_size):
                 micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                made = self.logit_rows(micro.ids)
-                self.writer.write(start, made)
+                rows = self.logit_rows(micro.ids)
+                self.writer.write(start, rows)
                 if self.score is not None:
-                    whole = self.logit_rows.whole(made)
+                    whole = self.logit_rows.whole(rows)
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
             # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()

@@ -142,15 +142,15 @@ def rollout_batch(plan: Plan, drawn: Draw, step: int) -> tuple[Batch, Rows]:
 
 def rollout(prompt: Prompt, sample: int, data: Prompts, plan: Plan, random: np.random.Generator) -> Rollout:
     """Some words and some random tokens as if sampled, by a policy that is not far from what the student is."""
-    asked = data.renderer.prompt_ids(prompt)
+    asked = data.student.renderer.prompt_ids(prompt)
     ordinary = np.flatnonzero(data.sample_maker.lengths)
-    words = data.renderer.prompt_ids(replace(prompt, content=SENTENCES[int(random.integers(4))][:12]))
+    words = data.student.renderer.prompt_ids(replace(prompt, content=SENTENCES[int(random.integers(4))][:12]))
     said = np.concatenate([words, random.choice(ordinary, 4)])[random.permutation(len(words) + 4)]
     said = said[: int(random.integers(1, 10))].astype(np.int32)
     stops = random.random() < 0.7
-    response = data.renderer.text(said)
+    response = data.student.renderer.text(said)
     if stops:
-        said = np.append(said, np.int32(min(data.end_ids)))
+        said = np.append(said, np.int32(min(data.student.end_ids)))
     ids = np.concatenate([asked, said]).astype(np.int32)
     mask = np.arange(len(ids)) >= len(asked)
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)

@@ -16,7 +16,7 @@ def load(path: str) -> PreTrainedModel:
 
 
 def plain_training(plan: Plan, batches: list[Batch]) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return the curve and the final weights of forward KL from a cross- and a same-tokenizer teacher, in this order."""
+    """Return curve and final weights of forward KL from a cross- and a same-tokenizer teacher, in this order."""
     config = plan.config
     student = load(config.student.model).train()
     teachers = [load(teacher.model).eval() for teacher in config.teachers]

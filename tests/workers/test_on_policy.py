@@ -99,7 +99,7 @@ def batch_of(plan: Plan, seed: int) -> Batch:
     assert isinstance(data, Prompts)
     *own, other = data.train.all()
     random = np.random.default_rng(seed)
-    end = min(data.end_ids)
+    end = min(data.student.end_ids)
     if config.rollout is not None and config.rollout.top_p < 1:
         rollouts = sampled_rollouts(plan, own, seed)
     else:
@@ -114,15 +114,17 @@ def sampled_rollouts(plan: Plan, prompts: list[Prompt], seed: int) -> list[Rollo
     settings, data = plan.config.rollout, plan.data
     assert settings is not None
     assert isinstance(data, Prompts)
-    spec = EngineSpec(plan.student_vocab_size, data.end_ids, "float32", Path())
+    spec = EngineSpec(plan.student_vocab_size, data.student.end_ids, "float32", Path())
     sampling = Sampling(settings.temperature, settings.top_p, settings.top_k)
     with hf.for_model(HFRollout(batch_size=8), spec, plan.config.student.model, "cpu") as engine:
-        collector = Collector(engine, data.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed)
+        collector = Collector(
+            engine, data.student.renderer, sampling=sampling, max_new_tokens=11, max_length=40, seed=seed
+        )
         return collector.collect(prompts, N, 0)
 
 
 def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Generator, end: int) -> Rollout:
-    asked = data.renderer.prompt_ids(prompt)
+    asked = data.student.renderer.prompt_ids(prompt)
     said = random.integers(1, 300, random.integers(1, 11)).astype(np.int32)
     said = np.append(said[said != end], np.int32(end))
     ids = np.concatenate([asked, said])
@@ -130,7 +132,7 @@ def rollout_of(prompt: Prompt, sample: int, data: Prompts, random: np.random.Gen
     logprobs = np.where(mask, random.normal(-6, 0.5, len(ids)), 0).astype(np.float32)
     behaviour = np.where(mask, logprobs + random.normal(0.5, 0.3, len(ids)), 0).astype(np.float32)
     turns = np.array([[len(asked), len(ids)]], np.int32)
-    responses = (data.renderer.text(said[:-1]),)
+    responses = (data.student.renderer.text(said[:-1]),)
     return Rollout(prompt, sample, ids, mask, logprobs, behaviour, turns, responses, (), "stop", 0)
 
 

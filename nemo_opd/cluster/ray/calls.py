@@ -103,7 +103,7 @@ class _Waiting:
         raise WorkerError(noticed.group, noticed.rank, noticed.error, noticed.traceback)
 
     def _wait_for_services_to_end(self) -> None:
-        """Raise ClusterError if Ray ends within CAUSE_S: ranks become unreachable a moment before Ray has ended."""
+        """Raise ClusterError if Ray ends within `_CAUSE_S`: ranks become unreachable a moment before Ray has ended."""
         deadline = time.monotonic() + _CAUSE_S
         while time.monotonic() < deadline:
             self._services.require_alive()

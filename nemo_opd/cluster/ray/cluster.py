@@ -1,7 +1,6 @@
 """Worker groups on Ray: a bundle for each device of a placement, an actor for each rank."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -26,20 +25,6 @@ LEAVE_S = 10.0
 """Longest wait for ranks to leave; one that hangs in a collective never does."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reservation:
-    """A placement group, and each actor's share of a device in it."""
-
-    placement_group: Any
-    gpus_per_actor: float
-    """Equal share of a device for each of its actors."""
-
-    def options(self, bundle: int) -> dict[str, Any]:
-        """Return Ray's options for an actor on the device of this bundle."""
-        strategy = PlacementGroupSchedulingStrategy(self.placement_group, placement_group_bundle_index=bundle)
-        return {"num_cpus": 1, "num_gpus": self.gpus_per_actor, "scheduling_strategy": strategy}
-
-
 class RayCluster(Cluster):
     """The devices of a placement: a bundle for each, with room for an actor of each of its groups."""
 
@@ -60,12 +45,12 @@ class RayCluster(Cluster):
         self.session = RaySession(settings.address, num_cpus=placement.num_processes)
         self.services = self.session.services
         try:
-            self._reserved = self._reserve()
+            self._placement_group = self._reserve()
         except BaseException:
             self.close()
             raise
 
-    def _reserve(self) -> _Reservation:
+    def _reserve(self) -> Any:
         """Reserve one placement group; with several nodes, each bundle on the node of its place."""
         per_device = self.placement.groups_per_device
         bundle: dict[str, float] = {"CPU": per_device}
@@ -83,11 +68,14 @@ class RayCluster(Cluster):
                 f"{len(self.placement.devices)} ranks of {bundle} are not free on this cluster, which has "
                 f"{ray.cluster_resources()}; lower cluster.num_nodes, cluster.gpus_per_node or cluster.cpu_ranks"
             )
-        return _Reservation(reserved, int(10_000 / per_device) / 10_000 if self.device == "cuda" else 0.0)
+        return reserved
 
     def options(self, place: Place) -> dict[str, Any]:
-        """Return Ray's options for an actor at this place."""
-        return self._reserved.options(self.placement.devices.index(place))
+        """Return Ray's options for an actor at this place; actors that share a device have equal shares of it."""
+        bundle = self.placement.devices.index(place)
+        strategy = PlacementGroupSchedulingStrategy(self._placement_group, placement_group_bundle_index=bundle)
+        gpus = int(10_000 / self.placement.groups_per_device) / 10_000 if self.device == "cuda" else 0.0
+        return {"num_cpus": 1, "num_gpus": gpus, "scheduling_strategy": strategy}
 
     def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> "RayGroup":
         return RayGroup(self, name, worker, arguments, places)

@@ -21,7 +21,7 @@ CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries in each process."""
 _STUDENT = -1
 """Index of the student among the teachers' indices."""
-_WORTH_SAYING = 0.01
+_SMALLEST_SAVING = 0.01
 """Smallest saving that is advised, as a share of the peak."""
 
 
@@ -38,13 +38,13 @@ def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, M
     is_shared = situation.machine.device == "cuda" and config.cluster.placement == "colocated"
     for number in range(1 + (len(undecided) if is_shared else 0)):
         chosen = _with_offload(config, frozenset(undecided[:number]))
-        made = estimate(chosen, situation)
-        if made.fits:
-            return chosen, made
-    made = replace(made, advice=tuple(advice(chosen, situation)))
+        estimated = estimate(chosen, situation)
+        if estimated.fits:
+            return chosen, estimated
+    estimated = replace(estimated, advice=tuple(advice(chosen, situation)))
     if undecided and situation.machine.device == "cuda" and not config.run.dry_run:
-        raise ConfigError(_complaint(made))
-    return chosen, made
+        raise ConfigError(_complaint(estimated))
+    return chosen, estimated
 
 
 def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
@@ -59,9 +59,9 @@ def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
     return config.model_copy(update={"teachers": teachers, "student": student})
 
 
-def _complaint(made: MemoryEstimate) -> str:
-    memory = made.shortest
-    helps = "; ".join(f"{one.setting} saves {gib(one.saved_bytes)}" for one in made.advice)
+def _complaint(estimated: MemoryEstimate) -> str:
+    memory = estimated.shortest
+    helps = "; ".join(f"{each.setting} saves {gib(each.saved_bytes)}" for each in estimated.advice)
     assert memory.capacity is not None
     return (
         f"student.offload=auto, teachers.*.offload=auto: with everything offloaded {memory.name} would have to hold "
@@ -109,8 +109,8 @@ def advice(config: RunConfig, situation: Situation) -> list[Advice]:
     for setting, changed, around in variants(config, situation):
         peaks = {memory.name: memory.peak for memory in estimate(changed, around).memories}
         found.append(Advice(setting, short.peak - peaks[short.name]))
-    worth = [one for one in found if one.saved_bytes > _WORTH_SAYING * short.peak]
-    return sorted(worth, key=lambda one: one.saved_bytes, reverse=True)
+    worth = [each for each in found if each.saved_bytes > _SMALLEST_SAVING * short.peak]
+    return sorted(worth, key=lambda each: each.saved_bytes, reverse=True)
 
 
 def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
