@@ -75,12 +75,8 @@ class RolloutSource:
         self._steps, self._engine = steps, engine
 
     @property
-    def steps_per_epoch(self) -> int:
-        return self._order.steps_per_epoch
-
-    @property
     def epoch(self) -> int:
-        return max(0, self._num_batches - 1) // self.steps_per_epoch
+        return max(0, self._num_batches - 1) // self._order.steps_per_epoch
 
     def start(self) -> None:
         """Do nothing: there is no engine yet to read ahead with."""

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+import torch.distributed as dist
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_opd.cluster.base import Call, Cluster, Group
@@ -11,7 +12,7 @@ from nemo_opd.cluster.placement import Placement, Places, num_cores
 from nemo_opd.cluster.ray.calls import RayCall, gather
 from nemo_opd.cluster.ray.nodes import choose_nodes, reserve
 from nemo_opd.cluster.ray.privacy import LOOPBACK
-from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressMonitor, Store
+from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressMonitor
 from nemo_opd.cluster.ray.rank_actor import RankActor
 from nemo_opd.cluster.ray.session import RaySession
 from nemo_opd.config.cluster import Cluster as Settings
@@ -125,7 +126,7 @@ class RayGroup(Group):
         host, port = ray.get(self._address)
         return host, port
 
-    def _store(self) -> Store | None:
+    def _store(self) -> dist.Store | None:
         """Connect to the store; None while there is none."""
         is_there, _ = ray.wait([self._address], timeout=0)
         return connect_store(*self.address(), ANSWER_S) if is_there else None

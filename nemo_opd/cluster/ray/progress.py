@@ -7,7 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Protocol
+
+from torch.distributed import Store
 
 from nemo_opd.progress import Work, announced, current
 
@@ -15,16 +16,6 @@ KEY = "progress"
 _INTERVAL_S = 1.0
 ANSWER_S = 5.0
 """Longest wait for the store."""
-
-
-class Store(Protocol):
-    """The part of `torch.distributed.Store` that progress needs."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
 
 
 class ProgressReporter:
