@@ -94,7 +94,7 @@ class Ours:
         parts = build_parts(
             self.config,
             [teacher.projection for teacher in self.plan.teachers],
-            student_vocab_size=self.plan.student.vocab_size,
+            student_vocab_size=self.plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in self.plan.teachers],
         )
         return [

@@ -1,4 +1,4 @@
-"""Alarms about the student's samples: collapse, run-away lengths, an engine that disagrees (METHODS §10)."""
+"""Alarms about the student's samples: collapse, run-away lengths, an engine that disagrees (methods.md §10.7)."""
 
 import math
 from collections import deque

@@ -1,4 +1,4 @@
-"""On-policy distillation: the student learns its teachers' distributions on its own samples (METHODS §10)."""
+"""On-policy distillation: the student learns its teachers' distributions on its own samples (methods.md §10)."""
 
 from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""Training batches that the student samples (METHODS §10)."""
+"""Training batches that the student samples (methods.md §10)."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Steps that are skipped because they are not finite (METHODS §16)."""
+"""Steps that are skipped because they are not finite (methods.md §12)."""
 
 import math
 from collections.abc import Mapping

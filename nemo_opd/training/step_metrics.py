@@ -1,4 +1,4 @@
-"""Logged values of a global step: the objective (METHODS §7), the scale of KD, and times."""
+"""Logged values of a global step: the objective (methods.md §7.3), the scale of KD, and times."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -38,7 +38,7 @@ def objective_values(config: RunConfig, metrics: Metrics, kd_scale: float, phase
 
 
 class KDScale:
-    """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (METHODS §7).
+    """Factor of KD: 1, or with `loss.scaling=dynamic` EMA(CE)/EMA(KD), at most `loss.scaling_cap` (methods.md §7.3).
 
     Only steps count that were taken and had both terms. The averages start at 0, a bias that cancels in their ratio.
     """

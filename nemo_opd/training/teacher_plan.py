@@ -1,4 +1,4 @@
-"""A teacher's vocabulary compared with the student's: the projection between them, or what must agree (METHODS §4)."""
+"""A teacher's vocabulary compared with the student's: their projection, or what must agree (methods.md §4)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

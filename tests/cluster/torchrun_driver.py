@@ -1,4 +1,4 @@
-"""The driver of test_local's cases, started by torchrun."""
+"""The driver of test_local's cases, on every rank."""
 
 import sys
 from pathlib import Path

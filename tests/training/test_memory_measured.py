@@ -154,7 +154,7 @@ def test_the_peak_on_a_gpu(tiny: Tiny, tmp_path: Path, plan: Configure, checkpoi
         settled.config,
         projections=[],
         total_steps=settled.total_steps,
-        vocab_size=settled.student.vocab_size,
+        vocab_size=settled.student_vocab_size,
         teacher_vocab_sizes=[],
         device="cuda",
         transport=settled.transport,

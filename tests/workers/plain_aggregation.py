@@ -102,7 +102,7 @@ def scored(logits: Tensor, ids: list[int], num_bytes: list[int]) -> dict[str, fl
 
 
 def expected(plan: Plan, batch: list[Text], routes: Sequence[int]) -> Expected:
-    """Return the values of METHODS §6 for these texts."""
+    """Return the values of methods.md §6 for these texts."""
     aggregation = plan.config.aggregation
     numbers = range(len(plan.config.teachers))
     ce = sum(one.ce for one in batch) / sum(one.labels for one in batch)

@@ -1,4 +1,4 @@
-"""Training gives the same curve and weights for all cuts of a batch into microbatches and ranks (METHODS §7).
+"""Training gives the same curve and weights for all cuts of a batch into microbatches and ranks (methods.md §7.1).
 
 One start of two ranks does all work of that world, because starting processes is slow.
 

@@ -1,4 +1,4 @@
-"""The layouts of student and teachers over ranks do not change the result of training (DESIGN §4)."""
+"""The layouts of student and teachers over ranks do not change the result of training."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A step that is not finite changes nothing on any rank, and its cause is reported (METHODS §16)."""
+"""A step that is not finite changes nothing on any rank, and its cause is reported (methods.md §12)."""
 
 import math
 from collections.abc import Sequence

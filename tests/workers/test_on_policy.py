@@ -1,4 +1,4 @@
-"""A step on sampled sequences is the same for all cuts of a batch (METHODS §7 and §10)."""
+"""A step on sampled sequences is the same for all cuts of a batch (methods.md §7.1 and §10)."""
 
 import json
 from dataclasses import fields, replace

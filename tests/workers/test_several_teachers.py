@@ -1,4 +1,4 @@
-"""Several teachers in the workers: METHODS §6 for all cuts of a batch, in training and validation.
+"""Several teachers in the workers: methods.md §6 for all cuts of a batch, in training and validation.
 
 A learning rate of 1e-12 leaves the student unchanged, so that validation after the step has the same logits.
 Tolerance as in test_invariance; a wrong gradient shows in its norm.
