@@ -26,7 +26,7 @@ _ACTIVITIES = {
     "receive": "receiving teachers' output from other nodes",
     "close": "releasing its memory",
 }
-"""What a worker's method does, in a user's words."""
+"""Methods of workers in a user's words."""
 
 
 def activity(method: str, about: str = "") -> str:

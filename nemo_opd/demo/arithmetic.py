@@ -59,7 +59,7 @@ class Sum:
 
     @cached_property
     def columns(self) -> tuple[Column, ...]:
-        """From the units up, as many as the longer number has digits."""
+        """Columns from the units up, as many as the longer number has digits."""
         left, right = str(self.left)[::-1], str(self.right)[::-1]
         width = max(len(left), len(right))
         columns: list[Column] = []
@@ -126,7 +126,7 @@ def sums() -> Iterator[Sum]:
 
 
 def split_of(question: Sum) -> Split:
-    """By a hash of the two numbers, so that a sum and its mirror image are in one split."""
+    """Choose the split by a hash of the two numbers, so that a sum and its mirror image are in one."""
     low, high = sorted((question.left, question.right))
     return "validation" if _hash(f"{low} {high}") % 100 < VALIDATION_PERCENT else "train"
 

@@ -1,1 +1,1 @@
-"""How a teacher's output reaches the student's process without being copied through the driver."""
+"""Handoff of a teacher's output to the student's process, past the driver."""

@@ -1,4 +1,4 @@
-"""Who reads which buffers, and how much of them crosses nodes: known before anything loads."""
+"""Readers of buffers, and the bytes that cross nodes, computed before anything loads."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Traffic:
     """Bytes that one rank of the student, or all of them, read from teachers on other nodes."""
 
     output: int = 0
-    """In each batch."""
+    """Bytes of output in each batch."""
     head: int = 0
-    """Once in a run."""
+    """Bytes of heads, once in a run."""
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.output + other.output, self.head + other.head)

@@ -1,4 +1,4 @@
-"""How each module of a model is cut over a tensor-parallel group, from transformers' own plan."""
+"""Tensor-parallel plan of a model's modules, from transformers' own plan."""
 
 import re
 from collections.abc import Iterator
