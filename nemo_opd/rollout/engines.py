@@ -15,8 +15,8 @@ class EngineType:
     """Functions that open an engine, with its settings first."""
 
     for_student: Callable[[Any, EngineSpec, StudentModel, int], AbstractContextManager[Engine]]
-    """Maker of an engine for a run, with the student's present weights, of a version. Raises RolloutError where a server
-    does not start.
+    """Maker of an engine for a run, with the student's present weights, of a version. Raises RolloutError where a
+    server does not start.
     """
     for_model: Callable[[Any, EngineSpec, str, str], AbstractContextManager[Generator]]
     """Maker of an engine for a model whose weights do not change, from a folder, hub name or `demo:NAME`, and a device:

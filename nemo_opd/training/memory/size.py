@@ -27,6 +27,8 @@ class LayerSize:
     shapes: tuple[_Shape, ...]
     """Shapes of its parameters."""
     hidden_size: int
+    query_width: int
+    """Query heads × head width."""
     key_width: int
     """Key-value heads × head width."""
     num_heads: int
@@ -50,13 +52,14 @@ class LayerSize:
         return self.adapters or self.shapes
 
     @property
-    def inner_width(self) -> int:
-        """Numbers per token inside the layer: a D × N matrix reads or writes N of them and D hidden ones.
+    def active_weights(self) -> int:
+        """Matrix weights that a token is multiplied by; of experts (3-D parameters), those it is routed to."""
+        return sum(prod(shape[1:]) * self.num_experts if len(shape) == 3 else prod(shape) for shape in self._matrices)
 
-        Of experts (3-D parameters), those count to which a token is routed.
-        """
-        weights = [prod(shape[1:]) * self.num_experts if len(shape) == 3 else prod(shape) for shape in self._matrices]
-        return sum(weights) // self.hidden_size
+    @property
+    def inner_width(self) -> int:
+        """Numbers per token inside the layer: a D × N matrix reads or writes N of them and D hidden ones."""
+        return self.active_weights // self.hidden_size
 
     @property
     def mlp_width(self) -> int:
@@ -180,6 +183,7 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
     return LayerSize(
         shapes=tuple(tuple(parameter.shape) for parameter in _own_parameters(layer)),
         hidden_size=text.hidden_size,
+        query_width=heads * width,
         key_width=key_heads * width,
         num_heads=heads,
         num_experts=_number(text, "num_experts_per_tok", "moe_topk", "top_k_experts", default=1) if is_routed else 0,
