@@ -79,6 +79,19 @@ def test_references_to_methods_lead_to_sections() -> None:
     assert found > 100
 
 
+def test_formulas_of_methods_have_one_number_each() -> None:
+    """Bug: a formula with the number of another, or of a section where no one looks for it, or cited and not there."""
+    text = METHODS.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    formulas = [number for block in blocks for number in re.findall(r" \((\d+\.\d+)\)", block)]
+    assert len(formulas) > 20
+    assert len(set(formulas)) == len(formulas)
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        own = [number for number in formulas if re.search(rf"  +\({re.escape(number)}\)(  |$)", section, re.MULTILINE)]
+        assert all(section.startswith(number.split(".")[0] + ".") for number in own), own
+    assert set(re.findall(r"\((\d+\.\d+)\)", text)) <= set(formulas)
+
+
 def tracked_files() -> list[Path]:
     names = subprocess.run(
         ["git", "ls-files", "*.py", "*.md", "*.yaml"], cwd=ROOT, capture_output=True, text=True, check=True
