@@ -16,8 +16,8 @@ from nemo_opd.errors import OPDError, StorageError
 FULL = {errno.ENOSPC, errno.EDQUOT}
 OF_THE_DISK = FULL | {errno.EIO, errno.EROFS, errno.EFBIG}
 """Never a mistake of the program."""
-ELSEWHERE = "choose another run.output_dir"
-WAYS_OUT = {
+_ELSEWHERE = "choose another run.output_dir"
+_WAYS_OUT = {
     errno.ENOSPC: "free some space",
     errno.EDQUOT: "free some space, or have the quota raised",
     errno.EFBIG: "raise the limit on a file's size (ulimit -f)",
@@ -27,7 +27,7 @@ WAYS_OUT = {
     errno.EPERM: "change its permissions",
 }
 """Ways out by the number of the error."""
-OF_RUST = re.compile(r"\(os error (\d+)\)")
+_OF_RUST = re.compile(r"\(os error (\d+)\)")
 """End of the errors of safetensors and tokenizers, which are no OSError."""
 
 
@@ -35,7 +35,7 @@ def error_number(error: BaseException | None) -> int | None:
     """Return the number of the system's error that `error` is or was raised after; None where it is of another kind."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    if (found := OF_RUST.search(str(error))) is not None:
+    if (found := _OF_RUST.search(str(error))) is not None:
         return int(found.group(1))
     # torch's writer of archives has an error of its own after one of writing.
     before = None if error is None else error.__cause__ or error.__context__
@@ -49,7 +49,7 @@ def storage_errors(
     kind: type[OPDError] = StorageError,
     *,
     needed: int | None = None,
-    instead: str = ELSEWHERE,
+    instead: str = _ELSEWHERE,
 ) -> Iterator[None]:
     """Raise `kind`, in one sentence about `path`, for an error of the operating system inside.
 
@@ -66,12 +66,12 @@ def storage_errors(
         raise kind(refusal(path, number, needed=needed, instead=instead)) from error
 
 
-def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = ELSEWHERE) -> str:
+def refusal(path: Path, number: int, *, needed: int | None = None, instead: str = _ELSEWHERE) -> str:
     """Return why `path` could not be written, and the way out."""
     reason = os.strerror(number)
     if number in FULL:
         reason += f"; {room(path, needed)}"
-    way_out = f"{WAYS_OUT[number]}, or {instead}" if number in WAYS_OUT else instead
+    way_out = f"{_WAYS_OUT[number]}, or {instead}" if number in _WAYS_OUT else instead
     return f"{path} could not be written ({reason}); {way_out}"
 
 

@@ -13,7 +13,7 @@ def cache_dir(*parts: str) -> Path:
     `$NEMO_OPD_CACHE`, else `$XDG_CACHE_HOME/nemo_opd`, else `~/.cache/nemo_opd`. Raises ConfigError where that is
     impossible.
     """
-    path = cache_root().joinpath(*parts)
+    path = _cache_root().joinpath(*parts)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -24,7 +24,7 @@ def cache_dir(*parts: str) -> Path:
     return path
 
 
-def cache_root() -> Path:
+def _cache_root() -> Path:
     if root := os.environ.get("NEMO_OPD_CACHE"):
         return Path(root)
     try:

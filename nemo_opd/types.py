@@ -65,7 +65,7 @@ class Alignment:
 PAD_ID = 0
 """Any id that every vocabulary has: causal models do not see padding, and the mask keeps it out of the losses."""
 NO_CHUNK = -1
-FILL = "fill"
+_FILL = "fill"
 """Key in the metadata of a field of `Rows`: the value of its padding and of empty rows, where that is not 0."""
 
 
@@ -89,7 +89,7 @@ class Rows:
             return function(value, fill)
 
         return replace(
-            self, **{each.name: mapped(getattr(self, each.name), each.metadata.get(FILL, 0)) for each in fields(self)}
+            self, **{each.name: mapped(getattr(self, each.name), each.metadata.get(_FILL, 0)) for each in fields(self)}
         )
 
     def to(self, device: str) -> Self:
@@ -115,7 +115,7 @@ class TokenRows(Rows):
     Models are causal, so positions before the padding never see it and no attention mask is needed.
     """
 
-    ids: Tensor = field(metadata={FILL: PAD_ID})
+    ids: Tensor = field(metadata={_FILL: PAD_ID})
     """int64 [B, S]"""
     lengths: Tensor
     """int64 [B]: tokens before the padding."""
@@ -139,9 +139,9 @@ class TokenRows(Rows):
 class ChunkRows(Rows):
     """The alignment of a batch; chunks that no loss may use are already −1."""
 
-    student: Tensor = field(metadata={FILL: NO_CHUNK})
+    student: Tensor = field(metadata={_FILL: NO_CHUNK})
     """int32 [B, S]"""
-    teacher: Tensor = field(metadata={FILL: NO_CHUNK})
+    teacher: Tensor = field(metadata={_FILL: NO_CHUNK})
     """int32 [B, T]"""
     histories: Tensor | None = None
     """int64 [B, 2]: chunks that a loss could use, and those of them behind contents that the sides read differently,
@@ -205,7 +205,7 @@ class SampledRows(Rows):
     """float32 [B, S]: by the policy that sampled them, after temperature, top-k and top-p; 0 elsewhere."""
     advantages: Tensor
     """float32 [B]: of each sequence over the others of its prompt; 0 where it was not sampled."""
-    prompts: Tensor = field(metadata={FILL: -1})
+    prompts: Tensor = field(metadata={_FILL: -1})
     """int64 [B]: which prompt it continues; rollouts of one prompt have the same number."""
 
 

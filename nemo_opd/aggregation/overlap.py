@@ -16,7 +16,7 @@ from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-EVERY = 4
+_EVERY = 4
 """One token, or aligned chunk, in so many: it takes a search through both sides' logits."""
 
 
@@ -51,7 +51,7 @@ class Overlap:
             return plan_overlap(
                 student_logits,
                 teacher_logits,
-                mask=student.loss_mask & own & (positions % EVERY == 0),
+                mask=student.loss_mask & own & (positions % _EVERY == 0),
                 student_vocab_size=self.student_vocab_size,
                 teacher_vocab_size=self.teacher_vocab_size,
             )
@@ -63,7 +63,7 @@ class Overlap:
             projection=self.projection,
             student_ids=student.ids,
             teacher_ids=teacher.tokens.ids,
-            student_chunk_id=chunks.masked_fill(~own | (chunks % EVERY != 0), -1),
+            student_chunk_id=chunks.masked_fill(~own | (chunks % _EVERY != 0), -1),
             teacher_chunk_id=teacher.chunks.teacher,
             student_vocab_size=self.student_vocab_size,
             teacher_vocab_size=self.teacher_vocab_size,

@@ -56,7 +56,7 @@ class Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class Serialized:
+class _Serialized:
     """A backend as JSON. Serialising takes tenths of a second for large vocabularies: do it once."""
 
     text: str
@@ -86,16 +86,16 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return serialize(tokenizer).fingerprint
 
 
-def serialize(tokenizer: PreTrainedTokenizerBase) -> Serialized:
+def serialize(tokenizer: PreTrainedTokenizerBase) -> _Serialized:
     """Raises AlignmentError for a tokenizer without a fast backend."""
     text = rust_tokenizer(tokenizer).to_str()
     # Version, truncation and padding come first.
     _, key, behaviour = text.partition('"added_tokens":')
     assert key, "a serialised tokenizer lists its added tokens"
-    return Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
+    return _Serialized(text, hashlib.sha256(behaviour.encode()).hexdigest())
 
 
-def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: Serialized | None = None) -> Backend:
+def read_backend(tokenizer: PreTrainedTokenizerBase, serialized: _Serialized | None = None) -> Backend:
     """Read the facts. `serialized` saves serialising again.
 
     Raises AlignmentError where a token's bytes cannot be told from its text.

@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE_NAME = "generation_config.json"
+_FILE_NAME = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationIds:
+class _GenerationIds:
     bos: tuple[int, ...] = ()
     eos: tuple[int, ...] = ()
     """All that end a generation: often the end of a turn, of a message and of a text."""
     pad: tuple[int, ...] = ()
 
 
-def generation_ids(tokenizer: PreTrainedTokenizerBase) -> GenerationIds:
+def generation_ids(tokenizer: PreTrainedTokenizerBase) -> _GenerationIds:
     """Read ids from the file next to the tokenizer's, or in the local cache of a hub model; never from the network.
 
     Nothing where there is no file. A file that cannot be read is ignored, with a warning.
     """
     file = _file(str(getattr(tokenizer, "name_or_path", "") or ""))
     if file is None:
-        return GenerationIds()
+        return _GenerationIds()
     status = file.stat()
     return _read(file, status.st_mtime_ns, status.st_size)
 
@@ -41,27 +41,27 @@ def _file(name: str) -> Path | None:
     if not name:
         return None
     if Path(name).is_dir():
-        file = Path(name) / FILE_NAME
+        file = Path(name) / _FILE_NAME
         return file if file.is_file() else None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        cached = try_to_load_from_cache(name, FILE_NAME)
+        cached = try_to_load_from_cache(name, _FILE_NAME)
     except HFValidationError:  # neither a folder nor a name the hub could have
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 @lru_cache(maxsize=32)
-def _read(file: Path, _mtime_ns: int, _size: int) -> GenerationIds:
+def _read(file: Path, _mtime_ns: int, _size: int) -> _GenerationIds:
     """Keyed by the file's state, so that a broken one is warned of once."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        return GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})
+        return _GenerationIds(**{role: _ids(data.get(f"{role}_token_id")) for role in ("bos", "eos", "pad")})
     except (OSError, ValueError, AttributeError, TypeError) as error:
         logger.warning("the special tokens that %s names are ignored, because it cannot be read: %s", file, error)
-        return GenerationIds()
+        return _GenerationIds()
 
 
 def _ids(value: object) -> tuple[int, ...]:

@@ -31,13 +31,13 @@ def run_histories(student: Bytes, teacher: Bytes, runs: NDArray[np.int64]) -> ND
 
 def _first_changed(student: bytes, teacher: bytes, runs: NDArray[np.int64]) -> int:
     """Return the first run after a region of other text; the number of runs for none."""
-    if plain_text(student) == plain_text(teacher):
+    if _plain_text(student) == _plain_text(teacher):
         return len(runs)
     for r, ((a, b, length), (a_next, b_next, _)) in enumerate(zip(runs[:-1].tolist(), runs[1:].tolist(), strict=True)):
         a_start, b_start = a + length, b + length
         while _continues(student, a_start) or _continues(teacher, b_start):  # only the first run ends in a character
             a_start, b_start = a_start - 1, b_start - 1
-        if plain_text(student[a_start:a_next]) != plain_text(teacher[b_start:b_next]):
+        if _plain_text(student[a_start:a_next]) != _plain_text(teacher[b_start:b_next]):
             return r + 1
     return len(runs)
 
@@ -68,18 +68,18 @@ def content_history(student: bytes, teacher: bytes, said: Sequence[str]) -> int:
     if student == teacher:
         return HISTORY_SAME
     spelled = [(text.encode(),) for text in said]
-    if said and all(holds_all(side, spelled) for side in (student, teacher)):
+    if said and all(_holds_all(side, spelled) for side in (student, teacher)):
         return HISTORY_SAME
-    ours, theirs = plain_text(student), plain_text(teacher)
-    plain = [plain_forms(text) for text in said]
-    all_ours, all_theirs = (bool(said) and holds_all(side, plain) for side in (ours, theirs))
+    ours, theirs = _plain_text(student), _plain_text(teacher)
+    plain = [_plain_forms(text) for text in said]
+    all_ours, all_theirs = (bool(said) and _holds_all(side, plain) for side in (ours, theirs))
     leaves_out_the_same = not (all_ours or all_theirs) and ours and theirs and (ours in theirs or theirs in ours)
     if ours == theirs or (all_ours and all_theirs) or leaves_out_the_same:
         return HISTORY_REWRITTEN
     return HISTORY_CHANGED
 
 
-def holds_all(whole: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
+def _holds_all(whole: AnyStr, texts: Sequence[tuple[AnyStr, ...]]) -> bool:
     """Return whether each text stands in the whole in one of its forms, apart from the others.
 
     An answer that repeats a thought does not hold the thought. The longest are looked for first.
@@ -100,12 +100,12 @@ def _around(part: AnyStr, form: AnyStr) -> tuple[AnyStr, AnyStr]:
     return part[:start], part[start + len(form) :]
 
 
-def plain_forms(text: str) -> tuple[str, ...]:
+def _plain_forms(text: str) -> tuple[str, ...]:
     """Plain text of a text as it is and quoted as JSON, as templates write what tools answer."""
-    return plain_text(text.encode()), plain_text(json.dumps(text, ensure_ascii=False)[1:-1].encode())
+    return _plain_text(text.encode()), _plain_text(json.dumps(text, ensure_ascii=False)[1:-1].encode())
 
 
-def plain_text(data: bytes) -> str:
+def _plain_text(data: bytes) -> str:
     """Return the text without white space, in the one form that Unicode has for equivalent characters (NFKC).
 
     `▁` is white space: SentencePiece tokenizers write a space so, and read a space where a text has it.

@@ -17,14 +17,14 @@ TEXT = -1
 """The class of a token that stands for bytes; any other stands outside the text and is a barrier."""
 _EXACT, _INEXACT, _SPECIAL = 0, 1, 2
 
-Ints = NDArray[np.int32]
-Flags = NDArray[np.bool_]
+_Ints = NDArray[np.int32]
+_Flags = NDArray[np.bool_]
 
 
 class PieceTable(NamedTuple):
     """Classes and bytes of the ids of a tokenizer."""
 
-    classes: Ints
+    classes: _Ints
     """[V]: TEXT, or a row or column of the matrix of matching special tokens."""
     offsets: NDArray[np.int64]
     """[V + 1]: an id's bytes are buffer[offsets[id] : offsets[id + 1]]."""
@@ -37,21 +37,21 @@ class Spelling(NamedTuple):
     data: NDArray[np.uint8]
     edges: NDArray[np.int64]
     """[S + 1]: token i stands for data[edges[i] : edges[i + 1]]; none where it is a barrier."""
-    classes: Ints
+    classes: _Ints
     """[S]"""
 
 
 class Chunks(NamedTuple):
     """The fields of `types.Alignment`, in its order, but for the histories."""
 
-    student_chunk_id: Ints
-    teacher_chunk_id: Ints
-    bounds: Ints
-    one_to_one: Flags
-    inexact: Flags
-    special: Flags
-    whitespace: Flags
-    digit: Flags
+    student_chunk_id: _Ints
+    teacher_chunk_id: _Ints
+    bounds: _Ints
+    one_to_one: _Flags
+    inexact: _Flags
+    special: _Flags
+    whitespace: _Flags
+    digit: _Flags
 
 
 @jit
@@ -71,7 +71,7 @@ def spell(ids: NDArray[np.int64], table: PieceTable) -> Spelling:
 
 
 @jit
-def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: Flags) -> Chunks:
+def merge(student: Spelling, teacher: Spelling, runs: NDArray[np.int64], matches: _Flags) -> Chunks:
     """Merge two sequences into chunks, whose bytes are equal in `runs` (as `equal_runs` gives them).
 
     Between neighbouring cuts of one run the bytes are equal; the tokens from the last cut of a run to the first of a
@@ -123,8 +123,8 @@ def _first_edge(edges: NDArray[np.int64], i: int, position: int) -> int:
 
 @jit
 def _between(
-    cuts: NDArray[np.int64], s_classes: Ints, t_classes: Ints, matches: Flags
-) -> tuple[Ints, NDArray[np.int8]]:
+    cuts: NDArray[np.int64], s_classes: _Ints, t_classes: _Ints, matches: _Flags
+) -> tuple[_Ints, NDArray[np.int8]]:
     """Bounds [C, 4] and kinds [C] of the pairs of barriers at the cuts and the chunks between them."""
     room = min(len(s_classes), len(t_classes))
     bounds = np.empty((room, 4), np.int32)
@@ -149,7 +149,7 @@ def _between(
 
 
 @jit
-def _first_text(classes: Ints, i: int) -> int:
+def _first_text(classes: _Ints, i: int) -> int:
     """Return the first token from i on that is no barrier."""
     while i < len(classes) and classes[i] != TEXT:
         i += 1
@@ -157,7 +157,7 @@ def _first_text(classes: Ints, i: int) -> int:
 
 
 @jit
-def _only_text(classes: Ints, start: int, stop: int) -> bool:
+def _only_text(classes: _Ints, start: int, stop: int) -> bool:
     """There are tokens in [start, stop), and no barrier among them."""
     for i in range(start, stop):
         if classes[i] != TEXT:
@@ -166,7 +166,7 @@ def _only_text(classes: Ints, start: int, stop: int) -> bool:
 
 
 @jit
-def _chunk_ids(bounds: Ints, length: int) -> Ints:
+def _chunk_ids(bounds: _Ints, length: int) -> _Ints:
     """Return the chunk of each token [length], −1 for none."""
     chunk_id = np.full(length, -1, np.int32)
     for c in range(len(bounds)):
@@ -176,7 +176,7 @@ def _chunk_ids(bounds: Ints, length: int) -> Ints:
 
 
 @jit
-def _byte_flags(bounds: Ints, kinds: NDArray[np.int8], student: Spelling) -> tuple[Flags, Flags]:
+def _byte_flags(bounds: _Ints, kinds: NDArray[np.int8], student: Spelling) -> tuple[_Flags, _Flags]:
     """Exact chunks of ASCII white space [C] and of ASCII digits [C]."""
     whitespace, digit = np.zeros(len(bounds), np.bool_), np.zeros(len(bounds), np.bool_)
     for c in range(len(bounds)):

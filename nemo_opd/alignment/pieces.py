@@ -73,7 +73,7 @@ class Pieces:
         return [data[start:end] for start, end in pairwise(ends)]
 
 
-MAX_IDS = 1 << 24
+_MAX_IDS = 1 << 24
 """Sixty times the largest vocabularies: a table of pieces has a row for each id."""
 _CACHE: dict[str, Pieces] = {}
 
@@ -94,9 +94,9 @@ def pieces_of(tokenizer: PreTrainedTokenizerBase) -> Pieces:
 
 def _build(backend: Backend) -> Pieces:
     size = 1 + max([*backend.vocab.values(), *(token.id for token in backend.added)], default=-1)
-    if size > MAX_IDS:
+    if size > _MAX_IDS:
         raise AlignmentError(
-            f"a token of the tokenizer has the id {size - 1:,}, and ids above {MAX_IDS:,} are not read; its file is "
+            f"a token of the tokenizer has the id {size - 1:,}, and ids above {_MAX_IDS:,} are not read; its file is "
             "damaged, so copy it there again"
         )
     pieces = [b""] * size
@@ -140,10 +140,10 @@ def _byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-BYTE_OF_CHARACTER = _byte_alphabet()
-CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
+_BYTE_OF_CHARACTER = _byte_alphabet()
+CHARACTER_OF_BYTE = {byte: character for character, byte in _BYTE_OF_CHARACTER.items()}
 _OUTSIDE = "\uffff"
-_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte in BYTE_OF_CHARACTER.items()}
+_LATIN_1 = dict.fromkeys(range(256), _OUTSIDE) | {ord(c): chr(byte) for c, byte in _BYTE_OF_CHARACTER.items()}
 
 
 def byte_level_bytes(token: str) -> bytes:

@@ -18,7 +18,7 @@ ANCHOR = 16
 """Bytes of a window; an equal run as long as this is no accident where neither stream has it twice."""
 BLOCK = 512
 """Characters of either stream that the dynamic program sees at once; its back pointers, 256 KiB, stay in the cache."""
-KEPT = BLOCK * 3 // 4
+_KEPT = BLOCK * 3 // 4
 """Characters of a block that are committed; those after them have seen too little of what follows."""
 
 MATCH, START, SHIFT = 8, 12, 1
@@ -230,7 +230,7 @@ def _fill(a: Bytes, a_stop: int, b: Bytes, b_stop: int, runs: Runs, joined: bool
         left, right = _characters(a, i, a_stop), _characters(b, j, b_stop)
         a_ends, b_ends = left.edges[-1] == a_stop, right.edges[-1] == b_stop
         block = _best_paths(left, right, in_run, joined and a_ends and b_ends)
-        kept = len(left.codes) if a_ends else KEPT, len(right.codes) if b_ends else KEPT
+        kept = len(left.codes) if a_ends else _KEPT, len(right.codes) if b_ends else _KEPT
         x, y, in_run = _commit(left, right, block, kept, runs)
         i, j = left.edges[x], right.edges[y]
 

@@ -40,7 +40,7 @@ class Entry(BaseModel):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
-class Manifest(BaseModel):
+class _Manifest(BaseModel):
     """The files of a checkpoint, by their paths in it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
@@ -61,7 +61,7 @@ def seal(folder: Path) -> None:
     files = {path.relative_to(folder).as_posix(): path for path in files_below(folder)}
     sizes = {name: path.stat().st_size for name, path in files.items()}
     hashes = _hashes_of(files, sum(sizes.values()), f"hashing {folder.name}")
-    manifest = Manifest(files={name: Entry(size=sizes[name], sha256=hashes[name]) for name in files})
+    manifest = _Manifest(files={name: Entry(size=sizes[name], sha256=hashes[name]) for name in files})
     write_synced(folder / MANIFEST, json.dumps(manifest.model_dump(), indent=1).encode())
     sync(folder)
 
@@ -84,12 +84,12 @@ def read_typed(file: Path, kind: type[_T]) -> _T:
         raise DamagedError(f"{file} cannot be read ({error.strerror})") from None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> _Manifest:
     """Read a checkpoint's manifest. Raises DamagedError where it is absent or no manifest."""
-    return read_typed(folder / MANIFEST, Manifest)
+    return read_typed(folder / MANIFEST, _Manifest)
 
 
-def require_sizes(folder: Path, manifest: Manifest) -> None:
+def require_sizes(folder: Path, manifest: _Manifest) -> None:
     """Raise DamagedError, naming the file, where one is absent or of another length than was written."""
     for name, entry in manifest.files.items():
         path = folder / name
@@ -99,7 +99,7 @@ def require_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedError(f"{folder} is damaged: {name} has {size:,} bytes, and {entry.size:,} were written")
 
 
-def require_hashes(folder: Path, manifest: Manifest) -> None:
+def require_hashes(folder: Path, manifest: _Manifest) -> None:
     """Raise DamagedError, naming the file, where one has other bytes than were written."""
     paths = {name: folder / name for name in manifest.files}
     hashes = _hashes_of(paths, manifest.size, f"checking {folder.name}")

@@ -15,15 +15,15 @@ from hydra.errors import HydraException
 
 from nemo_opd.errors import ConfigError
 
-PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
-OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
+_PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
+_OVERRIDE = re.compile(r"^(~|\+{0,2}[A-Za-z_][\w./@:]*=)")
 HELP_FLAGS = frozenset({"--help", "-h"})
 MULTIRUN_FLAGS = frozenset({"--multirun", "-m"})
 INLINE = "_inline_"
 """Begins the name of an option that the command line itself gives a group."""
 
 # A run owns one directory, run.output_dir; Hydra adds no folders or log files of its own.
-QUIET_HYDRA = (
+_QUIET_HYDRA = (
     "hydra.run.dir=.",
     "hydra.sweep.subdir=.",
     "hydra.output_subdir=null",
@@ -61,7 +61,7 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
     file and an override without a key.
     """
     options: list[str] = []
-    settings = [*QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
+    settings = [*_QUIET_HYDRA, f"hydra.job.name='{Path(sys.argv[0]).stem}'"]
     typed: list[str] = []
     primary = config_dir / f"{config_name}.yaml"
     remaining = iter(arguments)
@@ -71,7 +71,7 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
             primary = config_file(value or next(remaining, ""), config_dir)
             options += ["--config-path", str(primary.parent), "--config-name", primary.stem]
             settings.append(f"hydra.searchpath=[file://{config_dir.resolve()}]")
-        elif OVERRIDE.match(argument):
+        elif _OVERRIDE.match(argument):
             typed.append(argument)
         elif argument.startswith("="):
             raise ConfigError(f"{argument}: the key is empty; write key=value")
@@ -110,7 +110,7 @@ class Groups:
 
     @classmethod
     def of(cls, config_dir: Path, primary: Path) -> "Groups":
-        content = top_level(primary)
+        content = _top_level(primary)
         entries = content.get("defaults") or []
         listed = [str(key).removeprefix("override ") for entry in entries if isinstance(entry, dict) for key in entry]
         return cls(config_dir, frozenset(listed), frozenset(map(str, content)))
@@ -120,16 +120,16 @@ class Groups:
         key = argument.partition("=")[0]
         group = key.lstrip("+")
         if group.startswith("hydra") or not (self.config_dir / group.replace(".", "/")).is_dir():
-            return f"++{argument}" if PLAIN_OVERRIDE.match(argument) else argument
-        value = whole_value(argument)
-        if not isinstance(value, str) and value is not NO_VALUE:
-            return f"{'' if group in self.listed else '+'}{group}={inline_option(group, value)}"
+            return f"++{argument}" if _PLAIN_OVERRIDE.match(argument) else argument
+        value = _whole_value(argument)
+        if not isinstance(value, str) and value is not _NO_VALUE:
+            return f"{'' if group in self.listed else '+'}{group}={_inline_option(group, value)}"
         plain = argument.lstrip("+") if key.startswith("++") else argument
         is_new = group not in self.listed and group not in self.keys
         return f"+{plain}" if is_new and not plain.startswith("+") else plain
 
 
-def top_level(primary: Path) -> dict[str, Any]:
+def _top_level(primary: Path) -> dict[str, Any]:
     """Return what the file says; nothing where it cannot be read, which is Hydra's to report."""
     try:
         content = yaml.safe_load(primary.read_text(encoding="utf-8"))
@@ -138,19 +138,19 @@ def top_level(primary: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-NO_VALUE = object()
+_NO_VALUE = object()
 
 
-def whole_value(argument: str) -> object:
-    """Return the value of an override; NO_VALUE where it is malformed or a sweep, which Hydra deals with."""
+def _whole_value(argument: str) -> object:
+    """Return the value of an override; _NO_VALUE where it is malformed or a sweep, which Hydra deals with."""
     try:
         override = OverridesParser.create().parse_override(argument)
-        return NO_VALUE if override.is_sweep_override() else override.value()
+        return _NO_VALUE if override.is_sweep_override() else override.value()
     except HydraException:
-        return NO_VALUE
+        return _NO_VALUE
 
 
-def inline_option(group: str, value: object) -> str:
+def _inline_option(group: str, value: object) -> str:
     """Store a value as an option of the group and return the option's name."""
     store = ConfigStore.instance()
     name = f"{INLINE}{len(store.list(group)) if group in store.repo else 0}"

@@ -21,7 +21,7 @@ def composition_errors(command: CommandLine) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ConfigError(explain_composition(error, command)) from error
+        raise ConfigError(_explain_composition(error, command)) from error
     finally:
         if previous is None:
             del os.environ["HYDRA_FULL_ERROR"]
@@ -29,7 +29,7 @@ def composition_errors(command: CommandLine) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = previous
 
 
-def explain_composition(error: Exception, command: CommandLine) -> str:
+def _explain_composition(error: Exception, command: CommandLine) -> str:
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark or error.context_mark):
         return (
             f"{mark.name}, line {mark.line + 1}, column {mark.column + 1}: no valid YAML: "
@@ -48,8 +48,8 @@ def explain_composition(error: Exception, command: CommandLine) -> str:
         return f"{override}: cannot be read as key=value; quote a value with special characters, as in 'key=\"a(b\"'"
     if isinstance(error, MissingConfigException):
         return f"{str(error).splitlines()[0].rstrip('.')}; the files are in {command.config_file.parent}"
-    wrong, before = first_refused(command)
-    if wrong is not None and before is not None and (reason := missing_element(wrong, before)):
+    wrong, before = _first_refused(command)
+    if wrong is not None and before is not None and (reason := _missing_element(wrong, before)):
         return f"{wrong}: {reason}"
     if wrong is not None and "--multirun" in str(error):
         return f"{wrong}: several values; write key=[a,b] for a list, or add --multirun for a run with each"
@@ -60,7 +60,7 @@ def explain_composition(error: Exception, command: CommandLine) -> str:
     return f"{wrong}: cannot be applied ({reason}); correct it, or leave it out"
 
 
-def first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
+def _first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
     """Find the first override, as typed, with which composing fails, and the configuration without it.
 
     None for an override where composing fails without any.
@@ -70,21 +70,21 @@ def first_refused(command: CommandLine) -> tuple[str | None, DictConfig | None]:
     ordered = sorted(zip(command.typed, command.overrides, strict=True), key=lambda pair: pair[1].startswith("++"))
     for number in range(len(ordered) + 1):
         try:
-            composed = recomposed(command, [override for _, override in ordered[:number]])
+            composed = _recomposed(command, [override for _, override in ordered[:number]])
         except Exception:
             return (ordered[number - 1][0] if number else None), before
         before = composed
     return (" ".join(command.typed) or None), None
 
 
-def recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
+def _recomposed(command: CommandLine, overrides: Sequence[str]) -> DictConfig:
     file = command.config_file
     searched = [setting for setting in command.settings if setting.startswith("hydra.searchpath")]
     with initialize_config_dir(str(file.parent), version_base="1.3"):
         return compose(file.stem, [*searched, *overrides])
 
 
-def missing_element(override: str, config: DictConfig) -> str | None:
+def _missing_element(override: str, config: DictConfig) -> str | None:
     """Return what is wrong with a key whose path goes through an element that a list does not have."""
     key = override.lstrip("~+").partition("=")[0]
     *path, _ = parts = key.split(".")

@@ -10,15 +10,15 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 
-Ignored = Iterator[tuple[str, str]]
+_Ignored = Iterator[tuple[str, str]]
 """Key, and why it has no effect and what to do."""
 
 
 def check_effects(config: RunFields) -> None:
     """Raises ValueError for the first setting that was changed from its default and has no effect."""
-    for of in (of_templates, of_data, of_steps, of_sampling, of_cluster, of_loss):
+    for of in (_of_templates, _of_data, _of_steps, _of_sampling, _of_cluster, _of_loss):
         for key, reason in of(config):
-            value, default = value_and_default(config, key)
+            value, default = _value_and_default(config, key)
             # null turns a setting off, which is no wish that would go unheard.
             if value is None or value == default:
                 continue
@@ -26,7 +26,7 @@ def check_effects(config: RunFields) -> None:
             raise ValueError(f"{key}={shown} has no effect: {reason}")
 
 
-def value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
+def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
     owner: Any = config
     *path, name = key.split(".")
     for part in path:
@@ -35,7 +35,7 @@ def value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
     return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
 
 
-def of_templates(config: RunFields) -> Ignored:
+def _of_templates(config: RunFields) -> _Ignored:
     is_chat = config.data.messages_key is not None
     asks_teachers = config.evaluation is not None and config.evaluation.teachers
     if not is_chat:
@@ -54,7 +54,7 @@ def of_templates(config: RunFields) -> Ignored:
                 )
 
 
-def of_data(config: RunFields) -> Ignored:
+def _of_data(config: RunFields) -> _Ignored:
     is_chat, is_on_policy = config.data.messages_key is not None, config.rollout is not None
     if is_chat:
         yield "data.text_key", "data.messages_key names the column of conversations instead; leave one of the two out"
@@ -65,7 +65,7 @@ def of_data(config: RunFields) -> Ignored:
         yield "data.response_key", "the student learns from data.text_key whole; add rollout=hf, or leave it out"
 
 
-def of_steps(config: RunFields) -> Ignored:
+def _of_steps(config: RunFields) -> _Ignored:
     if config.run.output_dir is None:
         yield "run.resume", "a run without run.output_dir has a new directory each time; name that of the first run"
     if config.loss.scaling == "fixed":
@@ -75,7 +75,7 @@ def of_steps(config: RunFields) -> Ignored:
         yield "loss.scaling", "it balances KD with CE, and one of loss.kd_weight and loss.ce_weight is 0; raise it"
 
 
-def of_sampling(config: RunFields) -> Ignored:
+def _of_sampling(config: RunFields) -> _Ignored:
     if config.rollout is None:
         for name in type(config.health).model_fields:
             yield f"health.{name}", "it watches what the student samples; add rollout=hf, or leave it out"
@@ -90,7 +90,7 @@ def of_sampling(config: RunFields) -> Ignored:
         yield "evaluation.teacher_batch_size", "no teacher is asked; write evaluation.teachers=true, or leave it out"
 
 
-def of_cluster(config: RunFields) -> Ignored:
+def _of_cluster(config: RunFields) -> _Ignored:
     cluster = config.cluster
     if cluster.placement == "colocated":
         yield "cluster.prefetch", "teachers take turns with the student; write cluster.placement=separate"
@@ -100,7 +100,7 @@ def of_cluster(config: RunFields) -> Ignored:
         yield "cluster.cpu_ranks", "cluster.device=cuda; set cluster.gpus_per_node, or leave it out"
 
 
-def of_loss(config: RunFields) -> Ignored:
+def _of_loss(config: RunFields) -> _Ignored:
     """Find settings of loss terms that no teacher has."""
     followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
     is_chunked = isinstance(config.loss, ChunkTerm)

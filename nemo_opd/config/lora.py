@@ -8,7 +8,7 @@ from nemo_opd.config.base import Settings
 
 ALL_LINEAR: Literal["all-linear"] = "all-linear"
 
-ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
+_ModuleNames = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class Lora(Settings):
@@ -20,7 +20,7 @@ class Lora(Settings):
     """An adapter's output counts alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Share of an adapter's inputs that are zeroed, at random, in training."""
-    target_modules: Literal["all-linear"] | ModuleNames = ALL_LINEAR
+    target_modules: Literal["all-linear"] | _ModuleNames = ALL_LINEAR
     """Linear layers that get an adapter, by the ends of their names, such as [q_proj, v_proj]. all-linear: every one
     but the head.
     """

@@ -9,7 +9,7 @@ from nemo_opd.config.base import Settings
 Value = TypeVar("Value")
 
 
-def refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
+def _refused_unless(has_effect: bool, value: Value, info: ValidationInfo, of: type[Settings], reason: str) -> Value:
     """Return the value. Raises ValueError, with `reason`, if it is not the default and has no effect."""
     if not has_effect and value != of.model_fields[str(info.field_name)].default:
         raise ValueError(f"{value} has no effect with {reason}, or leave {info.field_name} out")
@@ -36,7 +36,7 @@ class DivergenceTerm(Settings):
         needed = {"beta": "jsd", "mixed_weight": "mixed"}[str(info.field_name)]
         divergence = info.data.get("divergence", needed)
         reason = f"divergence={divergence}; write divergence={needed}"
-        return refused_unless(divergence == needed, weight, info, cls, reason)
+        return _refused_unless(divergence == needed, weight, info, cls, reason)
 
 
 class SameVocabTerm(DivergenceTerm):
@@ -56,7 +56,7 @@ class SameVocabTerm(DivergenceTerm):
     @classmethod
     def normalization_needs_a_truncated_support(cls, normalization: str, info: ValidationInfo) -> str:
         is_truncated = info.data.get("support") != "full"
-        return refused_unless(is_truncated, normalization, info, cls, "support=full; choose another support")
+        return _refused_unless(is_truncated, normalization, info, cls, "support=full; choose another support")
 
     @field_validator("top_k")
     @classmethod
@@ -86,7 +86,7 @@ class ChunkTerm(DivergenceTerm):
     """Weight of the `alm` term of chunks with several tokens on a side, which is added."""
 
 
-def fixed_by_compat(value: object, info: ValidationInfo) -> object:
+def _fixed_by_compat(value: object, info: ValidationInfo) -> object:
     """Refuses a setting that the preset above it decides."""
     compat = info.data.get("compat")
     if compat is not None and value is not None:
@@ -107,7 +107,7 @@ class PKLTerm(ChunkTerm):
     vocab_topk: int | None = Field(None, ge=1)
     """Covered columns with a cell of their own, the most important ones; the others share one."""
 
-    _preset = field_validator("merge", "coverage_coef")(fixed_by_compat)
+    _preset = field_validator("merge", "coverage_coef")(_fixed_by_compat)
 
 
 class PairedTerm(ChunkTerm):
@@ -126,12 +126,12 @@ class PairedTerm(ChunkTerm):
     uncommon_topk: int | None = Field(None, ge=1)
     """Others that are compared on either side, the likeliest; 8192 when not given."""
 
-    _preset = field_validator("merge")(fixed_by_compat)
+    _preset = field_validator("merge")(_fixed_by_compat)
 
     @field_validator("uncommon_topk")
     @classmethod
     def uncommon_topk_needs_a_weight(cls, top_k: int | None, info: ValidationInfo) -> int | None:
-        return refused_unless(info.data.get("uncommon_weight") != 0, top_k, info, cls, "uncommon_weight=0; raise it")
+        return _refused_unless(info.data.get("uncommon_weight") != 0, top_k, info, cls, "uncommon_weight=0; raise it")
 
 
 class GoldTerm(PairedTerm):
@@ -240,7 +240,7 @@ class SampledKLTerm(ImportanceSettings):
     @classmethod
     def clipping_needs_a_ratio(cls, clip: float | None, info: ValidationInfo) -> float | None:
         is_clipped = info.data.get("update") != "direct"
-        return refused_unless(is_clipped, clip, info, cls, "update=direct; write update=policy_gradient")
+        return _refused_unless(is_clipped, clip, info, cls, "update=direct; write update=policy_gradient")
 
     @field_validator("update")
     @classmethod

@@ -7,12 +7,12 @@ from nemo_opd.config.reward import EnvironmentReward
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run_fields import RunFields
 
-ONLY_ON_POLICY = ("reward", "environment", "evaluation")
+_ONLY_ON_POLICY = ("reward", "environment", "evaluation")
 
 
 def check_off_policy(config: RunFields) -> None:
     """Check a run without rollouts."""
-    for key in ONLY_ON_POLICY:
+    for key in _ONLY_ON_POLICY:
         if getattr(config, key) is not None:
             raise ValueError(f"{key} is about what the student samples, and this run samples nothing; add rollout=hf")
     if isinstance(config.loss, GRPOLoss):
@@ -20,7 +20,7 @@ def check_off_policy(config: RunFields) -> None:
     for i in range(len(config.active_teachers)):
         if isinstance(config.term(i), SampledKLTerm):
             raise ValueError(
-                f"{term_key(config, i)}.type=sampled_kl reads only tokens that the student sampled, and this run "
+                f"{_term_key(config, i)}.type=sampled_kl reads only tokens that the student sampled, and this run "
                 "samples none; add rollout=hf, or use loss=same_vocab"
             )
 
@@ -28,18 +28,18 @@ def check_off_policy(config: RunFields) -> None:
 def check_on_policy(config: RunFields) -> None:
     rollout = config.rollout
     assert rollout is not None
-    check_batch(config, rollout)
+    _check_batch(config, rollout)
     check_lengths(config, rollout)
-    check_responses(config, rollout)
-    check_environment(config)
-    check_reward(config)
-    check_rollout_weights(config)
-    check_group(config, rollout)
-    check_behaviour(config, rollout)
-    check_scaling(config, rollout)
+    _check_responses(config, rollout)
+    _check_environment(config)
+    _check_reward(config)
+    _check_rollout_weights(config)
+    _check_group(config, rollout)
+    _check_behaviour(config, rollout)
+    _check_scaling(config, rollout)
 
 
-def check_batch(config: RunFields, rollout: Rollouts) -> None:
+def _check_batch(config: RunFields, rollout: Rollouts) -> None:
     size, n = config.train.global_batch_size, rollout.n
     if size % n:
         raise ValueError(
@@ -62,7 +62,7 @@ def check_lengths(config: RunFields, rollout: Rollouts) -> None:
         )
 
 
-def check_responses(config: RunFields, rollout: Rollouts) -> None:
+def _check_responses(config: RunFields, rollout: Rollouts) -> None:
     data = config.data
     if data.response_key is not None and data.messages_key is not None:
         raise ValueError(
@@ -76,12 +76,12 @@ def check_responses(config: RunFields, rollout: Rollouts) -> None:
         )
 
 
-def check_environment(config: RunFields) -> None:
+def _check_environment(config: RunFields) -> None:
     if config.environment is not None and config.data.messages_key is None:
         raise ValueError("environment: turns need conversations; name their column as data.messages_key")
 
 
-def check_reward(config: RunFields) -> None:
+def _check_reward(config: RunFields) -> None:
     reward = config.reward
     if reward is not None and reward.type == "environment" and config.environment is None:
         raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
@@ -100,12 +100,12 @@ def check_reward(config: RunFields) -> None:
         raise ValueError("evaluation: answers are scored by the reward; set reward, such as reward=numeric")
 
 
-def check_rollout_weights(config: RunFields) -> None:
+def _check_rollout_weights(config: RunFields) -> None:
     """Check that a rollout's weight has one origin, and that teachers score a text once."""
     for i, alpha in enumerate(confidence_alphas(config)):
         if alpha is None:
             continue
-        key = f"{term_key(config, i)}.power_alpha"
+        key = f"{_term_key(config, i)}.power_alpha"
         if config.reward is not None and config.reward.weighting_beta is not None:
             raise ValueError(
                 f"{key} and reward.weighting_beta both weigh rollouts; write {key}=null, or leave weighting_beta out"
@@ -120,7 +120,7 @@ def check_rollout_weights(config: RunFields) -> None:
             )
 
 
-def check_group(config: RunFields, rollout: Rollouts) -> None:
+def _check_group(config: RunFields, rollout: Rollouts) -> None:
     if isinstance(config.loss, GRPOLoss) and config.logging.gradients_every is not None:
         raise ValueError(
             "logging.gradients_every compares KD with CE, and loss.type=grpo has a third gradient; write "
@@ -130,7 +130,7 @@ def check_group(config: RunFields, rollout: Rollouts) -> None:
         raise ValueError("rollout.n=1: loss.type=grpo compares the rollouts of a prompt; write rollout.n=4 or more")
 
 
-def check_behaviour(config: RunFields, rollout: Rollouts) -> None:
+def _check_behaviour(config: RunFields, rollout: Rollouts) -> None:
     """Ratios need the probability with which a token was sampled."""
     has_cuts = rollout.top_p < 1 or rollout.top_k is not None
     if not (has_cuts and isinstance(rollout, ServerRollout) and rollout.program == "sglang"):
@@ -145,7 +145,7 @@ def check_behaviour(config: RunFields, rollout: Rollouts) -> None:
         )
 
 
-def check_scaling(config: RunFields, rollout: Rollouts) -> None:
+def _check_scaling(config: RunFields, rollout: Rollouts) -> None:
     if config.loss.scaling == "dynamic" and rollout.on_policy_share == 1:
         raise ValueError(
             "loss.scaling=dynamic scales KD by CE, which reads sequences of the dataset alone, and "
@@ -167,5 +167,5 @@ def longest_prompt(config: RunFields) -> int:
     return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
 
 
-def term_key(config: RunFields, teacher: int) -> str:
+def _term_key(config: RunFields, teacher: int) -> str:
     return f"teachers.{teacher}.loss" if config.teachers[teacher].loss else "loss"

@@ -19,7 +19,7 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
     """
     by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for problem in problems:
-        path = real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
+        path = _real_path(problem["loc"], data, ends_in_key=problem["type"] != "value_error")
         by_path.setdefault(tuple(path), []).append(problem)
     for place, same in by_path.items():
         if not any(other[: len(place)] == place for other in by_path if len(other) > len(place)):
@@ -34,11 +34,11 @@ def explain(
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
     shown = "null" if value is None else repr(value)
-    reason = " or ".join(dict.fromkeys(map(reason_of, problems))).replace(" or must be", " or")
+    reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {EMPTY}"
     if kind == "extra_forbidden":
-        return f"{key}={shown}: there is no such key{suggestion(path, data, model)}"
+        return f"{key}={shown}: there is no such key{_suggestion(path, data, model)}"
     if kind in ("missing", "union_tag_not_found"):
         return f"{key}{'.type' * (kind != 'missing')}: required, but not given"
     if kind == "union_tag_invalid" and is_blank(value["type"]):
@@ -46,7 +46,7 @@ def explain(
     if kind == "union_tag_invalid":
         return f"{key}.type={value['type']!r}: choose one of {problem['ctx']['expected_tags']}"
     if kind in ("model_type", "model_attributes_type"):
-        known = ", ".join(known_keys(path, data, model))
+        known = ", ".join(_known_keys(path, data, model))
         return f"{key}={shown}: a group of keys, not one value; set {key}.KEY of {known}"
     if kind == "value_error":
         return placed(reason, key, value)
@@ -68,7 +68,7 @@ def placed(reason: str, key: str, value: object) -> str:
     return f"{key}: {reason}"
 
 
-def reason_of(problem: ErrorDetails) -> str:
+def _reason_of(problem: ErrorDetails) -> str:
     """Return pydantic's reason in the words of our messages."""
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
@@ -76,7 +76,7 @@ def reason_of(problem: ErrorDetails) -> str:
     return reason.replace("valid tuple", "list").replace("Tuple should", "must")
 
 
-def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
+def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) -> list[int | str]:
     """Return the location without parts that pydantic adds for members of a union: tags, and names of types.
 
     ends_in_key: its end is no tag, but may be a key that is missing.
@@ -100,15 +100,15 @@ def real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool) 
     return path
 
 
-def suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
-    siblings = known_keys(path[:-1], data, model)
+def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
+    siblings = _known_keys(path[:-1], data, model)
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""
 
 
-def known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+def _known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
     """Return the keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
     models = [model]
     for part in path:
@@ -117,7 +117,7 @@ def known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> 
             fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
             models = [model for annotation in fields for model in models_in(annotation)]
         tag = data.get("type") if isinstance(data, Mapping) else None
-        models = [model for model in models if tag is None or accepts_tag(model, tag)] or models
+        models = [model for model in models if tag is None or _accepts_tag(model, tag)] or models
     return list(dict.fromkeys(name for model in models for name in model.model_fields))
 
 
@@ -127,6 +127,6 @@ def models_in(annotation: Any) -> list[type[BaseModel]]:
     return [model for argument in get_args(annotation) for model in models_in(argument)]
 
 
-def accepts_tag(model: type[BaseModel], tag: object) -> bool:
+def _accepts_tag(model: type[BaseModel], tag: object) -> bool:
     field = model.model_fields.get("type")
     return field is not None and tag in get_args(field.annotation)

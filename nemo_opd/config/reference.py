@@ -18,7 +18,7 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.problems import models_in
 from nemo_opd.config.run import RunConfig
 
-HELP = "settings"
+_HELP = "settings"
 WIDTH = 80
 PAGE = "docs/settings.md"
 
@@ -27,7 +27,7 @@ def store_help(model: type[BaseModel], config_dir: Path, program: str) -> None:
     """Have `hydra/help=settings` print this instead of Hydra's own help."""
     text = help_text(model, config_dir, program)
     node = {"app_name": program, "header": "", "footer": "", "template": text}
-    ConfigStore.instance().store(group="hydra/help", name=HELP, node=node)
+    ConfigStore.instance().store(group="hydra/help", name=_HELP, node=node)
 
 
 def help_text(model: type[BaseModel], config_dir: Path, program: str) -> str:
@@ -97,14 +97,14 @@ def section(name: str, field: FieldInfo, level: int = 2) -> Iterator[str]:
     models = models_in(field.annotation)
     yield from ("", f"{'#' * level} {name}")
     if field.description:
-        yield from ("", in_one_line(field.description))
+        yield from ("", _in_one_line(field.description))
     common = [key for key in models[0].model_fields if all(same(key, models[0], model) for model in models)]
     if len(models) == 1:
         yield from ("", *table(models[0], without=()))
     else:
         yield from ("", *table(models[0], without=[key for key in models[0].model_fields if key not in common]))
         for model in models:
-            yield from ("", f"**`type: {tag(model)}`** {in_one_line(model.__doc__ or '')}".rstrip(), "")
+            yield from ("", f"**`type: {tag(model)}`** {_in_one_line(model.__doc__ or '')}".rstrip(), "")
             yield from table(model, without=["type", *common])
     fields = [pair for model in models for pair in model.model_fields.items()]
     for key, own in {f"{name}.{key}": own for key, own in fields if models_in(own.annotation)}.items():
@@ -127,33 +127,33 @@ def table(model: type[BaseModel], without: Any) -> Iterator[str]:
         return
     yield from ("| key | type | default | meaning |", "|---|---|---|---|")
     for name, field in rows.items():
-        cells = (f"`{name}`", type_of(field), default_of(field), in_one_line(field.description or ""))
+        cells = (f"`{name}`", type_of(field), _default_of(field), _in_one_line(field.description or ""))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def type_of(field: FieldInfo) -> str:
-    return "see its section" if models_in(field.annotation) else f"`{type_name(field.annotation)}`"
+    return "see its section" if models_in(field.annotation) else f"`{_type_name(field.annotation)}`"
 
 
-def type_name(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     """Format a type as people write it, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return type_name(arguments[0])
+        return _type_name(arguments[0])
     if origin is Literal:
         return " | ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in arguments)
     if origin in (Union, UnionType):
-        return " | ".join(map(type_name, arguments))
+        return " | ".join(map(_type_name, arguments))
     if origin is tuple:
-        return f"list[{', '.join(dict.fromkeys(type_name(each) for each in arguments if each is not ...))}]"
+        return f"list[{', '.join(dict.fromkeys(_type_name(each) for each in arguments if each is not ...))}]"
     if origin is not None:
-        return f"{origin.__name__}[{', '.join(map(type_name, arguments))}]"
+        return f"{origin.__name__}[{', '.join(map(_type_name, arguments))}]"
     return (
         "null" if annotation is NoneType else "path" if annotation is Path else getattr(annotation, "__name__", "any")
     )
 
 
-def default_of(field: FieldInfo) -> str:
+def _default_of(field: FieldInfo) -> str:
     if models_in(field.annotation):
         return ""
     if field.is_required():
@@ -165,7 +165,7 @@ def default_of(field: FieldInfo) -> str:
     return f"`{shown}`"
 
 
-def in_one_line(text: str) -> str:
+def _in_one_line(text: str) -> str:
     return " ".join(text.split())
 
 

@@ -32,7 +32,7 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.config.train import Train
 
 ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
-SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
+_SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class Run(Settings):
@@ -98,7 +98,7 @@ class RunFields(Settings):
         if entry.loss is not None:
             return entry.loss
         if entry.type == "same_tokenizer":
-            kind = next((kind for kind in SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
+            kind = next((kind for kind in _SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
             common = kind if isinstance(self.loss, kind) else DivergenceTerm
             return kind(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
         assert not isinstance(self.loss, GRPOLoss)

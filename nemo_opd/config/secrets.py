@@ -17,21 +17,21 @@ MASK = "***"
 WORDS = r"(?:api_?key|key|token|password|passwd|secret|credentials?|auth|signature|sig)"
 NAME = rf"(?:[A-Za-z0-9_.-]*[_.-])?{WORDS}"
 """Pattern of names ending with such a word: HF_TOKEN and --api-key, but not --tokenizer or --max-num-batched-tokens."""
-SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
-HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
-IN_ADDRESSES = (
+_SECRET_NAME = re.compile(rf"-*{NAME}", re.IGNORECASE)
+_HARMLESS = re.compile(r"[\d.,:+-]{1,16}|true|false|yes|no|on|off", re.IGNORECASE)
+_IN_ADDRESSES = (
     # A password may have an @ and, wrongly, a slash; host:port/path@v1 is none.
     re.compile(r"(?<=://)(?P<secret>[^/\s?#\"')]+|[^/\s@:\"')]+:(?!\d+/)[^\s\"')]+)(?=@)"),
     re.compile(rf"(?<=[?&]){NAME}=(?P<secret>[^&\s#'\"]+)", re.IGNORECASE),
 )
-IN_ARGUMENTS = (
+_IN_ARGUMENTS = (
     re.compile(rf"^-+{NAME}=(?P<secret>.+)$", re.IGNORECASE | re.DOTALL),
     # Inside a shell's command, a header or JSON.
     re.compile(rf"(?:^|(?<=[\s;&|\"']))-*{NAME}=[\"']?(?P<secret>[^\s\"';&|]+)", re.IGNORECASE),
     re.compile(rf"(?<![\w-])-+{NAME}\s+[\"']?(?P<secret>[^\s\"']+)", re.IGNORECASE),
     re.compile(rf"\b{NAME}[\"']?\s*:\s*[\"']?(?P<secret>[^\s\"',}}]+)", re.IGNORECASE),
     re.compile(r"\b(?:bearer|authorization\W+basic)\s+(?P<secret>[^\s'\"]+)", re.IGNORECASE),
-    *IN_ADDRESSES,
+    *_IN_ADDRESSES,
 )
 REFERENCE, FROM_ENVIRONMENT = re.compile(r"\$\{"), re.compile(r"\$\{oc\.env:(\w+)")
 SHORTEST, SHORTEST_ELSEWHERE = 6, 12
@@ -40,7 +40,7 @@ shorter ones would be found where they are not meant.
 """
 ENVIRONMENT, ARGUMENTS = "environment", ("options", "command")
 """Keys of a server's section."""
-PROBE = "what-is-secret"
+_PROBE = "what-is-secret"
 """Stands for one, to see what masking makes of it."""
 
 Path = tuple[str | int, ...]
@@ -62,10 +62,10 @@ def remember(raw: Any, resolved: Any) -> None:
             _references[path] = value, written
         masked = masked_leaf(resolved, path, value)
         if masked == MASK:
-            if path[-2] in ARGUMENTS or SECRET_NAME.fullmatch(str(path[-1])) or is_telling(value):
+            if path[-2] in ARGUMENTS or _SECRET_NAME.fullmatch(str(path[-1])) or _is_telling(value):
                 _known.setdefault(value, MASK)
         elif masked != value:
-            _known.update(dict.fromkeys(secrets_in(value, IN_ARGUMENTS), MASK))
+            _known.update(dict.fromkeys(_secrets_in(value, _IN_ARGUMENTS), MASK))
         if isinstance(written, str):
             _known.update(variables(written, is_secret=masked != value))
 
@@ -76,10 +76,12 @@ def variables(written: str, *, is_secret: bool) -> dict[str, str]:
     is_secret: whether the text stands in the place of a secret. Elsewhere short values and paths are no secrets.
     """
     found = {name: os.environ.get(name, "") for name in FROM_ENVIRONMENT.findall(written)}
-    return {value: f"${{oc.env:{name}}}" for name, value in found.items() if value and (is_secret or is_telling(value))}
+    return {
+        value: f"${{oc.env:{name}}}" for name, value in found.items() if value and (is_secret or _is_telling(value))
+    }
 
 
-def is_telling(value: str) -> bool:
+def _is_telling(value: str) -> bool:
     """Return whether a value by itself looks like a secret: it is long, and no path."""
     return len(value) >= SHORTEST_ELSEWHERE and "/" not in value
 
@@ -93,7 +95,7 @@ def without_secrets(text: str) -> str:
     for value in sorted(_known, key=len, reverse=True):
         if len(value) >= SHORTEST:
             text = text.replace(value, _known[value])
-    return masked_text(text, IN_ADDRESSES)
+    return _masked_text(text, _IN_ADDRESSES)
 
 
 def shown_config(settings: Any) -> Any:
@@ -104,7 +106,7 @@ def shown_config(settings: Any) -> Any:
 def require_values(settings: Any) -> None:
     """Raise ConfigError where a value is the mask of one, as in the config.yaml of a run that had it."""
     for path, value in leaves(settings):
-        if isinstance(value, str) and is_masked(settings, path, value):
+        if isinstance(value, str) and _is_masked(settings, path, value):
             key = ".".join(map(str, path))
             raise ConfigError(
                 f"{key}={value}: a secret that was masked when the file was written; write {key}=VALUE, or "
@@ -112,9 +114,9 @@ def require_values(settings: Any) -> None:
             )
 
 
-def is_masked(settings: Any, path: Path, value: str) -> bool:
+def _is_masked(settings: Any, path: Path, value: str) -> bool:
     """Return whether masking has made the value what it is; a mask in another place is a text like any other."""
-    return MASK in value and masked_leaf(settings, path, value.replace(MASK, PROBE)) == value
+    return MASK in value and masked_leaf(settings, path, value.replace(MASK, _PROBE)) == value
 
 
 def _reference(path: Path, value: str) -> str | None:
@@ -134,33 +136,33 @@ def masked_leaf(settings: Any, path: Path, value: str) -> str:
     *parent, last = path
     section = parent[-1] if len(parent) > 1 else None
     if section == ENVIRONMENT:
-        is_plain = HARMLESS.fullmatch(value) and not SECRET_NAME.fullmatch(str(last))
+        is_plain = _HARMLESS.fullmatch(value) and not _SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK
     if section in ARGUMENTS and isinstance(last, int):
-        if not value.startswith("-") and is_secret_option(at(settings, tuple(parent)), last):
+        if not value.startswith("-") and _is_secret_option(at(settings, tuple(parent)), last):
             return MASK
-        return masked_text(value, IN_ARGUMENTS)
-    return masked_text(value, IN_ADDRESSES)
+        return _masked_text(value, _IN_ARGUMENTS)
+    return _masked_text(value, _IN_ADDRESSES)
 
 
-def is_secret_option(arguments: Any, index: int) -> bool:
+def _is_secret_option(arguments: Any, index: int) -> bool:
     """Return whether the last option before an argument is one that takes secrets, of which there may be several."""
     before = [each for each in (arguments or [])[:index] if isinstance(each, str) and each.startswith("-")]
-    return bool(before) and SECRET_NAME.fullmatch(before[-1]) is not None
+    return bool(before) and _SECRET_NAME.fullmatch(before[-1]) is not None
 
 
-def masked_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
+def _masked_text(text: str, patterns: Sequence[re.Pattern[str]]) -> str:
     for pattern in patterns:
-        text = pattern.sub(masked_match, text)
+        text = pattern.sub(_masked_match, text)
     return text
 
 
-def masked_match(match: re.Match[str]) -> str:
+def _masked_match(match: re.Match[str]) -> str:
     start, end = (place - match.start() for place in match.span("secret"))
     return f"{match[0][:start]}{MASK}{match[0][end:]}"
 
 
-def secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
+def _secrets_in(text: str, patterns: Sequence[re.Pattern[str]]) -> Iterator[str]:
     return (match["secret"] for pattern in patterns for match in pattern.finditer(text))
 
 

@@ -13,7 +13,7 @@ from hydra.errors import HydraException
 
 from nemo_opd.config.secrets import masked_leaf, without_secrets
 
-LONGEST_NAME = 120
+_LONGEST_NAME = 120
 ODD = re.compile(r"[^\w.=,+-]+")
 
 
@@ -30,7 +30,7 @@ class Sweep:
     @classmethod
     def of(cls, typed: Sequence[str]) -> "Sweep":
         """Find the keys that vary. typed: the command line's overrides."""
-        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if is_sweep(argument)))
+        return cls(tuple(argument.lstrip("+").partition("=")[0] for argument in typed if _is_sweep(argument)))
 
     def place(self, data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
         """Return the settings of the next run with the folder that it is to write into.
@@ -51,8 +51,8 @@ class Sweep:
         pairs = (override.lstrip("+").partition("=") for override in overrides)
         varied = ",".join(f"{key}={shown(key, value)}" for key, _, value in pairs if key in self.keys)
         name = ODD.sub("_", varied).strip("_") or "run"
-        if len(name) > LONGEST_NAME:
-            name = f"{name[: LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
+        if len(name) > _LONGEST_NAME:
+            name = f"{name[: _LONGEST_NAME - 9]}_{hashlib.sha256(varied.encode()).hexdigest()[:8]}"
         if name in self.names:
             name = f"{name}_{len(self.names)}"
         self.names.append(name)
@@ -64,7 +64,7 @@ def shown(key: str, value: str) -> str:
     return without_secrets(masked_leaf({}, tuple(key.split(".")), value))
 
 
-def is_sweep(argument: str) -> bool:
+def _is_sweep(argument: str) -> bool:
     """Return whether an override has several values, for a run with each."""
     try:
         return OverridesParser.create().parse_override(argument).is_sweep_override()

@@ -52,7 +52,7 @@ class CachedSampleMaker:
 
     def __call__(self, document: Document) -> Sample:
         """Raises what making the sample raises."""
-        key = key_of(document)
+        key = _key_of(document)
         if (stored := self._read(key)) is not None:
             try:
                 return decoded(stored)
@@ -135,7 +135,7 @@ class Store:
         self._connection.execute("INSERT OR REPLACE INTO samples VALUES (?, ?)", (key, value))
 
 
-def key_of(document: Document) -> bytes:
+def _key_of(document: Document) -> bytes:
     content = document if isinstance(document, str) else json.dumps(asdict(document), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
 

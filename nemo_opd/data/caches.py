@@ -11,11 +11,11 @@ from pathlib import Path
 from nemo_opd.disk import FULL, error_number, refusal
 from nemo_opd.errors import OPDError, StorageError
 
-OF_WRITING = FULL | {errno.EROFS, errno.EFBIG}
+_OF_WRITING = FULL | {errno.EROFS, errno.EFBIG}
 """Raised by no reader: libraries read the user's files in the same call."""
 WAIT_S = 2 * 3600.0
 """Seconds for another process, in which it converts 1.4 TB at 0.2 GB/s."""
-POLL_S = 0.5
+_POLL_S = 0.5
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def writing(folder: Path, variable: str) -> Iterator[None]:
         raise
     except Exception as error:
         number = error_number(error)
-        if number is None or not (number in OF_WRITING or _is_of(error, folder)):
+        if number is None or not (number in _OF_WRITING or _is_of(error, folder)):
             raise
         raise StorageError(refusal(folder, number, instead=elsewhere(variable))) from error
 
@@ -52,18 +52,18 @@ def await_turn(lock: Path, variable: str) -> None:
     variable: of the environment, names the folder. Raises StorageError after WAIT_S.
     """
     deadline = time.monotonic() + WAIT_S
-    if is_held(lock):
+    if _is_held(lock):
         _log.warning("waiting for another process that works on the same data; it holds %s", lock)
-    while is_held(lock):
+    while _is_held(lock):
         if time.monotonic() > deadline:
             raise StorageError(
                 f"another process has held {lock} for more than {WAIT_S:.0f} s; see whether it still works, end it, or "
                 f"{elsewhere(variable)}"
             )
-        time.sleep(POLL_S)
+        time.sleep(_POLL_S)
 
 
-def is_held(lock: Path) -> bool:
+def _is_held(lock: Path) -> bool:
     """Return whether another process has locked the file; False where there are no locks."""
     try:
         with lock.open("r+") as file:

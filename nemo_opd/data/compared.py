@@ -21,16 +21,16 @@ def compared(sample: Sample) -> Sample:
     marks of one role, which may be text on one side only.
     """
     readers = [i for i in range(len(sample.teachers)) if sample.route in (None, i)]
-    is_kept = kept_tokens(sample.student, [sample.teachers[i] for i in readers])
+    is_kept = _kept_tokens(sample.student, [sample.teachers[i] for i in readers])
     student = replace(sample.student, num_bytes=np.where(is_kept, sample.student.num_bytes, np.int32(0)))
     teachers = [
-        teacher_bytes(teacher, sample.student, student, is_kept) if i in readers else teacher
+        _teacher_bytes(teacher, sample.student, student, is_kept) if i in readers else teacher
         for i, teacher in enumerate(sample.teachers)
     ]
     return replace(sample, student=student, teachers=tuple(teachers))
 
 
-def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[np.bool_]:
+def _kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[np.bool_]:
     """Mark tokens of the student in stretches that are compared whole: bool [S]."""
     is_read = student.loss_mask.copy()
     opens = np.ones(len(student), np.bool_)
@@ -47,7 +47,9 @@ def kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[n
     return is_whole[stretch]
 
 
-def teacher_bytes(teacher: TeacherSample, before: Tokens, student: Tokens, is_kept: NDArray[np.bool_]) -> TeacherSample:
+def _teacher_bytes(
+    teacher: TeacherSample, before: Tokens, student: Tokens, is_kept: NDArray[np.bool_]
+) -> TeacherSample:
     """Keep the bytes of a teacher's tokens in the kept stretches. before: the student's tokens
     that it was made for.
     """

@@ -23,10 +23,10 @@ from nemo_opd.paths import cache_dir
 BLOCK = 1 << 20
 UNSUSPICIOUS = 1 << 30
 """Bytes that any file may unpack to."""
-MAX_EXPANSION = 200
+_MAX_EXPANSION = 200
 """Times its size that a file may unpack to beyond that. Logs reach 50, a bomb 1,000 and more."""
 PART = ".part"
-ABANDONED_S = 3600.0
+_ABANDONED_S = 3600.0
 SPARE = 1 << 30
 """Bytes of the disk that are left free."""
 
@@ -35,8 +35,8 @@ def _zstd(path: Path) -> IO[bytes]:
     return pa.input_stream(str(path), compression="zstd")
 
 
-Opener = Callable[[Path], AbstractContextManager[Any]]
-OPENERS: dict[bytes, Opener] = {
+_Opener = Callable[[Path], AbstractContextManager[Any]]
+_OPENERS: dict[bytes, _Opener] = {
     b"\x1f\x8b": gzip.GzipFile,
     b"\x28\xb5\x2f\xfd": _zstd,
     b"BZh": bz2.BZ2File,
@@ -60,7 +60,7 @@ def uncompressed(path: Path, source: str) -> Path:
     target = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.jsonl"
     if not target.exists():
         _remove_abandoned(folder)
-        limit = max(UNSUSPICIOUS, MAX_EXPANSION * status.st_size)
+        limit = max(UNSUSPICIOUS, _MAX_EXPANSION * status.st_size)
         with writing(folder, "NEMO_OPD_CACHE"), NamedTemporaryFile(dir=folder, suffix=PART, delete=False) as unpacked:
             try:
                 with opener(path) as packed:
@@ -80,14 +80,14 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove what runs that were killed have begun; what is being unpacked grows all the time."""
     for part in folder.glob(f"*{PART}"):
         with suppress(OSError):
-            if time.time() - part.stat().st_mtime > ABANDONED_S:
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
                 part.unlink()
 
 
-def _opener(path: Path) -> Opener | None:
+def _opener(path: Path) -> _Opener | None:
     with path.open("rb") as file:
-        start = file.read(max(map(len, OPENERS)))
-    return next((opener for magic, opener in OPENERS.items() if start.startswith(magic)), None)
+        start = file.read(max(map(len, _OPENERS)))
+    return next((opener for magic, opener in _OPENERS.items() if start.startswith(magic)), None)
 
 
 def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> None:
@@ -98,8 +98,8 @@ def _copy(packed: IO[bytes], unpacked: IO[bytes], limit: int, source: str) -> No
         size += len(block)
         if size > limit:
             raise DataError(
-                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {MAX_EXPANSION} times its size, as no text does; "
-                "unpack it yourself if it is no bomb"
+                f"{source} unpacks to more than {limit / 1e9:.1f} GB, {_MAX_EXPANSION} times its size, as no text does"
+                "; unpack it yourself if it is no bomb"
             )
         if size > free:
             raise DataError(

@@ -21,12 +21,12 @@ from nemo_opd.data.schema import shown
 from nemo_opd.disk import require_room
 from nemo_opd.errors import DataError
 
-INFO = "dataset_info.json"
-BEING_MADE = ".incomplete"
+_INFO = "dataset_info.json"
+_BEING_MADE = ".incomplete"
 """Ends the name of a folder that a process is still writing."""
 LOCK = "_builder.lock"
 """Ends the name of the file that it has locked meanwhile."""
-VARIABLE = "HF_DATASETS_CACHE"
+_VARIABLE = "HF_DATASETS_CACHE"
 Made = TypeVar("Made")
 Read = tuple[datasets.Dataset, Origin]
 
@@ -55,24 +55,24 @@ def convert(
     """
     # `datasets` takes paths for patterns; these are files.
     files = {"train": [glob.escape(str(path)) for path in paths]}
-    with quiet(), writing(cache_folder(), VARIABLE):
+    with quiet(), writing(_cache_folder(), _VARIABLE):
         builder = healed(partial(datasets.load_dataset_builder, format, data_files=files, **options), format)
-        await_turn(Path(f"{builder.cache_dir}{LOCK}"), VARIABLE)
+        await_turn(Path(f"{builder.cache_dir}{LOCK}"), _VARIABLE)
         mode = "reuse_dataset_if_exists"
-        if Path(builder.cache_dir, INFO).exists():
+        if Path(builder.cache_dir, _INFO).exists():
             if not _is_damaged(builder, checked):
                 return builder.as_dataset(split="train")
             _log.warning("%s is damaged; %s is converted again", builder.cache_dir, shown(paths))
             mode = "force_redownload"
         prepare()
-        require_room(cache_folder(), 1, "what is converted", instead=elsewhere(VARIABLE))
+        require_room(_cache_folder(), 1, "what is converted", instead=elsewhere(_VARIABLE))
         builder.download_and_prepare(download_mode=mode)
         dataset = builder.as_dataset(split="train")
-    require_intact(columns_of(dataset, checked), source, origin)
+    require_intact(_columns_of(dataset, checked), source, origin)
     return dataset
 
 
-def cache_folder() -> Path:
+def _cache_folder() -> Path:
     return Path(datasets.config.HF_DATASETS_CACHE)
 
 
@@ -91,8 +91,8 @@ def healed(make: Callable[[], Made], below: str) -> Made:
 
 def _forget_damaged(below: str) -> bool:
     """Remove conversions whose description is no JSON object; return whether there were any."""
-    descriptions = cache_folder().glob(f"{below}/**/{INFO}")
-    found = [file for file in descriptions if file.parent.suffix != BEING_MADE and not _is_object(file)]
+    descriptions = _cache_folder().glob(f"{below}/**/{_INFO}")
+    found = [file for file in descriptions if file.parent.suffix != _BEING_MADE and not _is_object(file)]
     for file in found:
         _log.warning("%s is damaged; what it describes is converted again", file)
         with suppress(FileNotFoundError):  # another process removes it too
@@ -112,12 +112,12 @@ def _is_object(file: Path) -> bool:
 def _is_damaged(builder: datasets.DatasetBuilder, columns: list[str]) -> bool:
     try:
         builder.download_and_prepare()  # reads the description that another process may just have written
-        return first_damage(columns_of(builder.as_dataset(split="train"), columns)) is not None
+        return first_damage(_columns_of(builder.as_dataset(split="train"), columns)) is not None
     except Exception:  # what `datasets` raises for files that are cut, absent or of another type
         return True
 
 
-def columns_of(dataset: datasets.Dataset, names: list[str]) -> pa.Table:
+def _columns_of(dataset: datasets.Dataset, names: list[str]) -> pa.Table:
     table = dataset.data.table
     return table.select([name for name in names if name in table.column_names])
 

@@ -45,13 +45,13 @@ class Columns(Protocol):
 def read_documents(columns: Columns, indices: list[int]) -> Sequence[Document]:
     """Raises DataError for a conversation that is malformed JSON."""
     rows = columns[indices]
-    contents = read_contents(rows, len(indices))
+    contents = _read_contents(rows, len(indices))
     if TEACHER not in rows:
         return contents
     return [Routed(content, teacher) for content, teacher in zip(contents, rows[TEACHER], strict=True)]
 
 
-def read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Content]:
+def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Content]:
     if TEXT in rows:
         return rows[TEXT]
     tools = rows.get(TOOLS, [None] * number)
@@ -63,7 +63,7 @@ def parsed(value: Any) -> Any:
 
     Arrow gives every message all keys that any message has; those that are null were not there.
     """
-    return without_nulls(from_json(value) if isinstance(value, str) else value)
+    return _without_nulls(from_json(value) if isinstance(value, str) else value)
 
 
 def from_json(text: str) -> Any:
@@ -85,7 +85,7 @@ def from_json(text: str) -> Any:
     )
 
 
-def without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value

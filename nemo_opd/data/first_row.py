@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from nemo_opd.data.lines import BOM, numbered, unreadable
 
 
-def of_arrow(path: Path, column: str) -> Any:
+def _of_arrow(path: Path, column: str) -> Any:
     with pa.memory_map(str(path)) as file:
         try:
             batch = pa.ipc.open_file(file).get_batch(0)
@@ -22,12 +22,12 @@ def of_arrow(path: Path, column: str) -> Any:
         return value.to_pylist()[0]
 
 
-def of_parquet(path: Path, column: str) -> Any:
+def _of_parquet(path: Path, column: str) -> Any:
     with pq.ParquetFile(path) as file:
         return next(file.iter_batches(1, columns=[column])).column(0).to_pylist()[0]
 
 
-def of_jsonl(path: Path, column: str) -> Any:
+def _of_jsonl(path: Path, column: str) -> Any:
     for _, line in numbered(path):
         if line.strip() and not unreadable(line):
             return json.loads(line.removeprefix(BOM))[column]
@@ -35,9 +35,9 @@ def of_jsonl(path: Path, column: str) -> Any:
 
 
 READERS: dict[str, Callable[[Path, str], Any]] = {
-    "arrow_files": of_arrow,
-    "parquet_files": of_parquet,
-    "jsonl_files": of_jsonl,
+    "arrow_files": _of_arrow,
+    "parquet_files": _of_parquet,
+    "jsonl_files": _of_jsonl,
 }
 
 

@@ -14,12 +14,12 @@ import pyarrow as pa
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
-MAX_THREADS = 8
-CHUNKS_AT_A_TIME = 64
+_MAX_THREADS = 8
+_CHUNKS_AT_A_TIME = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Damage:
+class _Damage:
     row: int
     """Counted from 0."""
     column: str
@@ -35,22 +35,22 @@ def require_intact(table: pa.Table, source: str, origin: Origin) -> None:
         )
 
 
-def first_damage(table: pa.Table) -> Damage | None:
+def first_damage(table: pa.Table) -> _Damage | None:
     """Find the first damaged row of the first damaged column; None where all are sound."""
-    with ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         return next(damaged(threads, table), None)
 
 
-def damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[Damage]:
+def damaged(threads: ThreadPoolExecutor, table: pa.Table) -> Iterator[_Damage]:
     for name, column in zip(table.column_names, table.columns, strict=True):
         chunks = [storage(chunk) for chunk in column.chunks]
-        groups = [chunks[i : i + CHUNKS_AT_A_TIME] for i in range(0, len(chunks), CHUNKS_AT_A_TIME)]
+        groups = [chunks[i : i + _CHUNKS_AT_A_TIME] for i in range(0, len(chunks), _CHUNKS_AT_A_TIME)]
         for group, bad in enumerate(threads.map(first_problem, groups)):
             if bad is not None:
-                i = group * CHUNKS_AT_A_TIME + bad
-                row = first_bad(chunks[i])
+                i = group * _CHUNKS_AT_A_TIME + bad
+                row = _first_bad(chunks[i])
                 reason = problem(chunks[i].slice(row, 1)) or problem(chunks[i]) or ""
-                yield Damage(sum(map(len, chunks[:i])) + row, name, reason)
+                yield _Damage(sum(map(len, chunks[:i])) + row, name, reason)
 
 
 def first_problem(chunks: list[pa.Array]) -> int | None:
@@ -66,7 +66,7 @@ def problem(values: pa.Array) -> str | None:
     return None
 
 
-def first_bad(values: pa.Array) -> int:
+def _first_bad(values: pa.Array) -> int:
     """Return the first unsound row, found by bisection."""
     sound, unsound = 0, len(values)
     while unsound - sound > 1:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-MAX_LINE = 2**31 - 1
+_MAX_LINE = 2**31 - 1
 """Bytes, as Arrow's parser counts them."""
-MAX_DEPTH = 500
+_MAX_DEPTH = 500
 """Lists and objects in each other. Parsers recurse: some end the process at tens of thousands."""
 BOM = b"\xef\xbb\xbf"
 
@@ -24,19 +24,19 @@ def numbered(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yield the lines of a file, counted from 1, without more of any than can be parsed."""
     with path.open("rb") as file:
         number = 0
-        while line := file.readline(MAX_LINE + 1):
+        while line := file.readline(_MAX_LINE + 1):
             number += 1
             yield number, line
 
 
 def unreadable(line: bytes) -> str | None:
     """Return why a parser cannot be given a line; None where it can, which says nothing of the JSON in it."""
-    if len(line) > MAX_LINE:
-        return f"it has more than {MAX_LINE} bytes"
+    if len(line) > _MAX_LINE:
+        return f"it has more than {_MAX_LINE} bytes"
     if reason := no_utf8(line):
         return reason
-    if line.count(b"[") + line.count(b"{") > MAX_DEPTH and depth(line) > MAX_DEPTH:
-        return f"it has more than {MAX_DEPTH} lists and objects in each other"
+    if line.count(b"[") + line.count(b"{") > _MAX_DEPTH and depth(line) > _MAX_DEPTH:
+        return f"it has more than {_MAX_DEPTH} lists and objects in each other"
     return None
 
 

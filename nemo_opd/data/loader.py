@@ -22,8 +22,8 @@ from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch
 
 Samples = list[Sample]
-MakeSample = Callable[[Document], Sample]
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+_MakeSample = Callable[[Document], Sample]
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class SampleSource:
     """Samples by lists of indices. Picklable: a copy is in every worker."""
 
     columns: Columns
-    make_sample: MakeSample
+    make_sample: _MakeSample
     files: MappedFiles
 
     @classmethod
-    def of(cls, columns: Columns, make_sample: MakeSample) -> Self:
+    def of(cls, columns: Columns, make_sample: _MakeSample) -> Self:
         return cls(columns, make_sample, MappedFiles.of(columns))
 
     def __getitems__(self, indices: list[int]) -> Samples:
@@ -78,7 +78,7 @@ class TrainLoader:
     def __init__(
         self,
         documents: Columns,
-        sample_maker: MakeSample,
+        sample_maker: _MakeSample,
         batch_size: int,
         seed: int,
         shuffle: bool,
@@ -205,7 +205,7 @@ class _Workers:
             worker.join()
 
 
-def validation_batches(documents: Columns, sample_maker: MakeSample, batch_size: int) -> Iterator[Batch]:
+def validation_batches(documents: Columns, sample_maker: _MakeSample, batch_size: int) -> Iterator[Batch]:
     """Yield all documents once, in order; the last batch may be short."""
     samples = SampleSource.of(documents, sample_maker)
     for start in range(0, len(documents), batch_size):
@@ -221,23 +221,23 @@ def _set_up_worker(worker_id: int) -> None:
     """Limit libraries to one thread a worker; the loader sees to torch's."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.setsid()
-    for number in ENDING:
+    for number in _ENDING:
         # Forgets one that has come to the whole group since the start.
         signal.signal(number, signal.SIG_IGN)
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
 
 
 @contextmanager
 def _children_apart() -> Iterator[None]:
     """Processes started inside are not reached by what a terminal or scheduler sends to the driver's process group.
 
-    That is for the driver, who closes them. They block SIGINT for ever, and `ENDING` until they have a session of their
-    own: then one of these is for them, as from `multiprocessing` at the end.
+    That is for the driver, who closes them. They block SIGINT for ever, and `_ENDING` until they have their own
+    session: then one of these is for them, as from `multiprocessing` at the end.
     """
     # Started here, because its own start would unblock signals again before the workers start.
     resource_tracker.ensure_running()
-    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *ENDING})
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, *_ENDING})
     try:
         yield
     finally:

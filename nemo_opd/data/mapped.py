@@ -37,10 +37,10 @@ class MappedFiles:
 
     @classmethod
     def of(cls, columns: Columns) -> Self:
-        tables = tables_of(columns)
+        tables = _tables_of(columns)
         mapped = [table if isinstance(table, MemoryMappedTable) else None for table in tables]
         paths = {table.path for table in mapped if table is not None}
-        states = {path: state for path in paths if (state := state_of(path)) is not None}
+        states = {path: state for path in paths if (state := _state_of(path)) is not None}
         return cls(mapped, list(accumulate(table.num_rows for table in tables)), states)
 
     def check(self, rows: Iterable[int]) -> None:
@@ -53,7 +53,7 @@ class MappedFiles:
                 self._check(table)
 
     def _check(self, table: MemoryMappedTable) -> None:
-        before, now = self.states[table.path], state_of(table.path)
+        before, now = self.states[table.path], _state_of(table.path)
         if now is None or now[0] != before[0] or now == before:
             return
         changed = f"{table.path} was changed while the run reads it"
@@ -65,7 +65,7 @@ class MappedFiles:
         self.states[table.path] = now
 
 
-def tables_of(columns: Columns) -> list[Table]:
+def _tables_of(columns: Columns) -> list[Table]:
     """Return the tables that hold a dataset's rows, in order; none where its rows are another order of theirs."""
     if not isinstance(columns, datasets.Dataset) or columns._indices is not None:
         return []
@@ -73,7 +73,7 @@ def tables_of(columns: Columns) -> list[Table]:
     return [row[0] for row in data.blocks] if isinstance(data, ConcatenationTable) else [data]
 
 
-def state_of(path: str) -> State | None:
+def _state_of(path: str) -> State | None:
     try:
         status = os.stat(path)
     except OSError:

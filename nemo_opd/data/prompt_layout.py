@@ -49,7 +49,7 @@ class PromptLayout:
         self.documents.require_columns(schema, source)
         for setting, name, ours in self._own:
             dtype = type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (ours == ANSWER and is_number(dtype))):
+            if not (is_string(dtype) or (ours == ANSWER and _is_number(dtype))):
                 kinds = "strings or numbers" if ours == ANSWER else "strings"
                 raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
 
@@ -62,5 +62,5 @@ def prompt_layout(data: Data, answer_key: str | None = None, response_key: str |
     return PromptLayout(layout_of(data), answer_key, response_key)
 
 
-def is_number(dtype: pa.DataType) -> bool:
+def _is_number(dtype: pa.DataType) -> bool:
     return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)

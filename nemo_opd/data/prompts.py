@@ -24,16 +24,16 @@ def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
     tools = rows.get(TOOLS, nothing)
     return [
-        text_prompt(*row) if TEXT in rows else chat_prompt(*row)
+        _text_prompt(*row) if TEXT in rows else _chat_prompt(*row)
         for row in zip(indices, contents, tools, answers, responses, strict=True)
     ]
 
 
-def text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:
+def _text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:
     return Prompt(index, text, answer=written(answer), response=response)
 
 
-def chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | None) -> Prompt:
+def _chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | None) -> Prompt:
     try:
         plain = plain_messages(parsed(messages))
         tools = parsed(tools) or None
@@ -44,11 +44,11 @@ def chat_prompt(index: int, messages: Any, tools: Any, answer: object, _: str | 
             f"row {index} (counted from 0 over all files) has no message of a user for the student to answer (roles: "
             f"{', '.join(str(message['role']) for message in plain)}); leave it out of the data"
         )
-    asked, answered = without_last_turn(plain)
+    asked, answered = _without_last_turn(plain)
     return Prompt(index, asked, tools=tools, answer=written(answer), response=answered)
 
 
-def without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
+def _without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
     """Split the assistant's messages at the end off: the messages before, and their text."""
     stop = len(messages)
     while stop and messages[stop - 1]["role"] == "assistant":

@@ -75,11 +75,11 @@ def teacher_sample(rollout: Rollout, student: Tokens, teacher: SameTokenizer | C
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
     if isinstance(teacher, CrossTokenizerText):
-        return text_sample(rollout, student, teacher)
-    return chat_sample(rollout, student, teacher)
+        return _text_sample(rollout, student, teacher)
+    return _chat_sample(rollout, student, teacher)
 
 
-def text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
+def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
     """Make a sample of a text, with the teacher's end of sequence where the student ended it."""
     text, response = text_of(rollout.prompt), rollout.responses[-1]
     whole = teacher.continuation(text, response, is_ended=rollout.finish_reason == "stop")
@@ -91,19 +91,19 @@ def text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) 
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
+def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
     """Make a sample of a conversation in the teacher's template, compared with the student's turn by turn."""
     conversation = Conversation(list(rollout.messages), list(rollout.prompt.tools or ()) or None)
     try:
-        whole = own_turns(teacher.encoder(conversation), rollout)
+        whole = _own_turns(teacher.encoder(conversation), rollout)
     except AlignmentError as error:
         raise AlignmentError(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
-    alignment = align_chat(teacher.aligner, sampled_tokens(rollout), whole)
+    alignment = align_chat(teacher.aligner, _sampled_tokens(rollout), whole)
     tokens = teacher.encoder.tokens(whole.cut(teacher.encoder.max_length))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
 
 
-def sampled_tokens(rollout: Rollout) -> ChatTokens:
+def _sampled_tokens(rollout: Rollout) -> ChatTokens:
     """Return the sampled ids with the student's turns as contents, without the tokens that ended them.
 
     The contents of others are left empty where they stand: nothing of them is learned, so nothing has to be aligned.
@@ -123,7 +123,7 @@ def sampled_tokens(rollout: Rollout) -> ChatTokens:
     return ChatTokens(rollout.ids, rollout.loss_mask, spans, said, places)
 
 
-def own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:
+def _own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:
     """Cut the teacher's tokens after the last sampled turn, and score the sampled turns alone.
 
     A turn that was cut by length has no end, whatever the template writes there.

@@ -20,7 +20,7 @@ from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Ali
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
+_ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
 """The most by which what two sides have read may differ before a chunk that is compared."""
 
 
@@ -127,7 +127,7 @@ class SampleMaker(Protocol):
     def __call__(self, document: Document, /) -> Sample: ...
 
 
-class Encodes(Protocol):
+class _Encodes(Protocol):
     """A side of a sample maker."""
 
     @property
@@ -138,7 +138,7 @@ class Aligned(Protocol):
     """A teacher that reads its own ids."""
 
     @property
-    def encoder(self) -> Encodes: ...
+    def encoder(self) -> _Encodes: ...
 
     @property
     def aligner(self) -> Aligner: ...
@@ -147,7 +147,7 @@ class Aligned(Protocol):
     def equal_history(self) -> EqualHistory: ...
 
 
-def identity_of(kind: str, student: Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
+def identity_of(kind: str, student: _Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
     """Return the identity of a sample maker with these settings."""
     parts = [
         teacher.identity
@@ -190,7 +190,7 @@ def usable_chunks(alignment: Alignment, student: Tokens, teacher: Tokens, equal_
         kept(alignment.student_chunk_id[: len(student)]),
         kept(alignment.teacher_chunk_id[: len(teacher)]),
         changed_from=behind(HISTORY_REWRITTEN),
-        stop=behind(ALLOWED_HISTORY[equal_history]),
+        stop=behind(_ALLOWED_HISTORY[equal_history]),
         marks=np.flatnonzero(alignment.special).astype(np.int32),
     )
 

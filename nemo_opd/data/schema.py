@@ -17,9 +17,9 @@ from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import unreadable
 from nemo_opd.errors import DataError, OPDError
 
-ARROW_FILE_MAGIC = b"ARROW1"
-PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
-JSON_BLOCK = 10 << 20
+_ARROW_FILE_MAGIC = b"ARROW1"
+_PLAIN_JSON = frozenset({".jsonl", ".json", ".ndjson"})
+_JSON_BLOCK = 10 << 20
 """Bytes from whose rows the columns are taken, as `datasets` does."""
 
 
@@ -35,13 +35,13 @@ def require_suitable(source: Source, layout: Layout, *, key: str) -> None:
         named = f"{key}.{kind}"
         for path in resolve_files(value, key=named):
             with reading(named, path):
-                schema = SCHEMAS[kind](path)
+                schema = _SCHEMAS[kind](path)
             if schema is not None:
                 layout.require_columns(plain(schema), f"{named}={shown(path)}")
-                require_json(kind, path, layout, f"{named}={shown(path)}")
+                _require_json(kind, path, layout, f"{named}={shown(path)}")
 
 
-def require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
+def _require_json(kind: str, path: Path, layout: Layout, source: str) -> None:
     """Raises DataError where the first conversation is a string that is no JSON list, as a column of texts is."""
     for name, ours in layout.columns.items():
         value = first_value(kind, path, name) if ours == MESSAGES else None
@@ -68,16 +68,16 @@ def arrow_schema(path: Path) -> pa.Schema:
         return pa.ipc.open_file(file).schema if is_ipc_file(path) else pa.ipc.open_stream(file).schema
 
 
-def parquet_schema(path: Path) -> pa.Schema:
+def _parquet_schema(path: Path) -> pa.Schema:
     return pa.parquet.read_schema(path)
 
 
-def json_schema(path: Path) -> pa.Schema | None:
+def _json_schema(path: Path) -> pa.Schema | None:
     """None where the first rows do not tell: the loader, which reads all of them, names a malformed line."""
-    if path.suffix not in PLAIN_JSON:
+    if path.suffix not in _PLAIN_JSON:
         return None
     with path.open("rb") as file:
-        block = file.read(JSON_BLOCK)
+        block = file.read(_JSON_BLOCK)
         has_more = bool(file.read(1))
     if has_more:
         block = block[: block.rfind(b"\n") + 1]
@@ -90,16 +90,16 @@ def json_schema(path: Path) -> pa.Schema | None:
         return None
 
 
-def text_schema(path: Path) -> pa.Schema:
+def _text_schema(path: Path) -> pa.Schema:
     with path.open("rb"):
         return pa.schema([("text", pa.string())])
 
 
-SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
+_SCHEMAS: dict[str, Callable[[Path], pa.Schema | None]] = {
     "arrow_files": arrow_schema,
-    "parquet_files": parquet_schema,
-    "jsonl_files": json_schema,
-    "text_files": text_schema,
+    "parquet_files": _parquet_schema,
+    "jsonl_files": _json_schema,
+    "text_files": _text_schema,
 }
 
 
@@ -120,7 +120,7 @@ def is_encoded(dtype: pa.DataType) -> bool:
 
 def is_ipc_file(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(len(ARROW_FILE_MAGIC)) == ARROW_FILE_MAGIC
+        return file.read(len(_ARROW_FILE_MAGIC)) == _ARROW_FILE_MAGIC
 
 
 @contextmanager
@@ -131,10 +131,10 @@ def reading(key: str, *value: object, way_out: str = "check that it is complete 
     except OPDError:
         raise
     except Exception as error:
-        raise DataError(f"{key}={shown(value)} cannot be read: {root_cause(error)}; {way_out}") from error
+        raise DataError(f"{key}={shown(value)} cannot be read: {_root_cause(error)}; {way_out}") from error
 
 
-def root_cause(error: BaseException) -> str:
+def _root_cause(error: BaseException) -> str:
     while cause := error.__cause__ or error.__context__:
         error = cause
     return " ".join(f"{type(error).__name__}: {error}".split())

@@ -16,21 +16,21 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import Pieces
 
-MAX_TRIED = 256
+_MAX_TRIED = 256
 
 
 def find_seam(pieces: Pieces, ids: NDArray[np.int32], start: int, stop: int) -> int | None:
-    """Return an i in [start, stop), 0 < i < S, with a seam before token i; None where MAX_TRIED places have none."""
+    """Return an i in [start, stop), 0 < i < S, with a seam before token i; None where _MAX_TRIED places have none."""
     start = max(start, 1)
     if start >= stop:
         return None
-    places = np.unique(np.linspace(start, stop - 1, MAX_TRIED).astype(np.int64)).tolist()
+    places = np.unique(np.linspace(start, stop - 1, _MAX_TRIED).astype(np.int64)).tolist()
     return next((i for i in places if is_seam(pieces, ids, i)), None)
 
 
 def is_seam(pieces: Pieces, ids: NDArray[np.int32], i: int) -> bool:
     """Return whether no token spans the place before token i, 0 < i < S. Next to special and unknown tokens: False."""
-    spellings, longest = spellings_of(pieces)
+    spellings, longest = _spellings_of(pieces)
     before = spelled(pieces, reversed(ids[max(0, i - longest) : i].tolist()), longest)[::-1]
     left = b"".join(before)[-longest:]
     right = b"".join(spelled(pieces, ids[i : i + longest].tolist(), longest))[:longest]
@@ -64,7 +64,7 @@ def spans(spellings: list[bytes], head: bytes, right: bytes) -> bool:
 
 
 @lru_cache(maxsize=8)
-def spellings_of(pieces: Pieces) -> tuple[list[bytes], int]:
+def _spellings_of(pieces: Pieces) -> tuple[list[bytes], int]:
     """Return the bytes of all tokens, sorted, and the number of bytes of the longest."""
     spellings = sorted(set(pieces.as_list()))
     return spellings, max(map(len, spellings))

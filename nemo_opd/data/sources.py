@@ -90,14 +90,14 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
         check = partial(require_intact, table.select(columns), source, origin)
         if is_file or any(is_encoded(schema.field(name).type) for name in columns):
             # A process that a dataset is sent to can only map streams, of types that `datasets` knows.
-            dataset = convert("arrow", [path], columns, source, origin, check, features=features_of(schema, layout))
+            dataset = convert("arrow", [path], columns, source, origin, check, features=_features_of(schema, layout))
         else:
             check()
             dataset = datasets.Dataset.from_file(str(path))
     return selected(dataset, layout, key, path)
 
 
-def features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> datasets.Features:
+def _features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> datasets.Features:
     """Return what `datasets` is to make of a schema: the layout's columns as plain text. only: of nothing else."""
     text = plain(schema)
     fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
@@ -125,7 +125,7 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
     require_rows(filled, key, paths)
     source, origin = f"{key}={shown(paths)}", of_rows(paths, counts)
-    options = {"columns": list(layout.columns), "features": features_of(schemas[0], layout, only=True)}
+    options = {"columns": list(layout.columns), "features": _features_of(schemas[0], layout, only=True)}
     with reading(key, *paths):
         dataset = convert("parquet", filled, list(layout.columns), source, origin, **options)
     return selected(dataset, layout, key, *paths), origin

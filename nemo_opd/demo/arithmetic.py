@@ -22,7 +22,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.paths import cache_dir
 
 OPERANDS = range(100, 1_000)
-NUM_DRAWS = 20_000
+_NUM_DRAWS = 20_000
 """Sums that are drawn for both splits together; one that was drawn before is left out."""
 VALIDATION_PERCENT = 3
 FORMAT_VERSION = 1
@@ -117,7 +117,7 @@ def arrow_file(split: Split) -> Path:
 def sums() -> Iterator[Sum]:
     """Yield the sums of both splits, each once, in an order that is the same on every machine."""
     seen = set()
-    for number in range(NUM_DRAWS):
+    for number in range(_NUM_DRAWS):
         one, other = _hash(f"draw {number}"), _hash(f"other {number}")
         drawn = Sum(OPERANDS[one % len(OPERANDS)], OPERANDS[other % len(OPERANDS)])
         if drawn not in seen:

@@ -25,9 +25,9 @@ Split = Literal["train", "validation"]
 DOCUMENT_CHARS = 1_000
 """Documents are about this long: a file is cut into equal parts of at most this many characters, at line boundaries."""
 VALIDATION_PERCENT = 3
-VALIDATION_SALT = "nemo_opd/"
+_VALIDATION_SALT = "nemo_opd/"
 """Hashed before the path. This one puts a mixture into validation that no single file dominates."""
-EXCLUDED_FOLDERS = frozenset(
+_EXCLUDED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings"}
 )
 """Tests, what is installed, and `encodings`: generated character tables, a tenth of the bytes and no code."""
@@ -40,7 +40,7 @@ _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 @dataclass(frozen=True)
-class SourceFile:
+class _SourceFile:
     """One source file: its `/`-separated path below the root, and its size in bytes."""
 
     path: str
@@ -72,7 +72,7 @@ def arrow_file(split: Split) -> Path:
     return path
 
 
-def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
+def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
     """Write `train.arrow` and `validation.arrow` into `folder`, each complete or absent; DataError for no rows."""
     for split in get_args(Split):
         chosen = [source for source in sources if split_of(source.path) == split]
@@ -85,17 +85,17 @@ def build(root: Path, sources: list[SourceFile], folder: Path) -> None:
         write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)
 
 
-def source_files(root: Path) -> list[SourceFile]:
-    """Return the *.py files below `root` outside EXCLUDED_FOLDERS, sorted by path."""
+def source_files(root: Path) -> list[_SourceFile]:
+    """Return the *.py files below `root` outside _EXCLUDED_FOLDERS, sorted by path."""
     found = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED_FOLDERS]
         paths = [Path(folder, name) for name in names if name.endswith(".py")]
-        found += [SourceFile(p.relative_to(root).as_posix(), p.stat().st_size) for p in paths if p.is_file()]
+        found += [_SourceFile(p.relative_to(root).as_posix(), p.stat().st_size) for p in paths if p.is_file()]
     return sorted(found, key=lambda source: source.path)
 
 
-def cache_key(sources: list[SourceFile]) -> str:
+def cache_key(sources: list[_SourceFile]) -> str:
     """Names the interpreter and its sources: the same files give the same key on every machine."""
     digest = hashlib.sha256(f"{FORMAT_VERSION} {DOCUMENT_CHARS} {VALIDATION_PERCENT}".encode())
     for source in sources:
@@ -105,11 +105,11 @@ def cache_key(sources: list[SourceFile]) -> str:
 
 def split_of(path: str) -> Split:
     """Return the split of a source file, by a hash of its path below the root."""
-    digest = hashlib.sha256((VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
+    digest = hashlib.sha256((_VALIDATION_SALT + path).encode("utf-8", "surrogateescape")).digest()
     return "validation" if int.from_bytes(digest[:4], "big") % 100 < VALIDATION_PERCENT else "train"
 
 
-def documents(root: Path, source: SourceFile) -> Iterator[Document]:
+def documents(root: Path, source: _SourceFile) -> Iterator[Document]:
     """Yield the documents of a file: every line in exactly one of them; none for a file that is blank or not UTF-8."""
     try:
         text = (root / source.path).read_bytes().decode("utf-8")

@@ -7,7 +7,7 @@ from nemo_opd.logging.metrics import merge
 from nemo_opd.types import Batch, Mean, Metric
 
 
-class Evaluated(Protocol):
+class _Evaluated(Protocol):
     """The loaded student and its teachers."""
 
     def evaluate(self, batch: Batch) -> Mapping[str, Metric]: ...
@@ -15,12 +15,12 @@ class Evaluated(Protocol):
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]: ...
 
 
-def validate(models: Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
+def validate(models: _Evaluated, batches: Iterable[Batch]) -> dict[str, Metric]:
     """Return the student's metrics over all batches, each reduced by its own rule."""
     return merge(models.evaluate(batch) for batch in batches)
 
 
-def validate_teachers(models: Evaluated, batches: Iterable[Batch]) -> list[float]:
+def validate_teachers(models: _Evaluated, batches: Iterable[Batch]) -> list[float]:
     """Return the bits per byte of every teacher, on its own tokens of the same texts."""
     totals: list[Mean] = []
     for batch in batches:

@@ -14,7 +14,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import RunSummary
 from nemo_opd.logging.formats import share
 
-Fact = tuple[str, str]
+_Fact = tuple[str, str]
 """Label and value."""
 Records = Sequence[Mapping[str, float]]
 
@@ -79,7 +79,7 @@ def correct_reward(config: object) -> float:
     return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 
-def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[Fact]:
+def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> list[_Fact]:
     """Return the settings that are present and not null, the hardware and the number of skipped steps.
 
     hardware: values by label, which replace the settings of the same label.
@@ -90,7 +90,7 @@ def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> 
     return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
 
 
-def _lora(config: object) -> Iterable[Fact]:
+def _lora(config: object) -> Iterable[_Fact]:
     lora = _at(config, "student.lora")
     if not isinstance(lora, dict):
         return
@@ -100,7 +100,7 @@ def _lora(config: object) -> Iterable[Fact]:
     yield "LoRA", f"rank {lora.get('rank')}, alpha {lora.get('alpha')}{dropout}; {shown}; exported {lora.get('export')}"
 
 
-def teacher_facts(config: object, records: Records) -> list[Fact]:
+def teacher_facts(config: object, records: Records) -> list[_Fact]:
     """Return name and one line for each teacher."""
     teachers = _at(config, "teachers")
     if not isinstance(teachers, list):
@@ -108,7 +108,7 @@ def teacher_facts(config: object, records: Records) -> list[Fact]:
     return [_teacher_fact(teacher, records) for teacher in teachers]
 
 
-def _teacher_fact(teacher: object, records: Records) -> Fact:
+def _teacher_fact(teacher: object, records: Records) -> _Fact:
     name = str(_at(teacher, "name"))
     line = [form.format(value) for form, key in _TEACHER_KEYS if (value := _at(teacher, key)) is not None]
     coverage = f"train/kd_coverage/{name}"

@@ -77,7 +77,7 @@ LIGHT = Theme(
     grid="#dfe3e8",
     cycle=("#0072b2", "#d55e00", "#009e73", "#b8527f", "#a67c00", "#4d4d4d"),
 )
-DARK = Theme(
+_DARK = Theme(
     background="#171b22",
     text="#e6e9ee",
     muted="#9aa4b2",
@@ -87,7 +87,7 @@ DARK = Theme(
 
 
 @dataclass(frozen=True, slots=True)
-class Plot:
+class _Plot:
     """A figure of the report: the metrics it needs, and how it is drawn."""
 
     name: str
@@ -104,12 +104,12 @@ class Plot:
     def has_data(self, records: Records) -> bool:
         return len(_keys(records, self.prefixes)) >= self.least
 
-    def write(self, folder: Path, records: Records, closing: ClosingTable) -> Chart:
+    def write(self, folder: Path, records: Records, closing: ClosingTable) -> _Chart:
         path, size = folder / f"{self.name}.png", (6.2, self.height)
         return write_chart(path, self.title, lambda figure, theme: self.draw(figure, records, closing, theme), size)
 
 
-class Chart(NamedTuple):
+class _Chart(NamedTuple):
     """A PNG for either theme."""
 
     title: str
@@ -124,7 +124,7 @@ def write_chart(
     size: tuple[float, float],
     *,
     legend_columns: int = 4,
-) -> Chart:
+) -> _Chart:
     """Draw a figure in both themes and write the light one, with a legend above each axes and steps below the last.
 
     size: width and height in inches.
@@ -134,7 +134,7 @@ def write_chart(
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     images = []
-    for theme in (LIGHT, DARK):
+    for theme in (LIGHT, _DARK):
         with matplotlib.rc_context(theme.rc):
             figure = Figure(figsize=size, layout="constrained")
             draw(figure, theme)
@@ -149,7 +149,7 @@ def write_chart(
             figure.savefig(buffer, format="png", dpi=180)
         images.append(buffer.getvalue())
     write_atomically(path, images[0])
-    return Chart(title, *images)
+    return _Chart(title, *images)
 
 
 def _add_legend(axes: Axes, columns: int) -> None:
@@ -353,12 +353,12 @@ def parts_by_step(records: Records) -> tuple[list[float], dict[str, list[float]]
 
 
 PLOTS = (
-    Plot("questions", "Questions answered", (_QUESTIONS,), draw_questions),
-    Plot("loss", "Training loss", tuple(_TERMS), draw_loss),
-    Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
-    Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),
-    Plot("rollouts", "What the student samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
-    Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), _draw_optimizer, height=4.4),
-    Plot("speed", "Speed", ("perf/tokens_per_s",), _draw_speed, height=2.8),
-    Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),
+    _Plot("questions", "Questions answered", (_QUESTIONS,), draw_questions),
+    _Plot("loss", "Training loss", tuple(_TERMS), draw_loss),
+    _Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
+    _Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),
+    _Plot("rollouts", "What the student samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
+    _Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), _draw_optimizer, height=4.4),
+    _Plot("speed", "Speed", ("perf/tokens_per_s",), _draw_speed, height=2.8),
+    _Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),
 )

@@ -34,7 +34,7 @@ _DASHED_FROM = 6
 
 
 @dataclass(frozen=True, slots=True)
-class SweptRun:
+class _SweptRun:
     """A run of a sweep, as far as it got."""
 
     name: str
@@ -68,7 +68,7 @@ class SweptRun:
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
 
 
-def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
+def read_sweep(root: Path, names: Iterable[str] = ()) -> list[_SweptRun]:
     """Return the runs in a folder, sorted with numbers by size.
 
     names: further runs, which may have no folder.
@@ -82,7 +82,7 @@ def by_size(name: str) -> list[tuple[float, str]]:
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBER.split(name))]
 
 
-def _read_run(folder: Path) -> SweptRun:
+def _read_run(folder: Path) -> _SweptRun:
     metrics, results = folder / "metrics.jsonl", folder / _RESULTS
     try:
         records = tuple(read(metrics)) if metrics.exists() else ()
@@ -91,7 +91,7 @@ def _read_run(folder: Path) -> SweptRun:
     if results.exists():
         records = (_evaluation_record(results),)
     page = next((page for page in (_REPORT, _RESULTS) if (folder / page).exists()), None)
-    return SweptRun(folder.name, records, (folder / "config.yaml").exists(), page)
+    return _SweptRun(folder.name, records, (folder / "config.yaml").exists(), page)
 
 
 def _evaluation_record(results: Path) -> dict[str, float]:
@@ -104,7 +104,7 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
-def measures_of(runs: Sequence[SweptRun]) -> list[str]:
+def measures_of(runs: Sequence[_SweptRun]) -> list[str]:
     """Return the metrics that have a column: validation, questions, or the training loss where there is neither."""
     records = [record for run in runs for record in run.records]
     known = {key for record in records for key in record}
@@ -117,7 +117,7 @@ def _heads(measures: Sequence[str]) -> list[str]:
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
-def sweep_table(runs: Sequence[SweptRun]) -> Table:
+def sweep_table(runs: Sequence[_SweptRun]) -> Table:
     """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
     measures = measures_of(runs)[:2]
     table = titled_table("Sweep")
@@ -128,7 +128,7 @@ def sweep_table(runs: Sequence[SweptRun]) -> Table:
     return table
 
 
-def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
+def write_sweep_report(root: Path, runs: Sequence[_SweptRun]) -> Path:
     """Write sweep.png and report.html into the folder of the sweep; return the page."""
     measures = measures_of(runs)
     charts = []
@@ -145,7 +145,7 @@ def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
     return root / "report.html"
 
 
-def _draw(figure: Figure, theme: Theme, runs: Sequence[SweptRun], key: str, label: str) -> None:
+def _draw(figure: Figure, theme: Theme, runs: Sequence[_SweptRun], key: str, label: str) -> None:
     axes = figure.subplots()
     for i, (run, colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
         steps, values = series(run.records, key)

@@ -11,9 +11,9 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.product import linear, product, product_dtype
 from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
-LARGEST_FP16_EXPONENT = 14
+_LARGEST_FP16_EXPONENT = 14
 """Exponent that a gradient's largest entry is scaled to before it is rounded to fp16."""
-SMALLEST_EXPONENT = -100
+_SMALLEST_EXPONENT = -100
 """Exponent of a gradient that is still scaled up in full: the factor itself must be a normal fp32 number."""
 
 
@@ -131,7 +131,7 @@ class _HeadGradients(Gradients):
 def _within_fp16(gradient: Tensor) -> tuple[Tensor, Tensor]:
     """Scale a gradient into the range of fp16, and return it with the power of two to multiply it with, a scalar."""
     exponent = gradient.abs().amax().frexp().exponent if gradient.numel() else gradient.new_zeros((), dtype=torch.int32)
-    factor = torch.ldexp(gradient.new_ones(()), exponent.clamp(min=SMALLEST_EXPONENT) - LARGEST_FP16_EXPONENT)
+    factor = torch.ldexp(gradient.new_ones(()), exponent.clamp(min=_SMALLEST_EXPONENT) - _LARGEST_FP16_EXPONENT)
     return gradient / factor, factor
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-UPCAST_BYTES = 4 * 2**20
+_UPCAST_BYTES = 4 * 2**20
 """Size of the part of the head that is cast to fp32 at a time, where a device has no such product: fits a cache."""
 
 
@@ -58,7 +58,7 @@ def _is_native(device: str, dtype: torch.dtype) -> bool:
 def _upcast_product(left: Tensor, right: Tensor) -> Tensor:
     """Compute the product from a few columns at a time, upcast to the dtype of `left`."""
     made = left.new_empty(len(left), right.shape[1])
-    step = max(1, UPCAST_BYTES // (left.dtype.itemsize * max(1, len(right))))
+    step = max(1, _UPCAST_BYTES // (left.dtype.itemsize * max(1, len(right))))
     for start in range(0, right.shape[1], step):
         columns = slice(start, start + step)
         torch.mm(left, right[:, columns].to(left.dtype), out=made[:, columns])

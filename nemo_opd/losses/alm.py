@@ -21,7 +21,7 @@ from nemo_opd.losses.support import FAINT
 
 LIVE_COPIES = 3
 """Tensors of the size of a side's positions alive at a chunk's peak."""
-TINY_LOG = -40
+_TINY_LOG = -40
 """Below, log(e^x − 1), log(1 + e^x) and log(1 − e^(−e^x)) differ from their leading term by less than float64 shows."""
 
 
@@ -53,7 +53,7 @@ def likelihood_term(inputs: ChunkInputs) -> Term:
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         log_surprise_q = _log_surprise(teacher, ahead.of(part).to(inputs.dtype), part, inputs.temperature)
-        return binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
+        return _binary_cross_entropy(log_surprise_q, _log_surprise(student, logits, part, inputs.temperature))
 
     of_student = (student.positions.offsets, LIVE_COPIES * inputs.student_size)
     of_teacher = (teacher.positions.offsets, LIVE_COPIES * inputs.teacher_size)
@@ -65,11 +65,11 @@ def likelihood_term(inputs: ChunkInputs) -> Term:
 
 def _log_surprise(chunks: RealisedChunks, logits: Tensor, part: slice, temperature: float) -> Tensor:
     """Compute log(−log P^{1/τ}) of each unit [u], from the logits [R, X] of its tokens."""
-    odds_against = log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
+    odds_against = _log_odds_against(logits, chunks.targets[chunks.positions.span(part)].unsqueeze(1))
     return chunks.positions.log_sum_exp(log_surprise(odds_against), part).squeeze(1) - math.log(temperature)
 
 
-def log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
+def _log_odds_against(logits: Tensor, targets: Tensor) -> Tensor:
     """Compute log((1 − p)/p) of the target of each row: logits [R, X] and int64 [R, 1] → [R, 1]."""
     return _LogOddsAgainst.apply(logits, targets)
 
@@ -101,7 +101,7 @@ class _LogOddsAgainst(torch.autograd.Function):
         return scaled(others, grad_output / mass).scatter_(1, targets, -grad_output), None
 
 
-def binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
+def _binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:
     """Compute −[a log b + (1 − a) log(1 − b)] [U] from log(−log a) and log(−log b) [U]; the first is a constant.
 
     Neither −log b nor 1 − b underflows in this form. The gradient is a closed form, exactly 0 at a = b.
@@ -134,11 +134,11 @@ def log_surprise(odds_against: Tensor) -> Tensor:
     −log p itself is 0 in fp32 where p is nearer to 1 than 2^−24.
     """
     surprise = -F.logsigmoid(-odds_against)
-    return torch.where(odds_against < TINY_LOG, odds_against, surprise.clamp(min=math.exp(2 * TINY_LOG)).log())
+    return torch.where(odds_against < _TINY_LOG, odds_against, surprise.clamp(min=math.exp(2 * _TINY_LOG)).log())
 
 
 def log1mexp(log_x: Tensor) -> Tensor:
     """Compute log(1 − e^{−x}) from log x."""
-    x = log_x.clamp(min=TINY_LOG).exp()
+    x = log_x.clamp(min=_TINY_LOG).exp()
     near, far = torch.log(-torch.expm1(-x)), torch.log1p(-torch.exp(-x))
-    return torch.where(log_x < TINY_LOG, log_x, torch.where(x < math.log(2), near, far))
+    return torch.where(log_x < _TINY_LOG, log_x, torch.where(x < math.log(2), near, far))

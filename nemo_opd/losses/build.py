@@ -235,20 +235,20 @@ class _Entry:
 
 
 TOKENS = _Units(_scored_tokens, _count_scored_tokens, _count_scored_tokens)
-SAMPLED_TOKENS = _Units(_sampled_tokens, _count_scored_tokens, _count_scored_tokens)
-SEQUENCES = _Units(_scored_tokens, _count_scored_sequences, _count_scored_tokens, "sequence")
+_SAMPLED_TOKENS = _Units(_sampled_tokens, _count_scored_tokens, _count_scored_tokens)
+_SEQUENCES = _Units(_scored_tokens, _count_scored_sequences, _count_scored_tokens, "sequence")
 CHUNKS = _Units(_aligned_chunks, _count_chunks, _count_tokens_in_chunks)
-SAMPLED_CHUNKS = _Units(_sampled_chunks, _count_chunks, _count_tokens_in_chunks)
-STRICT_CHUNKS = _Units(_aligned_chunks, _count_strict_units, _count_strict_tokens)
+_SAMPLED_CHUNKS = _Units(_sampled_chunks, _count_chunks, _count_tokens_in_chunks)
+_STRICT_CHUNKS = _Units(_aligned_chunks, _count_strict_units, _count_strict_tokens)
 
 LOSSES = {
     "same_vocab": _Entry(same_vocab, TOKENS),
-    "tcad": _Entry(tcad, SEQUENCES),
-    "sampled_kl": _Entry(sampled_kl, SAMPLED_TOKENS),
+    "tcad": _Entry(tcad, _SEQUENCES),
+    "sampled_kl": _Entry(sampled_kl, _SAMPLED_TOKENS),
     "p_kl": _Entry(p_kl, CHUNKS, needs_projection=True),
     "gold": _Entry(gold, CHUNKS, needs_projection=True),
     "h_kl": _Entry(h_kl, CHUNKS, needs_projection=True),
-    "strict": _Entry(strict, STRICT_CHUNKS, needs_projection=True),
+    "strict": _Entry(strict, _STRICT_CHUNKS, needs_projection=True),
     "byte_prefix": _Entry(byte_prefix, CHUNKS, needs_projection=True),
     "shared_prefix": _Entry(shared_prefix, CHUNKS, needs_projection=True),
     "alm": _Entry(alm, CHUNKS),
@@ -257,7 +257,7 @@ LOSSES = {
 }
 """Losses by the `type` of a term. A new loss is its file, its settings in config/loss.py, and a line here."""
 ACROSS_TOKENIZERS = LOSSES | {
-    "sampled_kl": _Entry(sampled_chunk_kl, SAMPLED_CHUNKS),
+    "sampled_kl": _Entry(sampled_chunk_kl, _SAMPLED_CHUNKS),
     "function": _Entry(chunk_function, CHUNKS, needs_projection=True),
 }
 """The same for a teacher with another tokenizer."""

@@ -39,7 +39,7 @@ class Clip:
                 "or none"
             )
 
-    def __call__(self, log_ratio: Tensor, advantage: Tensor) -> Surrogate:
+    def __call__(self, log_ratio: Tensor, advantage: Tensor) -> _Surrogate:
         """Compute −min(r A, clip(r) A) for r = exp(log_ratio), and −max(that minimum, dual · A) for A < 0: [u] and [u].
 
         The advantage is a constant.
@@ -51,11 +51,11 @@ class Clip:
         gain = torch.minimum(plain, clipped)
         if self.dual is not None:
             gain = torch.where(advantage < 0, torch.maximum(gain, self.dual * advantage), gain)
-        return Surrogate(-gain, ratio.detach(), (gain != plain).detach())
+        return _Surrogate(-gain, ratio.detach(), (gain != plain).detach())
 
 
 @dataclass(frozen=True, slots=True)
-class Surrogate:
+class _Surrogate:
     """Policy-gradient loss of tokens."""
 
     loss: Tensor

@@ -20,10 +20,10 @@ from nemo_opd.users_code import imported
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-FORM = "package.module:function"
+_FORM = "package.module:function"
 LIVE_COPIES = 8
 """Tensors of the size of both sides' rows that a formula is taken to need at its peak."""
-ASKED = ("student_ids", "teacher_ids", "projection")
+_ASKED = ("student_ids", "teacher_ids", "projection")
 """Parameters by which a function gets more than the logits."""
 
 
@@ -95,7 +95,7 @@ class _Formula:
 
     def __init__(self, reference: str, arguments: Mapping[str, Any]) -> None:
         self._reference, self._arguments = reference, arguments
-        self._function, self._asked = users_function(reference)
+        self._function, self._asked = _users_function(reference)
         try:
             asked = dict.fromkeys(self._asked)
             inspect.signature(self._function).bind(None, None, **asked, **arguments)
@@ -118,16 +118,16 @@ class _Formula:
 
 
 @cache
-def users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
+def _users_function(reference: str) -> tuple[Callable[..., Any], tuple[str, ...]]:
     """Return the function that `package.module:function` names, and what it asks for besides the logits.
 
     Raises ConfigError where it cannot be imported, or is no function.
     """
-    found = imported(reference, key="loss.function", form=FORM)
+    found = imported(reference, key="loss.function", form=_FORM)
     if not inspect.isroutine(found):
         raise ConfigError(f"loss.function={reference}: it is a {type(found).__name__}; name a function")
     names = inspect.signature(found).parameters
-    return found, tuple(name for name in ASKED if name in names)
+    return found, tuple(name for name in _ASKED if name in names)
 
 
 def check_function(reference: str, arguments: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from nemo_opd.losses.support import log_rest, truncated, with_rest
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-UNCOMMON_TOPK = 8192
+_UNCOMMON_TOPK = 8192
 
 
 @Loss
@@ -93,13 +93,13 @@ class PairedOptions:
         preset = {"nemo_rl": "mean", "trl": "observed"}.get(self.compat or "", "first")
         return Merge(fixed_by(self.compat, "merge", self.merge, preset, "first"))
 
-    def comparison(self, divergence: Divergence, pairs: TokenPairs) -> PairedDivergence:
+    def comparison(self, divergence: Divergence, pairs: TokenPairs) -> _PairedDivergence:
         """Build the comparison; compat=trl weighs pairs by their share M of the teacher's tokens, tails by 1 − M."""
         share = len(pairs) / (len(pairs) + len(pairs.teacher_rest)) if self.compat == "trl" else None
         shorter = min(len(pairs.student_rest), len(pairs.teacher_rest))
-        num_ranks = max(len(pairs.student_rest), len(pairs.teacher_rest)) if self.compat == "trl" else UNCOMMON_TOPK
+        num_ranks = max(len(pairs.student_rest), len(pairs.teacher_rest)) if self.compat == "trl" else _UNCOMMON_TOPK
         num_ranks = num_ranks if self.uncommon_topk is None else self.uncommon_topk
-        return PairedDivergence(
+        return _PairedDivergence(
             divergence,
             pairs,
             common_weight=_first_given(self.common_weight, share, 1.0),
@@ -132,7 +132,7 @@ def _first_given(*values: float | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class PairedDivergence:
+class _PairedDivergence:
     """Comparison of two vocabularies, some tokens of which are matched."""
 
     divergence: Divergence
@@ -163,7 +163,7 @@ class PairedDivergence:
         return self.divergence(*with_rest(log_q.paired, log_p.paired, log_rest(log_q.others), log_rest(log_p.others)))
 
 
-def _cells_per_unit(inputs: ChunkInputs, compare: PairedDivergence) -> int:
+def _cells_per_unit(inputs: ChunkInputs, compare: _PairedDivergence) -> int:
     """Count fp32 numbers alive per unit at the peak of a chunk."""
     pairs, ranks = compare.pairs, compare.num_ranks
     others = 5 * len(pairs.student_rest) + 3 * len(pairs.teacher_rest)

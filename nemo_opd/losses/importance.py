@@ -17,7 +17,7 @@ from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.surprise import LIVE_COPIES
 from nemo_opd.types import EffectiveShare, Max, Mean, Metric
 
-LEVELS = ("token", "sequence")
+_LEVELS = ("token", "sequence")
 NUM_READINGS = 3
 """Readings of each unit: its weight π_train / π_behaviour, the weight that counts, and whether that one is smaller."""
 
@@ -27,7 +27,7 @@ class Importance:
     """Bounds of the weights π_train / π_behaviour, and the condition for dropping a sequence."""
 
     level: str = "token"
-    """One of LEVELS: the weight of each unit, or the product over all sampled tokens of its sequence."""
+    """One of _LEVELS: the weight of each unit, or the product over all sampled tokens of its sequence."""
     cap: float | None = None
     """Upper bound of a weight; None: no bound."""
     veto: float | None = None
@@ -35,7 +35,7 @@ class Importance:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for names and bounds that are none."""
-        if self.level not in LEVELS:
+        if self.level not in _LEVELS:
             raise ConfigError(f"importance_level={self.level!r}: there is no such level; choose from token, sequence")
         if self.cap is not None and not self.cap > 0:
             raise ConfigError(f"importance_cap={self.cap}: weights are cut at it; give a number above 0, or none")
@@ -60,7 +60,7 @@ class Importance:
         targets = ids.flatten().index_select(0, rows + 1).long()
         sequences, num_sequences = rows // mask.shape[1], len(ids)
         student_rows = sequences * student.shape[1] + rows % mask.shape[1]
-        own = log_likelihoods(student, student_rows, targets, vocab_size)
+        own = _log_likelihoods(student, student_rows, targets, vocab_size)
         weights = own - behaviour.flatten().index_select(0, rows + 1)
         smallest = weights.new_full((num_sequences,), math.inf).scatter_reduce(0, sequences, weights, "amin")
         is_vetoed = smallest < (-math.inf if self.veto is None else math.log(self.veto))
@@ -157,7 +157,7 @@ def bounded(log_weight: Tensor) -> Tensor:
     return log_weight.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
-def log_likelihoods(student: TrainableRows, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
+def _log_likelihoods(student: TrainableRows, rows: Tensor, targets: Tensor, vocab_size: int) -> Tensor:
     """Compute log p of targets [U] by rows [U] of the student's [B·S, V], float64 [U], now and without a gradient."""
     found: list[Tensor] = []
 

@@ -19,8 +19,8 @@ from nemo_opd.losses.realised_chunks import RealisedChunks
 from nemo_opd.losses.surprise import LIVE_COPIES
 from nemo_opd.types import Mean, Metric
 
-ESTIMATORS = ("k1", "k2", "k3")
-UPDATES = ("policy_gradient", "direct")
+_ESTIMATORS = ("k1", "k2", "k3")
+_UPDATES = ("policy_gradient", "direct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +69,14 @@ class KLEstimate:
     """Estimator and update. Raises ConfigError for unknown names."""
 
     estimator: str
-    """One of ESTIMATORS."""
+    """One of _ESTIMATORS."""
     update: str
-    """One of UPDATES."""
+    """One of _UPDATES."""
     clip: Clip
     importance: Importance
 
     def __post_init__(self) -> None:
-        for key, value, choices in (("estimator", self.estimator, ESTIMATORS), ("update", self.update, UPDATES)):
+        for key, value, choices in (("estimator", self.estimator, _ESTIMATORS), ("update", self.update, _UPDATES)):
             if value not in choices:
                 raise ConfigError(f"{key}={value!r}: there is no such {key}; choose from {', '.join(choices)}")
         if self.update == "direct" and self.importance.level == "sequence":

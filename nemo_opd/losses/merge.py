@@ -12,7 +12,7 @@ from nemo_opd.losses.arguments import over
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 
-MERGES = ("first", "mean", "observed")
+_MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5
 """Tensors of the size of a chunk's positions alive before the positions of a unit are one."""
 
@@ -22,7 +22,7 @@ class Merge:
     """Merge of a chunk's positions."""
 
     kind: str
-    """One of MERGES. first: the chunk's first position on either side. For parity with other systems: mean, of all its
+    """One of _MERGES. first: the chunk's first position on either side. For parity with other systems: mean, of all its
     positions; observed, the first position's distribution times the probabilities of the tokens that follow in it.
     """
     arithmetic_student: bool = False
@@ -33,8 +33,8 @@ class Merge:
     """
 
     def __post_init__(self) -> None:
-        if self.kind not in MERGES:
-            raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(MERGES)}")
+        if self.kind not in _MERGES:
+            raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(_MERGES)}")
 
     def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int) -> Term:
         """Make `first_position_term`, or the like for merged positions.

@@ -19,7 +19,7 @@ from nemo_opd.types import Mean, Metric
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-TOP_K = 16
+_TOP_K = 16
 """Tokens of either side that are compared."""
 LIVE_COPIES = 3
 """Tensors of the size of a side's rows alive at a chunk's peak."""
@@ -30,7 +30,7 @@ def plan_overlap(
     teacher_logits: Tensor | LogitRows,
     *,
     mask: Tensor,
-    top_k: int = TOP_K,
+    top_k: int = _TOP_K,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,
@@ -74,7 +74,7 @@ def plan_chunk_overlap(
     teacher_ids: Tensor,
     student_chunk_id: Tensor,
     teacher_chunk_id: Tensor,
-    top_k: int = TOP_K,
+    top_k: int = _TOP_K,
     student_vocab_size: int | None = None,
     teacher_vocab_size: int | None = None,
     chunk_size: int | None = None,

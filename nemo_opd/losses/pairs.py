@@ -17,7 +17,7 @@ from nemo_opd.losses.made_once import made_once
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
-RELAXED_WEIGHT = 0.6
+_RELAXED_WEIGHT = 0.6
 """The least weight of a relaxed pair. Above ½, so that a row has at most one."""
 
 
@@ -50,7 +50,7 @@ class TokenPairs:
     def relaxed(
         projection: ProjectionMatrix, student_vocab_size: int, teacher_vocab_size: int, device: torch.device
     ) -> TokenPairs:
-        """Pair each student token with its teacher token of weight ≥ RELAXED_WEIGHT (methods.md §5.5).
+        """Pair each student token with its teacher token of weight ≥ _RELAXED_WEIGHT (methods.md §5.5).
 
         Of the students that claim one teacher token an exact row wins, then the higher weight, then the lower id.
         Within the given sizes; made once as long as the matrix lives. Raises ProjectionError where no pair is left.
@@ -110,7 +110,7 @@ def _exact(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[
 
 
 def _relaxed(projection: ProjectionMatrix, students: int, teachers: int) -> tuple[_Ids, _Ids]:
-    near = (projection.indices < teachers) & (projection.weights >= RELAXED_WEIGHT)
+    near = (projection.indices < teachers) & (projection.weights >= _RELAXED_WEIGHT)
     student, slot = np.nonzero(near[:students])
     teacher = projection.indices[student, slot].astype(np.int64)
     order = np.lexsort((student, -projection.weights[student, slot], ~projection.exact[student]))

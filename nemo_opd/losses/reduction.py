@@ -50,7 +50,7 @@ def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
 
     A unit is a chunk present on both sides that holds token 0 of neither.
     """
-    is_unit, _ = first_positions(student_chunk_id, teacher_chunk_id)
+    is_unit, _ = _first_positions(student_chunk_id, teacher_chunk_id)
     return is_unit.sum(1)
 
 
@@ -73,7 +73,7 @@ def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
     """Return the units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
-    is_unit, teacher_position = first_positions(student_chunk_id, teacher_chunk_id)
+    is_unit, teacher_position = _first_positions(student_chunk_id, teacher_chunk_id)
     row, position = is_unit.nonzero(as_tuple=True)
     return ChunkUnits(
         row * student_chunk_id.shape[1] + position - 1,
@@ -83,7 +83,7 @@ def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnit
     )
 
 
-def first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
+def _first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:
     """Find the first tokens of units: is_unit bool [B, S] at the student's, and int64 [B, S], the teacher's position.
 
     Chunk ids are −1 or non-decreasing. The second tensor means something only where the first is true.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-EXACT_LENGTH = 4
+_EXACT_LENGTH = 4
 """Segments up to this length are not padded; longer ones are, to a power of two."""
 
 
@@ -33,7 +33,7 @@ class Segments:
         """Segment i is entries[offsets[i]:offsets[i + 1]], maybe of none."""
         begins, lengths = offsets[:-1], np.diff(offsets)
         padded = np.maximum(lengths, 1)
-        padded = np.where(padded > EXACT_LENGTH, 2 ** np.ceil(np.log2(padded)), padded)
+        padded = np.where(padded > _EXACT_LENGTH, 2 ** np.ceil(np.log2(padded)), padded)
         order = np.argsort(padded, kind="stable")
         groups, cells = [], []
         for length in np.unique(padded).astype(np.int64):

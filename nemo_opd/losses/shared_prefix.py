@@ -42,7 +42,7 @@ def shared_prefix(
     """
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
-    cells = shared_cells(projection, inputs)
+    cells = _shared_cells(projection, inputs)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
@@ -55,7 +55,7 @@ def shared_prefix(
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 
-def shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
+def _shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
     """Return the shared vocabulary as cells. Raises ProjectionError for a projection without the maps onto it."""
     student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
     if student_cells is None or teacher_cells is None:

@@ -23,7 +23,7 @@ from nemo_opd.types import Mean, Metric
 
 LIVE_ROWS = 6
 """Tensors of the size of a chunk's rows alive at its peak."""
-LIVE_CELLS = 30
+_LIVE_CELLS = 30
 """fp32 numbers for each column of the support besides; an int64 index counts as two."""
 
 
@@ -66,7 +66,7 @@ def tcad(
         return compared(over(teacher, temperature), over(logits, temperature))
 
     means = _SequenceMeans.of(places, shared["mask"], shared.get("sequence_weights"))
-    cells = unit_cells(len(places), LIVE_ROWS * places.size + LIVE_CELLS * min(2 * support_size, places.size))
+    cells = unit_cells(len(places), LIVE_ROWS * places.size + _LIVE_CELLS * min(2 * support_size, places.size))
     term = Term(
         places.student_rows,
         loss_of,

@@ -31,7 +31,7 @@ _OwnLogits = TensorLogits | HeadLogits
 _Source = TensorLogits | HeadLogits | VocabParallelLogits | ContextParallelLogits
 
 
-class LogitSource(ABC):
+class _LogitSource(ABC):
     """Model that is called for its logits, or for hidden states and the head that logits are computed from.
 
     However the model is cut, each rank of its context- and tensor-parallel groups gets all positions of its texts, and
@@ -104,7 +104,7 @@ class LogitSource(ABC):
             leaf.backward(gradient)
 
 
-class WithHead(LogitSource):
+class WithHead(_LogitSource):
     """Model that is called for its logits."""
 
     def __init__(
@@ -116,7 +116,7 @@ class WithHead(LogitSource):
         return TensorLogits(self._run(ids, lambda logits: logits))
 
 
-class Headless(LogitSource):
+class Headless(_LogitSource):
     """Model that is called for its final hidden states and its head, from which losses compute logits.
 
     Between calls the model is unchanged, and so is what it exports. Hidden states are the same on every rank of a

@@ -18,17 +18,17 @@ from nemo_opd.projection.matrix import ProjectionMatrix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NUMERALS_COVERED = 0.9
+_NUMERALS_COVERED = 0.9
 """Share of the numerals of each length from which exact pairs carry arithmetic."""
-FEW_SHARED = 0.5
+_FEW_SHARED = 0.5
 """Overlap below which most of the smaller vocabulary is missing from an exact map; published pairs start at 0.63."""
-FEW_EXACT = 0.25
+_FEW_EXACT = 0.25
 """Share of the student's tokens with a partner below which exact pairs are an exception."""
-MUCH_WITHOUT_ROW = 0.05
+_MUCH_WITHOUT_ROW = 0.05
 """Share of the student's text tokens without a row from which text, not only oddities, has no target."""
-PAIR_LOSSES = ("gold", "h_kl", "strict")
+_PAIR_LOSSES = ("gold", "h_kl", "strict")
 """Compare the tokens that have a partner."""
-ROW_LOSSES = ("p_kl", *PAIR_LOSSES)
+_ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
 """Read the rows of the projection; byte_prefix and shared_prefix have maps of their own, alm, uld, sampled_kl none."""
 CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
@@ -78,7 +78,7 @@ class Audit:
 
 def recommended_loss(digits: Iterable[Coverage]) -> Literal["h_kl", "p_kl"]:
     """Return h_kl, which compares exact pairs, where numerals of every length are covered; else p_kl."""
-    return "h_kl" if all(coverage.rate >= NUMERALS_COVERED for coverage in digits) else "p_kl"
+    return "h_kl" if all(coverage.rate >= _NUMERALS_COVERED for coverage in digits) else "p_kl"
 
 
 def fit_warnings(audit: Audit, loss: str) -> list[str]:
@@ -87,10 +87,10 @@ def fit_warnings(audit: Audit, loss: str) -> list[str]:
     Losses that read no rows (`byte_prefix`, `shared_prefix`, `alm`, `uld`, `sampled_kl`, `same_vocab`) always fit.
     """
     warnings = []
-    if loss in PAIR_LOSSES:
+    if loss in _PAIR_LOSSES:
         warnings += [*_numerals_warning(audit, loss), *_partners_warning(audit, loss)]
     without = audit.text.total - audit.text.spelled
-    if loss in ROW_LOSSES and without > MUCH_WITHOUT_ROW * audit.text.total:
+    if loss in _ROW_LOSSES and without > _MUCH_WITHOUT_ROW * audit.text.total:
         warnings.append(
             f"{without:,} of the student's {audit.text.total:,} text tokens have no row in the projection, so {loss} "
             "teaches nothing about them; add the multi-token pass to the projection, or use alm, which reads none"
@@ -102,7 +102,7 @@ def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
     uncovered = [
         f"{coverage.exact:,} of {coverage.total:,} numerals of {length} digit{'s' if length > 1 else ''}"
         for length, coverage in enumerate(audit.digits, start=1)
-        if coverage.rate < NUMERALS_COVERED
+        if coverage.rate < _NUMERALS_COVERED
     ]
     if uncovered:
         yield (
@@ -112,7 +112,7 @@ def _numerals_warning(audit: Audit, loss: str) -> Iterator[str]:
 
 
 def _partners_warning(audit: Audit, loss: str) -> Iterator[str]:
-    if audit.overlap < FEW_SHARED or audit.one_to_one < FEW_EXACT:
+    if audit.overlap < _FEW_SHARED or audit.one_to_one < _FEW_EXACT:
         yield (
             f"{loss} compares exact pairs, but only {audit.one_to_one:.0%} of the student's tokens have one (overlap "
             f"{audit.overlap:.3f}), so little is distilled; p_kl, byte_prefix or shared_prefix reach the others"

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-FONT = "DejaVu Sans Mono"
+_FONT = "DejaVu Sans Mono"
 """Comes with matplotlib. It has no CJK; what it lacks is written as an escape."""
-MAX_LABEL = 20
+_MAX_LABEL = 20
 """Characters of a token's label; a longer one is cut in the middle."""
-CELL = 0.27
+_CELL = 0.27
 """Inches."""
 
 
@@ -55,7 +55,7 @@ def heat_map(samples: Sequence[Sample], title: str = "") -> Figure:
     columns = list(dict.fromkeys(entry.id for sample in samples for entry in sample.entries))
     labels = {entry.id: entry.token for sample in samples for entry in sample.entries}
     weights = _weights(samples, columns)
-    size = (3.4 + CELL * max(8, len(columns)), 2.6 + CELL * max(4, len(samples)))
+    size = (3.4 + _CELL * max(8, len(columns)), 2.6 + _CELL * max(4, len(samples)))
     figure = Figure(figsize=size, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -83,7 +83,7 @@ def _label(axes: Axes, samples: Sequence[Sample], columns: Sequence[str]) -> Non
     axes.set_yticks(range(len(rows)), rows)
     axes.set_xticks(range(len(columns)), [label(column) for column in columns], rotation=90)
     for text in (*axes.get_xticklabels(), *axes.get_yticklabels()):
-        text.set(fontfamily=FONT, fontsize=7.5, parse_math=False)
+        text.set(fontfamily=_FONT, fontsize=7.5, parse_math=False)
     axes.set_xlabel("teacher tokens")
     axes.set_ylabel("student tokens  (● exact)")
     axes.set_xticks(np.arange(0.5, max(1, len(columns))), minor=True)
@@ -126,12 +126,12 @@ def _escaped(character: str) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= MAX_LABEL else f"{text[: MAX_LABEL // 2]}…{text[-(MAX_LABEL // 2 - 1) :]}"
+    return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL // 2]}…{text[-(_MAX_LABEL // 2 - 1) :]}"
 
 
 @cache
 def _has_glyph(character: str) -> bool:
     from matplotlib.font_manager import FontProperties, findfont, get_font
 
-    font = get_font(findfont(FontProperties(family=FONT)))
+    font = get_font(findfont(FontProperties(family=_FONT)))
     return character.isprintable() and font.get_char_index(ord(character)) > 0

@@ -16,7 +16,7 @@ from nemo_opd.errors import ProjectionError, StorageError
 from nemo_opd.files import write_atomically
 from nemo_opd.projection.options import BuilderOptions
 
-FORMAT = "nemo_opd.projection"
+_FORMAT = "nemo_opd.projection"
 VERSION = "2"
 _LARGEST_VOCABULARY = 2**31 - 1
 """Ids are int32."""
@@ -39,7 +39,7 @@ def write(path: str | PathLike[str], content: Mapping[str, Any]) -> None:
         name: np.ascontiguousarray(content[name]) for name in _ARRAYS if content[name] is not None
     }
     num_rows, row_width = content["indices"].shape
-    metadata = {"format": FORMAT, "version": VERSION, "options": content["options"].to_json()}
+    metadata = {"format": _FORMAT, "version": VERSION, "options": content["options"].to_json()}
     metadata |= {"arrays": " ".join(arrays)}
     metadata |= zip(_SIZES, map(str, (num_rows, content["teacher_vocab_size"], row_width)), strict=True)
     metadata |= {name: content[name] for name in _NAMES}
@@ -75,7 +75,7 @@ def read(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def _check_header(metadata: Mapping[str, str]) -> None:
-    if metadata.get("format") != FORMAT:
+    if metadata.get("format") != _FORMAT:
         raise ProjectionError("it is a safetensors file but no projection")
     if metadata.get("version") != VERSION:
         raise ProjectionError(

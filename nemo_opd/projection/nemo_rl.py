@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 PASS = "nemo_rl"
 """Name of the pass in the builder options of an imported matrix."""
-MAX_VOCAB = 2**22
+_MAX_VOCAB = 2**22
 """Ids from here on are no tokenizer's; the memory of a matrix grows with its largest student id."""
 MAX_WIDTH = 32
 """Heaviest entries kept in a row: NeMo-RL's own default width. Count files have rows of hundreds."""
-RELATED = 0.5
+_RELATED = 0.5
 """Share of rows that must lead to a token with bytes in common; below it a file is of another pair."""
 
 _FORMS = "expected the keys 'indices' and 'likelihoods', or pairs (student id, teacher id) as keys"
@@ -143,7 +143,7 @@ def _check_related(
     left, right = pieces_of(student_tokenizer).as_list(), pieces_of(teacher_tokenizer).as_list()
     text = [(left[s], right[t]) for s, t in enumerate(indices[:, 0].tolist()) if t >= 0 and left[s]]
     related = sum(bool(theirs) and (theirs in ours or ours in theirs) for ours, theirs in text)
-    if related < RELATED * len(text):
+    if related < _RELATED * len(text):
         raise ProjectionError(
             f"only {related} of {len(text)} rows lead to a teacher token with bytes in common, so it is the projection "
             f"of another pair than {name_of(student_tokenizer)} and {name_of(teacher_tokenizer)}; name its tokenizers"
@@ -195,7 +195,7 @@ def _dense(content: Mapping[object, object]) -> _Content:
             "vocabulary, top_k]"
         )
     num_rows = len(indices)
-    if num_rows > MAX_VOCAB:
+    if num_rows > _MAX_VOCAB:
         raise ProjectionError(f"it has {num_rows} rows, more than any vocabulary")
     if indices.dtype.kind != "i":
         raise ProjectionError(f"indices must be integers, not {indices.dtype}")
@@ -230,7 +230,7 @@ def _name(content: Mapping[object, object], side: tuple[str, str]) -> str:
 
 def _counts(content: Mapping[object, object]) -> _Content:
     for key in content:
-        if not all(type(token_id) is int and 0 <= token_id < MAX_VOCAB for token_id in key):  # type: ignore[attr-defined]
+        if not all(type(token_id) is int and 0 <= token_id < _MAX_VOCAB for token_id in key):  # type: ignore[attr-defined]
             raise ProjectionError(f"the key {repr(key)[:60]} is no pair (student id, teacher id)")
     ids = np.array(list(content), np.int64)
     weights = np.array([_weight(key, value) for key, value in content.items()])
@@ -248,7 +248,7 @@ def _weight(key: object, value: object) -> float:
 def _matrix(content: _Content) -> ProjectionMatrix:
     student, teacher, weights = content.student, content.teacher, content.weights
     _refuse(content, ~np.isfinite(weights) | (weights < 0), "has a weight that is negative or not finite")
-    _refuse(content, (teacher < -1) | (teacher >= MAX_VOCAB), "leads to an id that no teacher has")
+    _refuse(content, (teacher < -1) | (teacher >= _MAX_VOCAB), "leads to an id that no teacher has")
     used = (teacher >= 0) & (weights > 0)
     if not used.any():
         raise ProjectionError("no entry has any weight, so nothing could be distilled through it")

@@ -18,14 +18,14 @@ def audit_lines(audit: Audit) -> tuple[str, str]:
     shared = (
         f"overlap {audit.overlap:.3f}",
         f"1:1 {audit.one_to_one:.3f}",
-        f"specials {shown_coverage(audit.special)}",
+        f"specials {_shown_coverage(audit.special)}",
         f"recommended loss {audit.recommended_loss}",
     )
-    numerals = (f"{length}-digit {shown_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
+    numerals = (f"{length}-digit {_shown_coverage(digits)}" for length, digits in enumerate(audit.digits, start=1))
     return ", ".join(shared), "exact pairs of numerals: " + ", ".join(numerals)
 
 
-def shown_coverage(coverage: Coverage) -> str:
+def _shown_coverage(coverage: Coverage) -> str:
     return f"{coverage.exact:,}/{coverage.total:,}" if coverage.total else "none on either side"
 
 
@@ -47,7 +47,7 @@ def audit_table(audit: Audit) -> Table:
     table.add_row("one to one", f"{audit.one_to_one:.3f}", "student tokens with an exact partner")
     for length, rows in enumerate(audit.rows_by_pieces):
         table.add_row(f"rows of {length}", f"{rows:,}", _rows_meaning(length))
-    for name, coverage in coverages(audit).items():
+    for name, coverage in _coverages(audit).items():
         meaning = f"{coverage.exact:,} of {coverage.total:,} exact, {coverage.spelled:,} with a row"
         table.add_row(name, f"{coverage.rate:.3f}" if coverage.total else "–", meaning)
     covered = "covered" if audit.recommended_loss == "h_kl" else "not covered"
@@ -61,8 +61,8 @@ def _rows_meaning(length: int) -> str:
     return "… with one teacher token" if length == 1 else f"… with {length} teacher tokens"
 
 
-def coverages(audit: Audit) -> Mapping[str, Coverage]:
-    """Return the coverages by the names that people read."""
+def _coverages(audit: Audit) -> Mapping[str, Coverage]:
+    """Return the _coverages by the names that people read."""
     numerals = {f"{n}-digit numerals": coverage for n, coverage in enumerate(audit.digits, start=1)}
     return numerals | {
         "white space": audit.whitespace,

@@ -58,10 +58,10 @@ def samples(
         token = shown_token(student_tokenizer, student, token_id)
         return Sample(kind, token_id, token, bool(matrix.exact[token_id]), tuple(entries))
 
-    return [sample(kind, i) for kind, ids in sample_ids(matrix, student, count).items() for i in ids]
+    return [sample(kind, i) for kind, ids in _sample_ids(matrix, student, count).items() for i in ids]
 
 
-def sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
+def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:
     """Kind → up to `count` student ids, spread evenly over the vocabulary; special ones with a row if any."""
     kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
     lengths = matrix.row_lengths

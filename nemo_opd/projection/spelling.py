@@ -25,7 +25,7 @@ _STRAY_BYTES = re.compile("([\udc80-\udcff]+)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Spellings:
+class _Spellings:
     """Ids that spell each content, one content after the other."""
 
     ids: NDArray[np.int64]
@@ -35,7 +35,7 @@ class Spellings:
     """Place of an id among its content's, from 0."""
 
 
-def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None = None) -> Spellings:
+def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None = None) -> _Spellings:
     """Return for each content the ids of `side` that spell exactly its bytes; none where there are none.
 
     Text goes through the whole tokenizer, so its digit and word rules hold. What does not come back byte for byte (half
@@ -57,7 +57,7 @@ def spell_with(side: Side, contents: Sequence[bytes], progress: Progress | None 
     lengths = np.fromiter(map(len, spelled), np.int64, len(spelled))
     ends = np.cumsum(lengths)
     ids = np.fromiter(chain.from_iterable(spelled), np.int64, lengths.sum())
-    return Spellings(
+    return _Spellings(
         ids,
         np.repeat(np.arange(len(spelled)), lengths),
         np.arange(len(ids)) - np.repeat(ends - lengths, lengths),

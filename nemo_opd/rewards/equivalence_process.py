@@ -24,11 +24,11 @@ import sympy
 from math_verify import parse, verify
 
 NUMBER = struct.Struct("q")
-MAX_MEMORY = 4 << 30
+_MAX_MEMORY = 4 << 30
 """Bytes of address space; a formula that needs more raises MemoryError instead of exhausting the machine."""
 
-PR_SET_PDEATHSIG = 1
-NONE = 0
+_PR_SET_PDEATHSIG = 1
+_NONE = 0
 """Number that stands for no open question."""
 
 
@@ -39,29 +39,29 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     limit = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY if limit < 0 else min(MAX_MEMORY, limit), limit))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_MEMORY if limit < 0 else min(_MAX_MEMORY, limit), limit))
     # What the libraries initialise at their first use takes longer than most comparisons; children inherit it.
     for task, formulas in (("equal", [r"\frac{1}{2}", "0.5"]), ("canonical", [r"\sin(x)^2+\cos(x)^2"])):
         answered(task, formulas)
     parent, open_question = os.getpid(), mmap.mmap(-1, 8)
     while True:
         if not (child := os.fork()):
-            answer_all(parent, open_question)
+            _answer_all(parent, open_question)
             os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if status >= 0:
             sys.exit(status)
         if number := NUMBER.unpack_from(open_question)[0]:
-            NUMBER.pack_into(open_question, 0, NONE)
+            NUMBER.pack_into(open_question, 0, _NONE)
             print(json.dumps({"number": number, "ended": -status}), flush=True)
 
 
-def answer_all(parent: int, open_question: mmap.mmap) -> None:
+def _answer_all(parent: int, open_question: mmap.mmap) -> None:
     """Answer questions until the input ends, or a comparison ends this process. It does not outlive its parent.
 
     open_question: number of the question that is being answered, in memory shared with the parent.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return
     # One request is read at a time, and the next comes after its answer: none is lost with a buffer.
@@ -72,7 +72,7 @@ def answer_all(parent: int, open_question: mmap.mmap) -> None:
         answer = answered(request["task"], request["formulas"])
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(json.dumps({"number": request["number"], "answer": answer}), flush=True)
-        NUMBER.pack_into(open_question, 0, NONE)
+        NUMBER.pack_into(open_question, 0, _NONE)
 
 
 def answered(task: str, formulas: list[str]) -> Any:

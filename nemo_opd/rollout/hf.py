@@ -189,7 +189,7 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, generation_config: GenerationCon
     return frozenset(int(each) for each in ids if each is not None)
 
 
-class StudentWorkers:
+class _StudentWorkers:
     """The student's workers, which sample with its weights as they are."""
 
     retried = 0
@@ -208,7 +208,7 @@ class StudentWorkers:
 @contextmanager
 def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: int) -> Iterator[Engine]:
     """Open the engine of a run."""
-    yield StudentWorkers(student, version)
+    yield _StudentWorkers(student, version)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 _TRY_AGAIN = {408, 409, 425, 429}
 """Statuses below 500 after which the same request may succeed."""
 
-Body = dict[str, Any]
+_Body = dict[str, Any]
 Read = Callable[[int, Any], Completion]
 """Function from the number of a request and its reply to a completion.
 
@@ -46,7 +46,7 @@ class Client:
     retried: int = 0
     """Requests sent again, so far."""
 
-    def complete(self, bodies: Sequence[Body], read: Read, check: Callable[[], None]) -> list[Completion]:
+    def complete(self, bodies: Sequence[_Body], read: Read, check: Callable[[], None]) -> list[Completion]:
         """Return one completion for each body, in order.
 
         check: called regularly meanwhile; what it raises ends all requests. Raises RolloutError for a request whose
@@ -57,11 +57,11 @@ class Client:
         except BaseExceptionGroup as group:
             raise _first_of(group) from None
 
-    async def _complete(self, bodies: Sequence[Body], read: Read, check: Callable[[], None]) -> list[Completion]:
+    async def _complete(self, bodies: Sequence[_Body], read: Read, check: Callable[[], None]) -> list[Completion]:
         limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def complete_one(number: int, body: Body) -> Completion:
+        async def complete_one(number: int, body: _Body) -> Completion:
             async with slots:
                 completion = await self._with_retries(http, number, body, read, check)
             work.advance()
@@ -84,7 +84,7 @@ class Client:
         return completions
 
     async def _with_retries(
-        self, http: httpx2.AsyncClient, number: int, body: Body, read: Read, check: Callable[[], None]
+        self, http: httpx2.AsyncClient, number: int, body: _Body, read: Read, check: Callable[[], None]
     ) -> Completion:
         for attempt in range(self.retries + 1):
             if attempt:
@@ -100,7 +100,7 @@ class Client:
         tries = f"{self.retries + 1} tries (rollout.retries={self.retries})"
         raise RolloutError(f"{self.url} gave no completion of prompt {number} in {tries}: {reason}")
 
-    async def _try(self, http: httpx2.AsyncClient, number: int, body: Body, read: Read) -> Completion:
+    async def _try(self, http: httpx2.AsyncClient, number: int, body: _Body, read: Read) -> Completion:
         try:
             async with asyncio.timeout(self.timeout_s):
                 reply = await fetch(http, "POST", self.url, body)

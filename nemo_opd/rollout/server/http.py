@@ -22,7 +22,7 @@ class UnusableError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class _Reply:
     """A whole answer."""
 
     status: int
@@ -45,7 +45,7 @@ class Reply:
             raise ValueError("its nesting is too deep") from None
 
 
-async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any) -> Reply:
+async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any) -> _Reply:
     """Send a request and read its answer.
 
     Raises httpx2.HTTPError, and UnusableError for an answer of more than `MAX_BYTES`.
@@ -56,7 +56,7 @@ async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any) ->
             content += part
             if len(content) > MAX_BYTES:
                 raise UnusableError(f"its answer is longer than {MAX_BYTES >> 20} MiB")
-        return Reply(response.status_code, bytes(content))
+        return _Reply(response.status_code, bytes(content))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Http:
         except ValueError:
             return reply.content.decode(errors="replace")
 
-    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> Reply:
+    async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
         # A client's own limits are for each part of an answer, of which there may be any number.
         async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=None, trust_env=self.trust_env) as client:
             return await fetch(client, method, self.url + path, body)

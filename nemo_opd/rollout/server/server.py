@@ -11,7 +11,7 @@ from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Req
 from nemo_opd.rollout.server.engine import ServerEngine
 
 
-class StudentServer(Engine):
+class _StudentServer(Engine):
     """A server that reads the student's weights from memory where it can, else from a folder."""
 
     def __init__(self, server: ServerEngine, student: StudentModel, folder: Path, dtype: str) -> None:
@@ -53,7 +53,7 @@ def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel
     try:
         student.export(first, spec.dtype)
         with ServerEngine(settings, spec, first, version) as server:
-            yield StudentServer(server, student, folder, spec.dtype)
+            yield _StudentServer(server, student, folder, spec.dtype)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -21,7 +21,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 
 
-class TokenCompletions(completion.CompletionHandler):
+class _TokenCompletions(completion.CompletionHandler):
     """Completions by token ids, one sequence at a time in the model's thread, seeded by request."""
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
@@ -68,7 +68,7 @@ def _reply(request_id: str, model: str, sampled: Completion) -> dict[str, Any]:
 
 def main() -> None:
     # `Serve` looks up the handler when it is instantiated.
-    completion.CompletionHandler = TokenCompletions  # type: ignore[misc]
+    completion.CompletionHandler = _TokenCompletions  # type: ignore[misc]
     app = typer.Typer()
     app.command()(Serve)
     app()

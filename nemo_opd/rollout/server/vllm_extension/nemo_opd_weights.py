@@ -30,7 +30,7 @@ class Files(WeightTransferInitInfo, WeightTransferUpdateInfo):
     """Paths of safetensors files, on a disk or in a process's memory (/proc/PID/fd/NUMBER), of a whole checkpoint."""
 
 
-class FilesEngine(WeightTransferEngine):
+class _FilesEngine(WeightTransferEngine):
     """Weights from safetensors files that every worker can open, on any device."""
 
     init_info_cls = update_info_cls = Files
@@ -76,4 +76,4 @@ def _pack_tied_heads(model: Any) -> None:
             head.quant_method.process_weights_after_loading(head)
 
 
-WeightTransferEngineFactory.register_engine("nemo_opd", FilesEngine)
+WeightTransferEngineFactory.register_engine("nemo_opd", _FilesEngine)
