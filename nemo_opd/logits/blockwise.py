@@ -17,7 +17,7 @@ from nemo_opd.logits.term import Term, width_of
 
 
 @dataclass(frozen=True, slots=True)
-class _BlockwiseSum:
+class BlockwiseSum:
     """Sums of losses of units."""
 
     total: Tensor
@@ -26,7 +26,7 @@ class _BlockwiseSum:
     """[terms, 2], without a gradient: with the weights of units, and without."""
 
 
-def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> _BlockwiseSum:
+def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
     """Compute Σ coefficient · term over terms, with a gradient for the leaves of `source` only (methods.md §8.1).
 
     Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
@@ -36,13 +36,13 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
     still connected to the leaves.
     """
     if torch.is_grad_enabled() and source.needs_gradient:
-        return _BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves))
+        return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves))
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
             for i, part, _, logits in _parts(source, terms, block):
                 sums[i] += terms[i].sums(logits, part)
-        return _BlockwiseSum(*_totals(source, sums, coefficients))
+        return BlockwiseSum(*_totals(source, sums, coefficients))
 
 
 def compute_dtype(source: LogitRows) -> torch.dtype:
