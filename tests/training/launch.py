@@ -37,6 +37,8 @@ class Run:
     ray_folders: set[Path] = field(default_factory=set)
     seen: dict[int, str] = field(default_factory=dict)
     """Command lines by process id, of all processes that were found alive."""
+    sessions: set[int] = field(default_factory=set)
+    """Session ids of these processes: Ray's agents write their titles over the variable that would tell them."""
     output: str = ""
 
     @property
@@ -56,15 +58,19 @@ class Run:
         found = []
         for process in psutil.process_iter():
             try:
-                if process.environ().get(MARK) != self.mark or process.status() == psutil.STATUS_ZOMBIE:
+                if not self._owns(process) or process.status() == psutil.STATUS_ZOMBIE:
                     continue
-                self.seen[process.pid] = command = " ".join(process.cmdline())
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                self.seen[process.pid] = command = " ".join(process.cmdline()).strip()
+                self.sessions.add(os.getsid(process.pid))
+            except (psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
                 continue
             found.append(process)
             self.segments |= mapped_by(process.pid)
             self.ray_folders |= {Path(name) for name in re.findall(r"/tmp/opd_[^/\s]+", command)}
         return found
+
+    def _owns(self, process: psutil.Process) -> bool:
+        return process.environ().get(MARK) == self.mark or os.getsid(process.pid) in self.sessions
 
     def workers(self) -> list[psutil.Process]:
         """The Ray actors, which the kernel knows by their class."""
@@ -124,9 +130,9 @@ class Run:
         """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def leftovers(self, *, folders: bool = True) -> list[str]:
+    def leftovers(self, *, folders: bool = True, within_s: float = CLEAN_S) -> list[str]:
         """What is still there once processes had time to end: processes, shared memory, folders, half-written files."""
-        deadline = time.monotonic() + CLEAN_S
+        deadline = time.monotonic() + within_s
         while (left := self._leftovers(folders)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
