@@ -110,7 +110,7 @@ def teacher(pipe: Connection, shape: Shape, kind: str, tokens: int, repeats: int
         writer = HiddenStatesWriter(new_sender, shape.vocab_size, shape.hidden_size, torch.bfloat16, columns=columns)
     for _ in range(repeats):
         began = time.perf_counter()
-        writer.begin(1, tokens)
+        writer.begin(tokens)
         writer.write(0, made)
         handle = writer.handle()
         pipe.send((handle, time.perf_counter() - began))
@@ -133,7 +133,7 @@ def measure(shape: Shape, kind: str, tokens: int, repeats: int) -> Row:
             handle, seconds = ours.recv()
             writes.append(seconds)
             began = time.perf_counter()
-            windows([handle], sides)[0].rows(receiver, slice(None), tokens)
+            windows([handle], sides, [tokens])[0].rows(receiver, slice(None), tokens)
             reads.append(time.perf_counter() - began)
             ours.send("done")
     process.join()
@@ -161,13 +161,14 @@ def num_bytes(handle: HiddenStatesHandle | LogitsHandle) -> tuple[int, int]:
 def copies(shape: Shape, kind: str, student: Layout, teacher: Layout, tokens: int, repeats: int) -> Copies:
     sides = colocated(student, teacher)
     _, new_receiver = TRANSPORTS["shared_memory"]
+    lengths = [tokens // NUM_TEXTS] * NUM_TEXTS
     with ExitStack() as stack:
         receivers = [stack.enter_context(new_receiver(rank)) for rank in range(student.size)]
         handles = written(stack, shape, kind, sides, tokens)
         seconds = []
         for _ in range(repeats):
             by_rank = []
-            for window, receiver in zip(windows(handles, sides), receivers, strict=True):
+            for window, receiver in zip(windows(handles, sides, lengths), receivers, strict=True):
                 receiver.copied_bytes = 0
                 began = time.perf_counter()
                 window.rows(receiver, slice(None), tokens // NUM_TEXTS)
@@ -194,15 +195,15 @@ def written(stack: ExitStack, shape: Shape, kind: str, sides: Sides, tokens: int
         made: HeadLogits | TensorLogits
         if kind == "logits":
             writer = LogitsWriter(new_sender, shape.vocab_size, zero.dtype, columns=columns, readers=readers)
-            made = TensorLogits(zero.expand(rows, length, len(columns)))
+            made = TensorLogits(zero.expand(1, rows * length, len(columns)))
         else:
             writer = HiddenStatesWriter(
                 new_sender, shape.vocab_size, shape.hidden_size, zero.dtype, columns=columns, readers=readers
             )
             head = Head(zero.expand(len(columns), shape.hidden_size))
-            made = HeadLogits(zero.expand(rows, length, shape.hidden_size), head)
+            made = HeadLogits(zero.expand(1, rows * length, shape.hidden_size), head)
         stack.enter_context(closing(writer))
-        writer.begin(rows, length)
+        writer.begin(rows * length)
         writer.write(0, made)
         handles.append(writer.handle())
     return handles

@@ -112,7 +112,8 @@ class Rows:
 class TokenRows(Rows):
     """Sequences of one tokenizer, right-padded.
 
-    Models are causal, so positions before the padding never see it and no attention mask is needed.
+    Models are causal, so positions before the padding never see it and no attention mask is needed. Where they can,
+    they read no padding at all.
     """
 
     ids: Tensor = field(metadata={_FILL: PAD_ID})
@@ -128,6 +129,12 @@ class TokenRows(Rows):
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    @property
+    def packed_lengths(self) -> list[int]:
+        """Tokens that models read of each sequence: one, of padding, where it is empty."""
+        lengths: list[int] = self.lengths.clamp(min=1).tolist()
+        return lengths
 
     def rows(self, start: int, stop: int) -> TokenRows:
         """Return sequences [start, stop), cut to the longest of them (one position at least)."""

@@ -41,7 +41,7 @@ class HeadHandle:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesHandle:
-    """Reference to a teacher rank's final hidden states [rows, positions, E] of a batch, and to its head shard."""
+    """Reference to a teacher rank's final hidden states [tokens, E] of a batch, and to its head shard."""
 
     output: Handle
     head: HeadHandle | None
@@ -52,20 +52,22 @@ class HiddenStatesHandle:
 
 @dataclass(frozen=True, slots=True)
 class HiddenStatesWindow:
-    """The hidden states [B, T, E] of a student rank's rows, and the head."""
+    """The hidden states [tokens, E] of a student rank's sequences, and the head."""
 
     hidden: Region
     head: tuple[HeadHandle, ...]
     """Shards, of consecutive columns."""
 
-    def rows(self, receiver: Receiver, rows: slice, width: int) -> LogitRows:
-        """Return the logits of some rows, up to `width` positions; they are computed when a loss reads them.
+    def rows(self, receiver: Receiver, sequences: slice, width: int) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences.
+
+        They are computed when a loss reads them.
 
         Hidden states are a view where one buffer has them, else copied together; shards of the head stay separate and
         their columns are read side by side. Raises HandoffError for a buffer that cannot be mapped.
         """
-        hidden = self.hidden.read(receiver, rows, width)
-        shards = [HeadLogits(hidden, shard.head(receiver)) for shard in self.head]
+        hidden = self.hidden.read(receiver, sequences).unsqueeze(0)
+        shards = [self.hidden.logits(HeadLogits(hidden, shard.head(receiver)), sequences, width) for shard in self.head]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
@@ -96,7 +98,7 @@ class HiddenStatesWriter(OutputWriter):
         self._head: HeadHandle | None = None
 
     def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
-        """Put a microbatch's hidden states at the rows from `start` on; the first call also hands the head over."""
+        """Put a microbatch's hidden states [1, n, E] at the tokens from `start` on; the first time also the head."""
         assert isinstance(made, HeadLogits)
         if self._head is None and self._is_head_read:
             self._hand_over(made.head)

@@ -18,7 +18,7 @@ from nemo_opd.logits.rows import LogitRows, TensorLogits
 
 @dataclass(frozen=True, slots=True)
 class LogitsHandle:
-    """Reference to a teacher rank's logits of a batch: [rows, positions, columns]."""
+    """Reference to a teacher rank's logits of a batch: [tokens, columns]."""
 
     output: Handle
     columns: range
@@ -27,18 +27,21 @@ class LogitsHandle:
 
 @dataclass(frozen=True, slots=True)
 class LogitsWindow:
-    """The logits [B, T, W] of a student rank's rows."""
+    """The logits [tokens, W] of a student rank's sequences."""
 
     shards: tuple[Region, ...]
     """Consecutive columns of the vocabulary."""
 
-    def rows(self, receiver: Receiver, rows: slice, width: int) -> LogitRows:
-        """Return the logits of some rows, up to `width` positions.
+    def rows(self, receiver: Receiver, sequences: slice, width: int) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences.
 
         They are a view where one buffer has them; shards of the columns are read side by side where they are; rows of
         several buffers are copied together. Raises HandoffError for a buffer that cannot be mapped.
         """
-        shards = [TensorLogits(shard.read(receiver, rows, width)) for shard in self.shards]
+        shards = [
+            shard.logits(TensorLogits(shard.read(receiver, sequences).unsqueeze(0)), sequences, width)
+            for shard in self.shards
+        ]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 
@@ -64,10 +67,10 @@ class LogitsWriter(OutputWriter):
         super().__init__(new_sender, len(self._columns), dtype, readers, num_slots)
 
     def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
-        """Put a microbatch's logits at the rows from `start` on."""
+        """Put a microbatch's logits [1, n, ·] at the tokens from `start` on."""
         assert isinstance(made, TensorLogits)
-        (logits_bTW,) = made.leaves
-        self._put(start, logits_bTW[..., : len(self._columns)])
+        (logits,) = made.leaves
+        self._put(start, logits[..., : len(self._columns)])
 
     def handle(self) -> LogitsHandle:
         return LogitsHandle(self._output.handle(), self._columns)

@@ -1,8 +1,8 @@
 """Which rows of which teacher ranks' buffers make up a student rank's window: pure, no I/O and no torch.
 
-A teacher's output has rows of the global batch, positions and columns. Each of its ranks holds some rows and columns of
-it and all positions; a student rank's window has some rows, all positions and all columns. The head is planned as an
-output of one row, which every data- and context-parallel rank has.
+A teacher's output has a row for each token of the global batch, sequence after sequence, and columns. Each of its ranks
+holds some columns of the tokens of some sequences; a student rank's window has all columns of those of its sequences.
+The head is planned as an output of one row, which every data- and context-parallel rank has.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class Shard:
 
     rank: int
     rows: range
-    """Rows of the global batch."""
+    """Rows of the output."""
     columns: range
     """Columns of the vocabulary, or of the hidden states."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows that a student rank reads from one teacher rank's buffer, with all positions and columns of the buffer."""
+    """Rows that a student rank reads from one teacher rank's buffer, with all columns of the buffer."""
 
     rank: int
     """Rank of the teacher."""
@@ -92,12 +92,12 @@ ONE_READER = Readers()
 """The only reader is receiver 0."""
 
 
-def output_shards(teacher: Layout, num_rows: int, columns: Sequence[range]) -> list[Shard]:
-    """Return each teacher rank's shard of a batch's output; columns: by tensor-parallel index.
+def output_shards(teacher: Layout, lengths: Sequence[int], columns: Sequence[range]) -> list[Shard]:
+    """Return each teacher rank's shard of a batch's output; lengths: of its sequences; columns: by tp index.
 
-    Raises ConfigError where the rows cannot be cut into dp equal parts.
+    Raises ConfigError where the sequences cannot be cut into dp equal parts.
     """
-    parts = _equal_parts(num_rows, teacher.dp)
+    parts = _equal_parts(lengths, teacher.dp)
     shards = []
     for rank in range(teacher.size):
         d, _, t = teacher.coordinates(rank)
@@ -105,12 +105,12 @@ def output_shards(teacher: Layout, num_rows: int, columns: Sequence[range]) -> l
     return shards
 
 
-def output_pieces(sides: Sides, shards: Sequence[Shard], num_rows: int) -> list[list[Piece]]:
+def output_pieces(sides: Sides, shards: Sequence[Shard], lengths: Sequence[int]) -> list[list[Piece]]:
     """Return the pieces of each student rank's window, in the order of rows, then columns.
 
-    Raises ConfigError where the rows cannot be cut into dp equal parts.
+    Raises ConfigError where the sequences cannot be cut into dp equal parts.
     """
-    parts = _equal_parts(num_rows, sides.student.dp)
+    parts = _equal_parts(lengths, sides.student.dp)
     windows = [parts[sides.student.coordinates(rank)[0]] for rank in range(sides.student.size)]
     return _pieces(sides, shards, windows)
 
@@ -163,15 +163,15 @@ def _shifted(numbers: range, by: int) -> range:
     return range(numbers.start + by, numbers.stop + by)
 
 
-def _equal_parts(num_rows: int, dp: int) -> list[range]:
-    """Cut the rows of the padded global batch for data parallelism. Raises ConfigError where parts would differ."""
-    if num_rows % dp:
+def _equal_parts(lengths: Sequence[int], dp: int) -> list[range]:
+    """Return the rows of each equal part of the padded global batch. Raises ConfigError where parts would differ."""
+    if len(lengths) % dp:
         raise ConfigError(
-            f"a global batch of {num_rows} rows cannot be cut into dp={dp} equal parts; pad it to a multiple of the dp "
-            "of the student and of every teacher"
+            f"a global batch of {len(lengths)} sequences cannot be cut into dp={dp} equal parts; pad it to a multiple "
+            "of the dp of the student and of every teacher"
         )
-    size = num_rows // dp
-    return [range(d * size, (d + 1) * size) for d in range(dp)]
+    ends = list(accumulate(lengths, initial=0))[:: len(lengths) // dp]
+    return [range(start, stop) for start, stop in pairwise(ends)]
 
 
 def vocabulary_columns(vocab_size: int, tp: int) -> list[range]:

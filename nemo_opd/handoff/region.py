@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import overlap
+from nemo_opd.logits.packed import PackedLogits, places_in_row, token_bounds
+from nemo_opd.logits.rows import TrainableRows
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPart:
-    """Rows of a region, and the buffer that has them, with all positions and columns of the buffer."""
+    """Rows of a region, and the buffer that has them, with all columns of the buffer."""
 
     handle: Handle
     first_row: int
@@ -25,37 +27,33 @@ class RegionPart:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A tensor [rows, positions, columns] of which each part has all columns."""
+    """A tensor [tokens, columns] of sequences one after another, of which each part has all columns."""
 
-    num_rows: int
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
     parts: tuple[RegionPart, ...]
 
-    def read(self, receiver: Receiver, rows: slice, width: int) -> Tensor:
-        """Return rows of the region and their first `width` positions: [b, width, columns].
+    def read(self, receiver: Receiver, sequences: slice) -> Tensor:
+        """Return the tokens of some sequences: [n, columns].
 
-        This is a view where one buffer has all of them, else a copy; positions that no buffer has, which are padding
-        to every reader, are 0. Raises HandoffError for a buffer that cannot be mapped.
+        This is a view where one buffer has all of them, else a copy. Raises HandoffError for a buffer that cannot be
+        mapped.
         """
         # Map every buffer, needed now or not: each export is a reference that only its receiver can give back.
         mapped = [receiver.tensor(part.handle) for part in self.parts]
-        wanted = range(self.num_rows)[rows]
-        found: list[tuple[int, Tensor]] = []
+        start, stop, _ = sequences.indices(len(self.lengths))
+        bounds = token_bounds(self.lengths)
+        wanted = range(bounds[start], bounds[stop])
+        found: list[Tensor] = []
         for part, buffer in zip(self.parts, mapped, strict=True):
             if shared := overlap(part.rows, wanted):
                 begin = part.first_row + shared.start - part.rows.start
-                found.append((shared.start - wanted.start, buffer[begin : begin + len(shared), :width]))
-        shape = len(wanted), width, mapped[0].shape[2]
-        if len(found) == 1 and found[0][1].shape == shape:
-            return found[0][1]
-        return _joined(receiver, found, mapped[0], shape)
+                found.append(buffer[begin : begin + len(shared)])
+        if len(found) == 1:
+            return found[0]
+        receiver.copied_bytes += sum(source.nbytes for source in found)
+        return torch.cat([source.to(mapped[0].device) for source in found])
 
-
-def _joined(receiver: Receiver, found: Sequence[tuple[int, Tensor]], like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Copy tensors into one of `shape`, each at its first row."""
-    result = like.new_empty(shape)
-    if sum(source.numel() for _, source in found) < result.numel():
-        result.zero_()
-    for row, source in found:
-        result[row : row + len(source), : source.shape[1]] = source
-        receiver.copied_bytes += source.nbytes
-    return result
+    def logits(self, tokens: TrainableRows, sequences: slice, width: int) -> PackedLogits:
+        """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X]."""
+        return PackedLogits(tokens, places_in_row(self.lengths[sequences], width).to(tokens.device))

@@ -26,10 +26,10 @@ _GIB = 2**30
 class Payload:
     """Largest output of a teacher for a batch."""
 
-    num_rows: int
-    """Rows of the global batch."""
+    num_sequences: int
+    """Sequences of the global batch."""
     length: int
-    """Tokens of a row."""
+    """Tokens of a sequence."""
     vocab_size: int
     hidden_size: int | None
     """None where logits are handed over."""
@@ -72,9 +72,9 @@ def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
     def num_bytes(rank: int, pieces: Sequence[Piece], cell_bytes: int) -> int:
         return sum(_num_cells(piece) for piece in pieces if sides.crosses(rank, piece.rank)) * cell_bytes
 
-    cell_bytes, column_bytes = payload.length * payload.itemsize, (payload.hidden_size or 0) * payload.itemsize
+    column_bytes = (payload.hidden_size or 0) * payload.itemsize
     return tuple(
-        Traffic(num_bytes(rank, output, cell_bytes), num_bytes(rank, head, column_bytes))
+        Traffic(num_bytes(rank, output, payload.itemsize), num_bytes(rank, head, column_bytes))
         for rank, (output, head) in enumerate(zip(*_planned(sides, payload), strict=True))
     )
 
@@ -105,7 +105,7 @@ def _crossings(sides: Sides, payload: Payload) -> Iterator[str]:
         num_bytes: Counter[int] = Counter()
         for piece in pieces:
             if sides.crosses(rank, piece.rank):
-                num_bytes[piece.rank] += _num_cells(piece) * payload.length * payload.itemsize
+                num_bytes[piece.rank] += _num_cells(piece) * payload.itemsize
         for teacher_rank, size in sorted(num_bytes.items()):
             yield (
                 f"student rank {rank} on node {sides.student_places[rank].node} reads {size / _GIB:.2f} GiB of teacher "
@@ -120,15 +120,14 @@ def _planned(sides: Sides, payload: Payload) -> tuple[list[list[Piece]], list[li
     """
     teacher = sides.teacher
     unit = lcm(sides.student.dp, teacher.dp)
-    num_rows = -(-payload.num_rows // unit) * unit
+    lengths = [payload.length] * (-(-payload.num_sequences // unit) * unit)
     columns = vocabulary_columns(payload.vocab_size, teacher.tp)
     if payload.hidden_size is None:
         no_heads: list[list[Piece]] = [[] for _ in range(sides.student.size)]
-        return output_pieces(sides, output_shards(teacher, num_rows, columns), num_rows), no_heads
-    shards = output_shards(teacher, num_rows, [range(payload.hidden_size)] * teacher.tp)
-    return output_pieces(sides, shards, num_rows), head_pieces(sides, columns)
+        return output_pieces(sides, output_shards(teacher, lengths, columns), lengths), no_heads
+    shards = output_shards(teacher, lengths, [range(payload.hidden_size)] * teacher.tp)
+    return output_pieces(sides, shards, lengths), head_pieces(sides, columns)
 
 
 def _num_cells(piece: Piece) -> int:
-    """Return the numbers of one position."""
     return len(piece.window_rows) * len(piece.columns)

@@ -18,20 +18,21 @@ OutputHandle = HiddenStatesHandle | LogitsHandle
 Window = HiddenStatesWindow | LogitsWindow
 
 
-def windows(handles: Sequence[OutputHandle], sides: Sides) -> list[Window]:
-    """Return the windows by student rank for one teacher's handles by rank.
+def windows(handles: Sequence[OutputHandle], sides: Sides, lengths: Sequence[int]) -> list[Window]:
+    """Return the windows by student rank for one teacher's handles by rank; lengths: of the batch's sequences.
 
     Each window has the tokens of its rank alone. It reads buffers on other nodes from messages, which must be exchanged
-    first (`ExchangePlanner`). Raises ConfigError where the rows cannot be cut into as many equal parts as the student
-    has, HandoffError where a buffer was not exported to a rank that reads it.
+    first (`ExchangePlanner`). Raises ConfigError where the sequences cannot be cut into as many equal parts as the
+    student has, HandoffError where a buffer was not exported to a rank that reads it.
     """
     teacher = sides.teacher
-    num_rows = sum(handles[teacher.rank(d)].output.shape[0] for d in range(teacher.dp))
     columns = [handles[teacher.rank(0, 0, t)].columns for t in range(teacher.tp)]
     heads = [handle.head for handle in handles if isinstance(handle, HiddenStatesHandle)]
-    output_columns = [range(handles[0].output.shape[2])] * teacher.tp if heads else columns
-    pieces = output_pieces(sides, output_shards(teacher, num_rows, output_columns), num_rows)
-    readers = [_Reader(rank, num_rows // sides.student.dp, sides) for rank in range(sides.student.size)]
+    output_columns = [range(handles[0].output.shape[1])] * teacher.tp if heads else columns
+    pieces = output_pieces(sides, output_shards(teacher, lengths, output_columns), lengths)
+    size = len(lengths) // sides.student.dp
+    own = [tuple(lengths[d * size : (d + 1) * size]) for d in range(sides.student.dp)]
+    readers = [_Reader(rank, own[sides.student.coordinates(rank)[0]], sides) for rank in range(sides.student.size)]
     outputs = [handle.output for handle in handles]
     if not heads:
         return [reader.logits(outputs, own) for reader, own in zip(readers, pieces, strict=True)]
@@ -46,8 +47,8 @@ class _Reader:
     """A student rank."""
 
     rank: int
-    num_rows: int
-    """Rows of its window."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence of its window."""
     sides: Sides
 
     def logits(self, outputs: Sequence[Handle], pieces: Sequence[Piece]) -> LogitsWindow:
@@ -61,7 +62,7 @@ class _Reader:
             # A message has no other rows.
             first_row = 0 if self.sides.crosses(self.rank, piece.rank) else piece.buffer_rows.start
             parts.append(RegionPart(handle, first_row, piece.window_rows))
-        return Region(self.num_rows, tuple(parts))
+        return Region(self.lengths, tuple(parts))
 
     def head(self, heads: Sequence[HeadHandle | None], shards: Sequence[Piece]) -> tuple[HeadHandle, ...]:
         found = []

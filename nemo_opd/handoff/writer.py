@@ -15,7 +15,7 @@ NewSender = Callable[[Sequence[int]], Sender]
 
 
 class OutputWriter:
-    """Buffers [rows, positions, columns] for the output of batches, each filled microbatch by microbatch."""
+    """Buffers [tokens, columns] for the output of batches, each filled microbatch by microbatch."""
 
     def __init__(
         self, new_sender: NewSender, num_columns: int, dtype: torch.dtype, readers: Readers, num_slots: int
@@ -25,18 +25,14 @@ class OutputWriter:
         """Slot of the batch that is written."""
         self._num_columns, self._dtype = num_columns, dtype
 
-    def begin(self, num_rows: int, width: int, slot: int = 0) -> None:
-        """Start a batch, which overwrites the slot's last; width: positions of its longest microbatch."""
+    def begin(self, num_tokens: int, slot: int = 0) -> None:
+        """Start a batch, which overwrites the slot's last."""
         self._output = self._slots[slot]
-        self._output.tensor((num_rows, width, self._num_columns), self._dtype)
+        self._output.tensor((num_tokens, self._num_columns), self._dtype)
 
     def _put(self, start: int, output: Tensor) -> None:
-        """Copy a microbatch's output to the rows from `start` on.
-
-        Positions beyond the microbatch's width stay as they are: they are padding to every reader.
-        """
-        rows, width, _ = output.shape
-        self._output.last[start : start + rows, :width].copy_(output)
+        """Copy a microbatch's output [1, n, columns] to the rows from `start` on."""
+        self._output.last[start : start + output.shape[1]].copy_(output.squeeze(0))
 
     @property
     def senders(self) -> tuple[Sender, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,24 +18,27 @@ from nemo_opd.distributed.mesh import context_axis, tensor_axis
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
 from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.packed import PackedLogits, Packing
 from nemo_opd.logits.parallel import ContextParallelLogits, VocabParallelLogits
-from nemo_opd.logits.rows import TensorLogits
+from nemo_opd.logits.rows import TensorLogits, TrainableRows
 from nemo_opd.models.context_parallel import RingAttention, gather_positions
+from nemo_opd.models.packed_attention import bounds, is_packable, packed_attention
+from nemo_opd.models.parallelize import is_compiled_in_place
 from nemo_opd.models.tensor_styles import own_part
 
 SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 """Names of the soft-cap in configurations."""
 
 _OwnLogits = TensorLogits | HeadLogits
-"""Logits of this rank's columns."""
-_Source = TensorLogits | HeadLogits | VocabParallelLogits | ContextParallelLogits
+"""Logits [1, N, ·] of this rank's columns, with a row for each token."""
 
 
 class _LogitSource(ABC):
     """Model that is called for its logits, or for hidden states and the head that logits are computed from.
 
     However the model is cut, each rank of its context- and tensor-parallel groups gets all positions of its texts, and
-    its own `columns` of the vocabulary.
+    its own `columns` of the vocabulary. Sequences are packed into one row without padding where the model allows it;
+    what a call returns is packed either way.
 
     To train: compute losses from `whole` of a call's result, `cut_off`; go backward from their sum, and then call
     `backward` once with the gradient of the new leaf.
@@ -54,20 +57,24 @@ class _LogitSource(ABC):
         self._multiple = 1 if self._ring is None else self._ring.multiple
         if parallelism is not None and parallelism.sequence_parallel:
             self._multiple *= parallelism.tp
+        # Compiled code for a CPU cannot loop over sequences.
+        is_compiled = mesh is not None and mesh.device_type == "cpu" and is_compiled_in_place(model)
+        self._reads_packed = self._ring is None and not is_compiled and is_packable(model)
         self.columns = range(width) if self._tensor is None else range(*own_part(width, self._tensor))
 
     @abstractmethod
-    def __call__(self, ids: Tensor) -> _OwnLogits:
-        """Map ids [B, S] to logits [B, S, own columns]. Collective over all of the model's ranks."""
+    def __call__(self, ids: Tensor, packing: Packing) -> _OwnLogits:
+        """Map ids [B, S] to logits [1, N, own columns] of their tokens. Collective over all of the model's ranks.
 
-    def _run(self, ids: Tensor, result: Callable[[Tensor], Tensor]) -> Tensor:
-        """Apply `result` to the model's logits [B, own positions, ·] for ids [B, S], and return all positions of it.
-
-        Ids are padded to the length that the layout needs.
+        packing: of these sequences, on the device.
         """
-        length = ids.shape[1]
+
+    def _run(self, ids: Tensor, packing: Packing, result: Callable[[Tensor], Tensor]) -> Tensor:
+        """Apply `result` to the model's logits for ids [B, S], and return what it makes of each token [1, N, ·]."""
+        if self._reads_packed:
+            return self._run_packed(ids, packing, result)
         # Later positions have no effect on earlier ones, so any id will do.
-        ids = F.pad(ids, (0, self._padded(length) - length))
+        ids = F.pad(ids, (0, self._missing(ids.shape[1])))
         if self._ring is None:
             made = result(self._model(input_ids=ids, use_cache=False).logits)
         else:
@@ -75,33 +82,53 @@ class _LogitSource(ABC):
                 positions = own.unsqueeze(0).expand(len(ids), -1)
                 output = self._model(input_ids=ids[:, own], position_ids=positions, use_cache=False)
                 made = gather_positions(result(output.logits), own, self._ring.axis)
-        return made if made.shape[1] == length else made[:, :length]
+        return made[:, : packing.places.shape[1]].flatten(0, 1).index_select(0, packing.tokens).unsqueeze(0)
 
-    def _padded(self, length: int) -> int:
-        return -(-length // self._multiple) * self._multiple
+    def _run_packed(self, ids: Tensor, packing: Packing, result: Callable[[Tensor], Tensor]) -> Tensor:
+        num_tokens = len(packing.tokens)
+        # What the layout needs in addition is one more sequence.
+        missing = self._missing(num_tokens)
+        lengths = [*packing.lengths, missing] if missing else list(packing.lengths)
+        row = F.pad(ids.flatten()[packing.tokens], (0, missing)).unsqueeze(0)
+        positions = F.pad(packing.positions, (0, missing)).unsqueeze(0)
+        with packed_attention(self._model):
+            output = self._model(input_ids=row, position_ids=positions, use_cache=False, **bounds(lengths, ids.device))
+        made = result(output.logits)
+        return made[:, :num_tokens] if missing else made
 
-    def whole(self, made: _OwnLogits) -> _Source:
-        """Return what losses and scores read, which all ranks that have these texts compute together.
+    def _missing(self, length: int) -> int:
+        """Return the positions by which a length must grow for the layout."""
+        return -length % self._multiple
+
+    def whole(self, made: _OwnLogits, packing: Packing) -> PackedLogits:
+        """Return the logits [B, S, V] that losses and scores read, which all ranks with these texts compute together.
 
         Collective over the tensor-parallel group. The gradient that losses leave on hidden states is the same on every
         rank of that group, and each rank has that of its own columns. Over a context-parallel group both are each
         rank's share.
         """
-        source = made if self._tensor is None else VocabParallelLogits(made, self._tensor.get_group())
-        return source if self._context is None else ContextParallelLogits(source, self._context.get_group())
+        source: TrainableRows = made
+        if self._tensor is not None:
+            source = VocabParallelLogits(made, self._tensor.get_group())
+        if self._context is not None:
+            source = ContextParallelLogits(source, self._context.get_group())
+        return PackedLogits(source, packing.places)
 
-    def backward(self, made: _OwnLogits, gradient: Tensor) -> None:
+    def backward(self, made: _OwnLogits, gradient: Tensor, packing: Packing) -> None:
         """Go backward from the gradient of the first leaf of `made` to those of all parameters.
 
         Over a context-parallel group gradients are summed: each rank gives that of its share of the loss. Collective
         over all of the model's ranks.
         """
         (leaf, *_) = made.leaves
-        if self._ring is None:
+        with self._attention(packing, leaf.device):
             leaf.backward(gradient)
-            return
-        with self._ring.positions(self._padded(leaf.shape[1]), leaf.device):
-            leaf.backward(gradient)
+
+    def _attention(self, packing: Packing, device: torch.device) -> AbstractContextManager[object]:
+        """Return the context in which layers that are run again in the backward pass attend as in the forward pass."""
+        if self._ring is not None:
+            return self._ring.positions(packing.places.shape[1] + self._missing(packing.places.shape[1]), device)
+        return packed_attention(self._model) if self._reads_packed else nullcontext()
 
 
 class WithHead(_LogitSource):
@@ -112,8 +139,8 @@ class WithHead(_LogitSource):
     ) -> None:
         super().__init__(model, model.config.get_text_config().vocab_size, mesh=mesh, parallelism=parallelism)
 
-    def __call__(self, ids: Tensor) -> TensorLogits:
-        return TensorLogits(self._run(ids, lambda logits: logits))
+    def __call__(self, ids: Tensor, packing: Packing) -> TensorLogits:
+        return TensorLogits(self._run(ids, packing, lambda logits: logits))
 
 
 class Headless(_LogitSource):
@@ -159,7 +186,7 @@ class Headless(_LogitSource):
     def hidden_size(self) -> int:
         return int(self._linear.weight.shape[1])
 
-    def __call__(self, ids: Tensor) -> HeadLogits:
+    def __call__(self, ids: Tensor, packing: Packing) -> HeadLogits:
         """Return logits that are computed when they are read.
 
         Raises ModelError at the first call where the model does more to logits than `Head` does.
@@ -179,7 +206,7 @@ class Headless(_LogitSource):
             return captured[0]
 
         with replaced_forward(self._linear, capture):
-            hidden = self._run(ids, hidden_states)
+            hidden = self._run(ids, packing, hidden_states)
         return HeadLogits(hidden, heads[0])
 
     def _check(self, captured: list[Tensor], heads: list[Head], output: Tensor) -> None:

@@ -76,3 +76,8 @@ def compile_in_place(model: PreTrainedModel) -> None:
     for module in model.modules():
         if type(module).__name__ in layers:
             module.compile(dynamic=True)
+
+
+def is_compiled_in_place(model: PreTrainedModel) -> bool:
+    """Return whether `compile_in_place` has compiled the model."""
+    return any(module._compiled_call_impl is not None for module in model.modules())

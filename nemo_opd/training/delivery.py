@@ -82,7 +82,7 @@ def _transfers(
     student, teacher_layouts = layouts
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         payload = Payload(
-            num_rows=config.train.global_batch_size,
+            num_sequences=config.train.global_batch_size,
             length=lengths[i],
             vocab_size=teacher.vocab_size,
             hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,

@@ -102,13 +102,14 @@ class Models:
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
         """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
         by_teacher: list[list[TeacherOutput]] = self._cluster.gather(in_flight.calls)
+        as_read = self._grid.padded(in_flight.batch)
         scores = self._scores(by_teacher, in_flight.batch)
         given = [each for each in scores if each is not None]
         batch = share_out(self._aggregation, in_flight.batch, given, priors=self._priors)
         batch = weighted_by_confidence(batch, scores, self._alphas)
         by_teacher_and_reader = [
-            windows([output.handle for output in by_rank], delivery.sides)
-            for by_rank, delivery in zip(by_teacher, self._deliveries, strict=True)
+            windows([output.handle for output in by_rank], delivery.sides, rows.tokens.packed_lengths)
+            for by_rank, delivery, rows in zip(by_teacher, self._deliveries, as_read.teachers, strict=True)
         ]
         self._links.transfer(by_teacher_and_reader, in_flight.about)
         by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size

@@ -25,6 +25,7 @@ from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
 from nemo_opd.logging.metrics import merge
+from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
@@ -79,6 +80,8 @@ class _MicroBatch:
     """Consecutive rows of a step."""
 
     batch: Batch
+    packing: Packing
+    """Packing of the student's sequences."""
     teacher_logits: list[LogitRows]
     """Logits of each teacher [b, T, W], read from its buffers."""
     divisors: tuple[Divisor, ...]
@@ -138,7 +141,7 @@ class StudentWorker:
                 adapters=self.adapters,
             )
         self.logit_rows: Headless | WithHead
-        """Map from ids [B, S] to this rank's part of the logits [B, S, V]; `whole` makes the rows that losses read."""
+        """Map from ids [B, S] to this rank's part of the logits of their tokens; `whole` makes what losses read."""
         if config.handoff.type == "hidden_states":
             self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
         else:
@@ -201,18 +204,18 @@ class StudentWorker:
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
-            rows = self.logit_rows(micro.batch.student.ids)
+            made = self.logit_rows(micro.batch.student.ids, micro.packing)
         with self.phases("loss"), needs_memory(LOSS):
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
-            leaf = rows.cut_off()
-            losses = self._losses(self.logit_rows.whole(leaf), micro, step, objectives)
+            leaf = made.cut_off()
+            losses = self._losses(self.logit_rows.whole(leaf, micro.packing), micro, step, objectives)
             output = compute_together(losses)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
             (output.loss * self.averaged_over).backward()
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad
             assert gradient is not None
-            self.logit_rows.backward(rows, gradient)
+            self.logit_rows.backward(made, gradient, micro.packing)
         return output.metrics
 
     def _losses(
@@ -287,7 +290,8 @@ class StudentWorker:
         parts: list[dict[str, Metric]] = []
         with self._with_model():
             for micro in self._micro_batches(step):
-                logits = self.logit_rows.whole(self.logit_rows(micro.batch.student.ids))
+                made = self.logit_rows(micro.batch.student.ids, micro.packing)
+                logits = self.logit_rows.whole(made, micro.packing)
                 own, size = micro.batch.student, self.vocab_size
                 planned = [
                     *self._losses(logits, micro, step, _OBJECTIVES),
@@ -306,8 +310,9 @@ class StudentWorker:
                     window.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
-            # Divisors are counted on the host, without waiting for the device.
-            yield _MicroBatch(batch.to(self.device), teacher_logits, self.parts.divisors(batch))
+            # Packing and divisors are computed on the host, without waiting for the device.
+            packing = Packing.of(batch.student).to(self.device)
+            yield _MicroBatch(batch.to(self.device), packing, teacher_logits, self.parts.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip

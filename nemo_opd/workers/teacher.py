@@ -1,7 +1,7 @@
 """A frozen teacher on one data-parallel rank."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
+from nemo_opd.logits.packed import Packing
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
@@ -110,7 +111,7 @@ class TeacherWorker:
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.logit_rows: Headless | WithHead
-        """Map from ids [B, T] to logits [B, T, own columns], of the kind that `writer` takes."""
+        """Map from ids [B, T] to logits [1, N, own columns] of their tokens, of the kind that `writer` takes."""
         self.writer: HiddenStatesWriter | LogitsWriter
         self.link: Link | None = None
         """Link to student ranks on other nodes, if any read its output."""
@@ -131,17 +132,23 @@ class TeacherWorker:
         scores: list[SequenceScores] = []
         with needs_memory(self._forward_task), self._with_model():
             with needs_memory(self._buffer_task):
-                self.writer.begin(len(tokens), tokens.ids.shape[1], slot)
-            for start in range(0, len(tokens), self.micro_batch_size):
-                micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                rows = self.logit_rows(micro.ids)
-                self.writer.write(start, rows)
+                self.writer.begin(sum(tokens.packed_lengths), slot)
+            written = 0
+            for micro, packing in self._micro_batches(tokens):
+                made = self.logit_rows(micro.ids, packing)
+                self.writer.write(written, made)
+                written += len(packing.tokens)
                 if self.score is not None:
-                    whole = self.logit_rows.whole(rows)
+                    whole = self.logit_rows.whole(made, packing)
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
             # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()
         return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin)
+
+    def _micro_batches(self, tokens: TokenRows) -> Iterator[tuple[TokenRows, Packing]]:
+        for start in range(0, len(tokens), self.micro_batch_size):
+            micro = tokens.rows(start, start + self.micro_batch_size)
+            yield micro.to(self.device), Packing.of(micro).to(self.device)
 
     def _with_model(self) -> AbstractContextManager[None]:
         return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)
@@ -151,9 +158,8 @@ class TeacherWorker:
         """Return the teacher's bits per byte on these texts."""
         result = Mean(0.0, 0.0)
         with self._with_model():
-            for start in range(0, len(tokens), self.micro_batch_size):
-                micro = tokens.rows(start, start + self.micro_batch_size).to(self.device)
-                logits = self.logit_rows.whole(self.logit_rows(micro.ids))
+            for micro, packing in self._micro_batches(tokens):
+                logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
 

@@ -17,7 +17,8 @@ Buffer = dict[Cell, Cell]
 @dataclass(frozen=True)
 class Case:
     sides: Sides
-    num_rows: int
+    lengths: list[int]
+    """Of the sequences of the batch."""
     columns: list[range]
     """By tensor-parallel index."""
 
@@ -26,17 +27,25 @@ class Case:
         return max(each.stop for each in self.columns)
 
     def shards(self) -> list[Shard]:
-        teacher, size = self.sides.teacher, self.num_rows // self.sides.teacher.dp
-        coordinates = [teacher.coordinates(rank) for rank in range(teacher.size)]
-        return [
-            Shard(rank, range(d * size, (d + 1) * size), self.columns[t]) for rank, (d, _, t) in enumerate(coordinates)
-        ]
+        teacher = self.sides.teacher
+        shards = []
+        for rank in range(teacher.size):
+            d, _, t = teacher.coordinates(rank)
+            rows = self.rows(d, teacher.dp)
+            shards.append(Shard(rank, range(rows[0], rows[-1] + 1), self.columns[t]))
+        return shards
+
+    def rows(self, part: int, parts: int) -> list[int]:
+        """Return the rows of a part's sequences, one for each token."""
+        sequence_of_row = [sequence for sequence, length in enumerate(self.lengths) for _ in range(length)]
+        size = len(self.lengths) // parts
+        return [row for row, sequence in enumerate(sequence_of_row) if sequence // size == part]
 
     def buffer(self, rank: int) -> Buffer:
         d, _, t = self.sides.teacher.coordinates(rank)
-        size = self.num_rows // self.sides.teacher.dp
+        rows = self.rows(d, self.sides.teacher.dp)
         return {
-            (i, k): (d * size + i, self.columns[t][k]) for i, k in product(range(size), range(len(self.columns[t])))
+            (i, k): (row, self.columns[t][k]) for (i, row), k in product(enumerate(rows), range(len(self.columns[t])))
         }
 
 
@@ -51,11 +60,12 @@ def cases(draw: st.DrawFn, *, replicated: bool) -> Case:
         tuple(draw(st.lists(places, min_size=student.size, max_size=student.size))),
         tuple(draw(st.lists(places, min_size=teacher.size, max_size=teacher.size))),
     )
-    num_rows = lcm(student.dp, teacher.dp) * draw(st.integers(1, 2))
+    num_sequences = lcm(student.dp, teacher.dp) * draw(st.integers(1, 2))
+    lengths = draw(st.lists(st.integers(1, 3), min_size=num_sequences, max_size=num_sequences))
     if replicated:
-        return Case(sides, num_rows, [range(2)] * teacher.tp)
+        return Case(sides, lengths, [range(2)] * teacher.tp)
     bounds = [0, *sorted(draw(st.lists(st.integers(0, 4), min_size=teacher.tp - 1, max_size=teacher.tp - 1))), 4]
-    return Case(sides, num_rows, [range(*pair) for pair in pairwise(bounds)])
+    return Case(sides, lengths, [range(*pair) for pair in pairwise(bounds)])
 
 
 @st.composite
@@ -67,11 +77,10 @@ def check(case: Case, by_student: list[list[Piece]]) -> None:
     """Every cell that some teacher rank has is read once, from the right place, of the nearest that has it."""
     sides = case.sides
     buffers = [case.buffer(rank) for rank in range(sides.teacher.size)]
-    size = case.num_rows // sides.student.dp
     assert len(by_student) == sides.student.size
     for student_rank, pieces in enumerate(by_student):
-        first = sides.student.coordinates(student_rank)[0] * size
-        own_rows = range(first, first + size)
+        own_rows = case.rows(sides.student.coordinates(student_rank)[0], sides.student.dp)
+        first = own_rows[0]
         expected = {cell for buffer in buffers for cell in buffer.values() if cell[0] in own_rows}
         read: list[Cell] = []
         for piece in pieces:

@@ -1,5 +1,6 @@
 """A teacher's output, the writers of its ranks, and what a student's ranks read of it."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +11,18 @@ from torch import Tensor
 
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.handoff.base import Receiver
-from nemo_opd.handoff.hidden_states import HiddenStatesWriter
+from nemo_opd.handoff.hidden_states import HiddenStatesWindow, HiddenStatesWriter
 from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, planned_readers
 from nemo_opd.handoff.window import OutputHandle, Window
 from nemo_opd.logits.head import Head, HeadLogits
-from nemo_opd.logits.rows import LogitRows, TensorLogits
+from nemo_opd.logits.rows import TensorLogits
 from tests.handoff.counting import CountingReceiver, CountingSender
+from tests.packings import packing_of
 
-NUM_ROWS, LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = 12, 8, 11, 12, 3
+LENGTHS = (8, 3, 1, 5, 8, 2, 6, 8, 1, 4, 7, 5)
+LENGTH, VOCAB, PADDED_VOCAB, HIDDEN = max(LENGTHS), 11, 12, 3
 Kind = Literal["hidden_states", "logits"]
 LAYOUTS = [
     (Layout(2), Layout(2)),
@@ -35,10 +38,11 @@ LAYOUTS = [
 
 @dataclass(frozen=True)
 class Output:
-    """A teacher's whole output, of which its ranks have parts."""
+    """A teacher's whole output, of which its ranks have parts: a row for each token."""
 
     hidden: Tensor
     head: Head
+    lengths: tuple[int, ...]
 
     @property
     def logits(self) -> Tensor:
@@ -48,14 +52,14 @@ class Output:
         return self.head.soft_cap * torch.tanh(linear / self.head.soft_cap)
 
 
-def output(seed: int = 0, num_rows: int = NUM_ROWS) -> Output:
+def output(seed: int = 0, lengths: tuple[int, ...] = LENGTHS) -> Output:
     random = torch.Generator().manual_seed(seed)
 
     def tensor(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random, dtype=torch.float64)
 
     head = Head(tensor(PADDED_VOCAB, HIDDEN), tensor(PADDED_VOCAB), scale=0.7, soft_cap=4.0)
-    return Output(tensor(num_rows, LENGTH, HIDDEN), head)
+    return Output(tensor(sum(lengths), HIDDEN), head, lengths)
 
 
 @dataclass
@@ -69,7 +73,7 @@ class Ranks:
     @classmethod
     def start(cls, kind: Kind, sides: Sides, *, num_slots: int = 1) -> "Ranks":
         hidden_size = HIDDEN if kind == "hidden_states" else None
-        payload = Payload(NUM_ROWS, LENGTH, VOCAB, hidden_size, 8)
+        payload = Payload(len(LENGTHS), LENGTH, VOCAB, hidden_size, 8)
         writers: list[HiddenStatesWriter | LogitsWriter] = []
         for rank, readers in enumerate(planned_readers(sides, payload)):
             columns = head_columns(sides.teacher, rank)
@@ -86,21 +90,23 @@ class Ranks:
     def write(self, whole: Output, micro_batch_size: int = 2, slot: int = 0) -> list[OutputHandle]:
         """What each rank has of it, as a forward pass over microbatches gives it."""
         teacher = self.sides.teacher
-        own_rows = len(whole.hidden) // teacher.dp
+        size = len(whole.lengths) // teacher.dp
         for rank, writer in enumerate(self.writers):
             d, _, _ = teacher.coordinates(rank)
-            writer.begin(own_rows, LENGTH, slot)
-            for start in range(0, own_rows, micro_batch_size):
-                rows = slice(d * own_rows + start, d * own_rows + min(start + micro_batch_size, own_rows))
-                writer.write(start, self._made(whole, rows, head_columns(teacher, rank)))
+            own = range(d * size, (d + 1) * size)
+            first = tokens_of(whole.lengths, own).start
+            writer.begin(sum(whole.lengths[d * size : (d + 1) * size]), slot)
+            for start in own[::micro_batch_size]:
+                rows = tokens_of(whole.lengths, range(start, min(start + micro_batch_size, own.stop)))
+                writer.write(rows.start - first, self._made(whole, rows, head_columns(teacher, rank)))
         return [writer.handle() for writer in self.writers]
 
     def _made(self, whole: Output, rows: slice, columns: range) -> TensorLogits | HeadLogits:
         cut = slice(columns.start, columns.stop)
         if self.kind == "logits":
-            return TensorLogits(whole.logits[rows][..., cut])
+            return TensorLogits(whole.logits[None, rows, cut])
         head = whole.head
-        return HeadLogits(whole.hidden[rows], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap))
+        return HeadLogits(whole.hidden[None, rows], Head(head.weight[cut], head.bias[cut], head.scale, head.soft_cap))
 
     def close(self) -> None:
         for writer in self.writers:
@@ -118,16 +124,23 @@ def receivers(stack: ExitStack, number: int) -> list[CountingReceiver]:
     return [stack.enter_context(CountingReceiver(rank)) for rank in range(number)]
 
 
-def all_of(rows: LogitRows, width: int = VOCAB) -> Tensor:
-    batch, positions, _ = rows.shape
-    return rows.read(torch.arange(batch * positions), width).view(batch, positions, width)
+def tokens_of(lengths: Sequence[int], sequences: range) -> slice:
+    """Return the tokens of consecutive sequences."""
+    return slice(sum(lengths[: sequences.start]), sum(lengths[: sequences.stop]))
 
 
-def read(window: Window, receiver: Receiver, texts: slice = slice(None), width: int = LENGTH) -> Tensor:
-    return all_of(window.rows(receiver, texts, width))
-
-
-def own_rows(sides: Sides, student_rank: int, num_rows: int = NUM_ROWS) -> slice:
-    size = num_rows // sides.student.dp
+def own_tokens(sides: Sides, student_rank: int, lengths: tuple[int, ...] = LENGTHS) -> slice:
+    """Return the rows of the whole output that are in a student rank's window."""
+    size = len(lengths) // sides.student.dp
     d, _, _ = sides.student.coordinates(student_rank)
-    return slice(d * size, (d + 1) * size)
+    return tokens_of(lengths, range(d * size, (d + 1) * size))
+
+
+def read(window: Window, receiver: Receiver, sequences: slice = slice(None)) -> Tensor:
+    """Return the logits [n, VOCAB] of the tokens of some of its sequences."""
+    rows = window.rows(receiver, sequences, LENGTH)
+    return rows.read(packing_of(*lengths_of(window)[sequences], width=LENGTH).tokens, VOCAB)
+
+
+def lengths_of(window: Window) -> tuple[int, ...]:
+    return (window.hidden if isinstance(window, HiddenStatesWindow) else window.shards[0]).lengths

@@ -21,15 +21,16 @@ from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
     LENGTH,
-    NUM_ROWS,
+    LENGTHS,
     VOCAB,
-    Output,
     Ranks,
     output,
-    own_rows,
+    own_tokens,
     read,
     receivers,
 )
+
+PAYLOAD = Payload(len(LENGTHS), LENGTH, VOCAB, HIDDEN, 8)
 
 PLACES = {
     "a node each": lambda student, teacher: (filled(student, 8), filled(teacher, 8, first=8)),
@@ -70,21 +71,26 @@ def carry(exchange: Exchange, ranks: Ranks, reading: Sequence[Receiver]) -> int:
 def test_every_rank_reads_its_rows_of_the_whole(
     student: Layout, teacher: Layout, places: str, stack: ExitStack
 ) -> None:
-    """Over two batches, the second of more rows; every export is taken, and none is made for who cannot map it."""
+    """Over two batches, the first of full and the second of more sequences; every export is taken, and none is made for
+    who cannot map it.
+    """
     sides = Sides(student, teacher, *PLACES[places](student.size, teacher.size))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     reading, planner = receivers(stack, student.size), ExchangePlanner(teacher.size)
-    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)
-    planned = sum(planned_traffic(sides, payload), Traffic())
-    for batch in (1, 2):
-        whole = Output(output(batch, batch * NUM_ROWS).hidden, output().head)
-        found = windows(ranks.write(whole), sides)
+    planned = sum(planned_traffic(sides, PAYLOAD), Traffic())
+    full = (LENGTH,) * len(LENGTHS)
+    for lengths in (full, LENGTHS * 2):
+        whole = replace(output(len(lengths), lengths), head=output().head)
+        found = windows(ranks.write(whole), sides, lengths)
         num_bytes = carry(planner.plan(found), ranks, reading)
-        bias = planned.head // HIDDEN
-        assert num_bytes == batch * planned.output + (planned.head + bias if batch == 1 else 0)
+        if lengths == full:
+            assert num_bytes == planned.output + planned.head + planned.head // HIDDEN
+        else:
+            assert num_bytes < 2 * planned.output or num_bytes == planned.output == 0
         for rank, window in enumerate(found):
-            expected = whole.logits[own_rows(sides, rank, len(whole.hidden))][..., :VOCAB]
-            torch.testing.assert_close(read(window, reading[rank]), expected, rtol=1e-13, atol=1e-13)
+            got = read(window, reading[rank])
+            expected = whole.logits[own_tokens(sides, rank, lengths), :VOCAB]
+            torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
         assert not EXPORTED
 
 
@@ -92,21 +98,20 @@ def test_nothing_is_sent_on_a_node(stack: ExitStack) -> None:
     sides = Sides(Layout(2), Layout(1, 1, 2), filled(2, 8), filled(2, 8))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
 
-    assert ExchangePlanner(2).plan(windows(ranks.write(output()), sides)).is_empty
-    assert not any(planned_traffic(sides, Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)))
+    assert ExchangePlanner(2).plan(windows(ranks.write(output()), sides, LENGTHS)).is_empty
+    assert not any(planned_traffic(sides, PAYLOAD))
 
 
 def test_replicas_on_other_nodes_take_turns() -> None:
     """Bug: all ranks of the student read from one, whose network is then what a step waits for."""
     sides = Sides(Layout(4), Layout(1, 1, 4), filled(4, 4), filled(4, 4, first=4))
-    payload = Payload(NUM_ROWS, LENGTH, VOCAB, HIDDEN, 8)
     ranks = Ranks.start("hidden_states", sides)
-    exchange = ExchangePlanner(4).plan(windows(ranks.write(output()), sides))
+    exchange = ExchangePlanner(4).plan(windows(ranks.write(output()), sides, LENGTHS))
 
     buffers = {writer.senders[0].identity for writer in ranks.writers}
     outputs = [[each.student_rank for each in own if each.sender in buffers] for own in exchange.sends]
     assert outputs == [[0], [1], [2], [3]]
-    assert {traffic.output for traffic in planned_traffic(sides, payload)} == {3 * LENGTH * HIDDEN * 8}
+    assert {traffic.output for traffic in planned_traffic(sides, PAYLOAD)} == {3 * LENGTH * HIDDEN * 8}
     ranks.close()
 
 
@@ -115,20 +120,21 @@ def test_a_slot_has_its_own_receive_buffer(stack: ExitStack) -> None:
     sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     (receiver,), planner = receivers(stack, 1), ExchangePlanner(1)
-    first, second = output(0), Output(output(1).hidden, output().head)
+    first, second = output(0), replace(output(1), head=output().head)
     found = []
     for slot, whole in enumerate((first, second)):
-        found.append(windows(ranks.write(whole, slot=slot), sides))
+        found.append(windows(ranks.write(whole, slot=slot), sides, LENGTHS))
         carry(planner.plan(found[-1]), ranks, [receiver])
 
     for (window,), whole in zip(found, (first, second), strict=True):
-        torch.testing.assert_close(read(window, receiver), whole.logits[..., :VOCAB], rtol=1e-13, atol=1e-13)
+        got = read(window, receiver)
+        torch.testing.assert_close(got, whole.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
 
 
 def test_what_has_not_arrived_is_refused(stack: ExitStack) -> None:
     sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
-    (window,), (receiver,) = windows(ranks.write(output()), sides), receivers(stack, 1)
+    (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
 
     with pytest.raises(HandoffError, match=r"^student rank 0 is to read .* on another node before it was sent"):
         window.rows(receiver, slice(None), LENGTH)
@@ -139,12 +145,12 @@ def test_receive_buffers_persist_and_grow(stack: ExitStack) -> None:
     sides = Sides(Layout(1), Layout(1), (Place(0, 0),), (Place(1, 0),))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (receiver,) = receivers(stack, 1)
-    (window,) = windows(ranks.write(output()), sides)
+    (window,) = windows(ranks.write(output()), sides, LENGTHS)
     (part,) = window.hidden.parts
 
     small = receiver.receive_buffer(part.handle, "cpu")
     assert receiver.receive_buffer(part.handle, "cpu").data_ptr() == small.data_ptr()
     assert receiver.constant(part.handle).data_ptr() == small.data_ptr()
-    larger = replace(part.handle, shape=(2 * NUM_ROWS, LENGTH, HIDDEN))
+    larger = replace(part.handle, shape=(2 * sum(LENGTHS), HIDDEN))
     assert receiver.receive_buffer(larger, "cpu").shape == larger.shape
     assert receiver.copied_bytes == 0

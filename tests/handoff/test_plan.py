@@ -25,15 +25,15 @@ from tests.handoff.plan_oracle import Case, cases, check, nearest
 @given(case=cases(replicated=False))
 @settings(max_examples=60)
 def test_logits_are_read_cell_by_cell_as_the_oracle_says(case: Case) -> None:
-    shards = output_shards(case.sides.teacher, case.num_rows, case.columns)
+    shards = output_shards(case.sides.teacher, case.lengths, case.columns)
     assert shards == case.shards()
-    check(case, output_pieces(case.sides, shards, case.num_rows))
+    check(case, output_pieces(case.sides, shards, case.lengths))
 
 
 @given(case=cases(replicated=True))
 @settings(max_examples=60)
 def test_hidden_states_are_read_from_the_nearest_rank_that_has_them(case: Case) -> None:
-    check(case, output_pieces(case.sides, case.shards(), case.num_rows))
+    check(case, output_pieces(case.sides, case.shards(), case.lengths))
 
 
 @given(case=cases(replicated=False))
@@ -59,7 +59,7 @@ def test_equal_layouts_read_their_own_device_and_nothing_is_put_together(layout:
     """One piece, as large as the window, is a view: zero copies."""
     sides = colocated(layout, layout, ranks_per_node=2)
 
-    by_student = output_pieces(sides, output_shards(layout, 8, [range(5)] * layout.tp), 8)
+    by_student = output_pieces(sides, output_shards(layout, [1] * 8, [range(5)] * layout.tp), [1] * 8)
 
     own_rows = range(8 // layout.dp)
     assert by_student == [[Piece(rank, own_rows, own_rows, range(5))] for rank in range(layout.size)]
@@ -86,7 +86,7 @@ def test_batches_that_do_not_divide_are_read_from_both_sides_of_a_cut() -> None:
     sides = Sides(Layout(3), Layout(2), filled(3, 8), filled(2, 8, first=3))
     one = range(1)
 
-    by_student = output_pieces(sides, output_shards(Layout(2), 6, [one]), 6)
+    by_student = output_pieces(sides, output_shards(Layout(2), [1] * 6, [one]), [1] * 6)
 
     assert by_student == [
         [Piece(0, range(2), range(2), one)],
@@ -99,7 +99,7 @@ def test_a_plan_is_small_to_send() -> None:
     teacher = Layout(4, 1, 2)
     sides = colocated(Layout(8), teacher, ranks_per_node=8)
 
-    by_student = output_pieces(sides, output_shards(teacher, 64, [range(2560)] * 2), 64)
+    by_student = output_pieces(sides, output_shards(teacher, [4096] * 64, [range(2560)] * 2), [4096] * 64)
 
     assert pickle.loads(pickle.dumps(by_student)) == by_student
     assert len(pickle.dumps(by_student[0])) < 1000
@@ -109,10 +109,10 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
     teacher = Layout(2, 1, 2)
     sides = colocated(Layout(4), teacher, ranks_per_node=4)
 
-    with pytest.raises(ConfigError, match="6 rows cannot be cut into dp=4"):
-        output_pieces(sides, output_shards(teacher, 6, [range(1)] * 2), 6)
-    with pytest.raises(ConfigError, match="7 rows cannot be cut into dp=2"):
-        output_shards(teacher, 7, [range(1)] * 2)
+    with pytest.raises(ConfigError, match="6 sequences cannot be cut into dp=4"):
+        output_pieces(sides, output_shards(teacher, [1] * 6, [range(1)] * 2), [1] * 6)
+    with pytest.raises(ConfigError, match="7 sequences cannot be cut into dp=2"):
+        output_shards(teacher, [1] * 7, [range(1)] * 2)
 
 
 def test_every_rank_needs_a_place() -> None:

@@ -10,7 +10,7 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from tests.handoff.places import colocated, filled
 
-PAYLOAD = Payload(num_rows=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)
+PAYLOAD = Payload(num_sequences=64, length=4096, vocab_size=151_936, hidden_size=2560, itemsize=2)
 LOGITS = replace(PAYLOAD, hidden_size=None)
 NODE = 8
 
@@ -51,7 +51,7 @@ def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
 
 
 def test_the_bytes_are_those_of_rows_and_head() -> None:
-    """Student rank 0 has 64/16 rows; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
+    """Student rank 0 has 64/16 texts; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
     sides = colocated(Layout(16), Layout(1, 1, 16), NODE)
     with pytest.raises(ConfigError) as refused:
         check_stays_on_node("cuda_ipc", "big", sides, LOGITS)

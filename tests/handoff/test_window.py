@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.plan import Sides
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.combined import SideBySideLogits
-from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import TensorLogits
 from tests.handoff.counting import EXPORTED, CountingSender
 from tests.handoff.places import filled
@@ -20,16 +21,17 @@ from tests.handoff.teacher_ranks import (
     HIDDEN,
     LAYOUTS,
     LENGTH,
-    NUM_ROWS,
+    LENGTHS,
     PADDED_VOCAB,
     VOCAB,
     Kind,
-    Output,
     Ranks,
+    lengths_of,
     output,
-    own_rows,
+    own_tokens,
     read,
     receivers,
+    tokens_of,
 )
 
 KINDS = ("hidden_states", "logits")
@@ -62,29 +64,29 @@ def test_every_rank_reads_its_rows_of_the_whole(kind: Kind, student: Layout, tea
     sides = sides_of(student, teacher)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     reading = receivers(stack, student.size)
-    for seed, num_rows in ((0, NUM_ROWS), (1, 2 * NUM_ROWS)):
-        whole = output(seed, num_rows)
+    for seed, lengths in enumerate((LENGTHS, LENGTHS[::-1] + LENGTHS)):
+        whole = output(seed, lengths)
         if kind == "hidden_states":
-            whole = Output(whole.hidden, output().head)  # handed over once
-        for rank, window in enumerate(windows(ranks.write(whole), sides)):
-            expected = whole.logits[own_rows(sides, rank, num_rows)][..., :VOCAB]
-            torch.testing.assert_close(read(window, reading[rank]), expected, rtol=1e-13, atol=1e-13)
+            whole = replace(whole, head=output().head)  # handed over once
+        for rank, window in enumerate(windows(ranks.write(whole), sides, lengths)):
+            found = read(window, reading[rank])
+            expected = whole.logits[own_tokens(sides, rank, lengths), :VOCAB]
+            torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
         assert not EXPORTED
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_microbatches_and_short_widths_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> None:
+def test_microbatches_are_parts_of_the_window(kind: Kind, stack: ExitStack) -> None:
     sides = sides_of(Layout(3), Layout(1, 2, 1))
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     whole = output()
     for rank, (window, receiver) in enumerate(
-        zip(windows(ranks.write(whole), sides), receivers(stack, 3), strict=True)
+        zip(windows(ranks.write(whole), sides, LENGTHS), receivers(stack, 3), strict=True)
     ):
-        expected = whole.logits[own_rows(sides, rank)][..., :VOCAB]
-        for texts, width in ((slice(0, 2), 5), (slice(3, 7), LENGTH), (slice(1, 2), 1)):
-            torch.testing.assert_close(
-                read(window, receiver, texts, width), expected[texts, :width], rtol=1e-13, atol=0
-            )
+        expected = whole.logits[own_tokens(sides, rank), :VOCAB]
+        for part in (range(2), range(1, 4), range(3, 4)):
+            found = read(window, receiver, slice(part.start, part.stop))
+            torch.testing.assert_close(found, expected[tokens_of(lengths_of(window), part)], rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -93,34 +95,35 @@ def test_equal_layouts_copy_nothing(kind: Kind, layout: Layout, stack: ExitStack
     sides = sides_of(layout, layout)
     ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
     reading = receivers(stack, layout.size)
-    for window, receiver in zip(windows(ranks.write(output()), sides), reading, strict=True):
-        rows = window.rows(receiver, slice(1, 3), 4)
+    for window, receiver in zip(windows(ranks.write(output()), sides, LENGTHS), reading, strict=True):
+        rows = window.rows(receiver, slice(1, 3), LENGTH)
         assert receiver.copied_bytes == 0
         if kind == "hidden_states":
-            assert isinstance(rows, HeadLogits)
+            assert isinstance(rows, PackedLogits)
             handle = window.hidden.parts[0].handle
-            assert rows.hidden.data_ptr() == receiver.tensor(handle)[1:].data_ptr()
+            assert rows.leaves[0].data_ptr() == receiver.tensor(handle)[lengths_of(window)[0] :].data_ptr()
 
 
 def test_a_microbatch_within_one_buffer_is_a_view_although_the_window_has_two(stack: ExitStack) -> None:
     """Catches copying all rows of a window whenever it has more than one buffer."""
     sides = two_for_one()
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
-    (window,), (receiver,) = windows(ranks.write(output()), sides), receivers(stack, 1)
-    half = NUM_ROWS // 2
+    (window,), (receiver,) = windows(ranks.write(output()), sides, LENGTHS), receivers(stack, 1)
+    half = len(LENGTHS) // 2
 
     window.rows(receiver, slice(0, half), LENGTH)
-    window.rows(receiver, slice(half, NUM_ROWS), LENGTH)
+    window.rows(receiver, slice(half, None), LENGTH)
     assert receiver.copied_bytes == 0
     window.rows(receiver, slice(half - 1, half + 1), LENGTH)
-    assert receiver.copied_bytes == 2 * LENGTH * HIDDEN * 8
+    assert receiver.copied_bytes == sum(LENGTHS[half - 1 : half + 1]) * HIDDEN * 8
 
 
 def test_shards_of_the_head_are_not_joined(stack: ExitStack) -> None:
     """Teacher tp=2: the head's shards stay in their owners' buffers, and hidden states come from the own device."""
     sides = sides_of(Layout(2), Layout(1, 1, 2))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
-    for window, receiver in zip(windows(ranks.write(output()), sides), receivers(stack, 2), strict=True):
+    found = windows(ranks.write(output()), sides, LENGTHS)
+    for window, receiver in zip(found, receivers(stack, 2), strict=True):
         rows = window.rows(receiver, slice(None), LENGTH)
         assert isinstance(rows, SideBySideLogits)
         assert [source.shape[2] for source in rows.sources] == [6, VOCAB - 6]
@@ -133,10 +136,11 @@ def test_a_head_on_another_device_is_copied_once(stack: ExitStack) -> None:
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides)))
     (receiver,), whole = receivers(stack, 1), output()
     receiver.is_near = False
-    (window,) = windows(ranks.write(whole), sides)
+    (window,) = windows(ranks.write(whole), sides, LENGTHS)
     for _ in range(2):
-        torch.testing.assert_close(read(window, receiver), whole.logits[..., :VOCAB], rtol=1e-13, atol=1e-13)
-    (again,) = windows(ranks.write(whole), sides)
+        found = read(window, receiver)
+        torch.testing.assert_close(found, whole.logits[:, :VOCAB], rtol=1e-13, atol=1e-13)
+    (again,) = windows(ranks.write(whole), sides, LENGTHS)
     again.rows(receiver, slice(None), LENGTH)
 
     assert receiver.copied_bytes == VOCAB * (HIDDEN + 1) * 8
@@ -147,35 +151,14 @@ def test_slots_hold_several_batches(stack: ExitStack) -> None:
     sides = sides_of(Layout(2), Layout(1, 1, 2))
     ranks = stack.enter_context(closing(Ranks.start("hidden_states", sides, num_slots=2)))
     first, head = output(0), output(0).head
-    second = Output(output(1).hidden, head)
+    second = replace(output(1), head=head)
     handles = ranks.write(first, slot=0)
     ranks.write(second, slot=1)
-    window = windows(handles, sides)[1]
+    window = windows(handles, sides, LENGTHS)[1]
 
     got = read(window, *receivers(stack, 2)[1:])
 
-    torch.testing.assert_close(got, first.logits[own_rows(sides, 1)][..., :VOCAB], rtol=1e-13, atol=1e-13)
-
-
-def test_positions_that_nobody_has_are_zero(stack: ExitStack) -> None:
-    """Parts of a batch are cut to their own longest sequence; what lies behind must not be what memory held before."""
-    sides = two_for_one()
-    writers = [
-        HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(PADDED_VOCAB)) for _ in range(2)
-    ]
-    whole, handles = output(), []
-    for rank, (writer, width) in enumerate(zip(writers, (LENGTH, 3), strict=True)):
-        rows = slice(rank * 6, rank * 6 + 6)
-        writer.begin(6, width)
-        writer.write(0, HeadLogits(whole.hidden[rows, :width], whole.head))
-        handles.append(writer.handle())
-    (window,), (receiver,) = windows(handles, sides), receivers(stack, 1)
-
-    hidden = window.hidden.read(receiver, slice(4, 8), LENGTH)
-
-    expected = whole.hidden[4:8].clone()
-    expected[2:, 3:] = 0
-    assert torch.equal(hidden, expected)
+    torch.testing.assert_close(got, first.logits[own_tokens(sides, 1), :VOCAB], rtol=1e-13, atol=1e-13)
 
 
 def test_a_rank_that_nobody_reads_hands_no_head_over(stack: ExitStack) -> None:
@@ -187,7 +170,7 @@ def test_a_rank_that_nobody_reads_hands_no_head_over(stack: ExitStack) -> None:
     assert handles[0].head is not None
     assert handles[1].head is None
     with pytest.raises(HandoffError, match="without readers of its head"):
-        windows(handles[::-1], sides)
+        windows(handles[::-1], sides, LENGTHS)
 
 
 def test_a_buffer_that_was_not_exported_to_a_rank_is_refused() -> None:
@@ -195,12 +178,12 @@ def test_a_buffer_that_was_not_exported_to_a_rank_is_refused() -> None:
     ranks = Ranks.start("hidden_states", sides)
     ranks.writers[0] = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float64, columns=range(6))
     with closing(ranks), pytest.raises(HandoffError, match=r"exported to student ranks \[0\], not to 1"):
-        windows(ranks.write(output()), sides)
+        windows(ranks.write(output()), sides, LENGTHS)
 
 
 def test_side_by_side_is_what_one_tensor_would_be() -> None:
     """At every width, also one that ends in the first shard, and with shards that are empty."""
-    logits = output().logits
+    logits = output().logits.unsqueeze(0)
     shards = [TensorLogits(shard.contiguous()) for shard in logits.split([3, 0, 6, 3], 2)]
     rows = torch.tensor([4, 0, 17])
     together = SideBySideLogits(shards)
@@ -211,9 +194,9 @@ def test_side_by_side_is_what_one_tensor_would_be() -> None:
 
 
 def test_what_does_not_fit_side_by_side_is_refused() -> None:
-    logits = output().logits
+    logits = output().logits.view(2, -1, PADDED_VOCAB)
 
     with pytest.raises(ConfigError, match="side by side"):
-        SideBySideLogits([TensorLogits(logits), TensorLogits(logits[:2])])
+        SideBySideLogits([TensorLogits(logits), TensorLogits(logits[:1])])
     with pytest.raises(ConfigError, match="dtype"):
         SideBySideLogits([TensorLogits(logits), TensorLogits(logits.float())])

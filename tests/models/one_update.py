@@ -18,12 +18,13 @@ from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY
+from tests.packings import unpadded
 
 RANKS = 2
 USED = VOCABULARY - 2
 """The head is wider than the tokenizer."""
-IDS = torch.randint(0, USED, (4, 7), generator=torch.Generator().manual_seed(1))
-"""An odd number of positions, which sequence_parallel has to pad."""
+IDS = torch.randint(0, USED, (6, 7), generator=torch.Generator().manual_seed(1))
+"""An odd number of tokens in a microbatch of three, which sequence_parallel has to pad."""
 MASKS = {1.0: torch.rand(IDS.shape, generator=torch.Generator().manual_seed(2)) < 0.7, 0.5: torch.ones_like(IDS).bool()}
 """Two losses: weight, and the tokens that are scored."""
 NORMALIZER = 10
@@ -63,13 +64,14 @@ def cut(
 
 def accumulate(headless: Headless, rows: slice, mesh: Any) -> None:
     """As a student does: losses go backward to a leaf one after the other, then the model's own pass runs once."""
-    made = headless(IDS[rows])
+    packing = unpadded(IDS[rows])
+    made = headless(IDS[rows], packing)
     leaf = made.hidden.detach().requires_grad_()
-    logits = headless.whole(HeadLogits(leaf, made.head))
+    logits = headless.whole(HeadLogits(leaf, made.head), packing)
     for weight, mask in MASKS.items():
         loss = cross_entropy(logits, IDS[rows], mask=mask[rows], normalizer=NORMALIZER, vocab_size=USED).loss
         (weight * loss * fsdp_axis(mesh).size()).backward()
-    headless.backward(made, leaf.grad)
+    headless.backward(made, leaf.grad, packing)
 
 
 def full(tensors: Iterator[tuple[str, Any]]) -> dict[str, Tensor]:
@@ -80,10 +82,11 @@ def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[
     headless = Headless(model, key="student.model", mesh=mesh, parallelism=parallelism)
     optimizer = adamw(model)
     with torch.no_grad():
-        rows = torch.arange(IDS.numel())
-        logits = headless.whole(headless(IDS)).read(rows, VOCABULARY)
+        rows, packing = torch.arange(IDS.numel()), unpadded(IDS)
+        logits = headless.whole(headless(IDS, packing), packing).read(rows, VOCABULARY)
         of_head = WithHead(model, mesh=mesh, parallelism=parallelism)
-        torch.testing.assert_close(of_head.whole(of_head(IDS)).read(rows, VOCABULARY), logits, rtol=1e-6, atol=1e-6)
+        of_logits = of_head.whole(of_head(IDS, packing), packing).read(rows, VOCABULARY)
+        torch.testing.assert_close(of_logits, logits, rtol=1e-6, atol=1e-6)
     model.train()
     own = len(IDS) // fsdp_axis(mesh).size()
     begin = own * fsdp_axis(mesh).get_local_rank()

@@ -21,6 +21,7 @@ from nemo_opd.models.head import Headless
 from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import model_of, save
 from tests.models.world import as_rank, on_ranks
+from tests.packings import unpadded
 
 pytestmark = pytest.mark.world
 
@@ -103,12 +104,14 @@ def hidden_states_on_rank(folder: Path) -> tuple[Tensor, Tensor]:
         trainable=True,
     )
     headless = Headless(model, key="student.model", mesh=mesh, parallelism=parallelism)
-    made = headless(torch.arange(22, device="cuda").view(2, 11))
+    ids = torch.arange(22, device="cuda").view(2, 11)
+    packing = unpadded(ids).to("cuda")
+    made = headless(ids, packing)
     gradient = random(*made.hidden.shape, seed=0).to(made.hidden)
     # Each rank has half of the sum, and FSDP2 takes the mean over both.
-    headless.backward(made, gradient if rank == 0 else gradient.zero_())
+    headless.backward(made, gradient if rank == 0 else gradient.zero_(), packing)
     embedding: torch.distributed.tensor.DTensor = model.get_input_embeddings().weight.grad
-    return made.hidden.detach().cpu(), 2 * embedding.full_tensor().cpu()
+    return made.hidden.detach().view(2, 11, -1).cpu(), 2 * embedding.full_tensor().cpu()
 
 
 @pytest.mark.gpu

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from nemo_opd.errors import ModelError
 from nemo_opd.models.head import Headless
+from tests.packings import unpadded
 
 SIZES = {
     "vocab_size": 40,
@@ -55,6 +56,7 @@ def model_of(config: PretrainedConfig) -> PreTrainedModel:
 
 
 IDS = torch.randint(1, 40, (2, 5), generator=torch.Generator().manual_seed(1))
+ALL = unpadded(IDS)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -65,17 +67,18 @@ def test_the_logits_are_the_models_own(kind: str) -> None:
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2))
     parameters = list(model.parameters())
     wanted = torch.autograd.grad((expected * weight).sum(), parameters)
-    made = Headless(model, key="student.model")(IDS)
-    assert made.shape == expected.shape
+    made = Headless(model, key="student.model")(IDS, ALL)
+    assert made.shape == (1, 10, 40)
     torch.testing.assert_close(made.read(torch.arange(10), 40), expected.flatten(0, 1), rtol=1e-5, atol=1e-6)
     logits = made.head.after_linear(nn.functional.linear(made.hidden, made.head.weight, made.head.bias))
+    logits = logits.view(expected.shape)
     for found, gradient in zip(torch.autograd.grad((logits * weight).sum(), parameters), wanted, strict=True):
         torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-5)
 
 
 def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
     for kind in ("gemma2 with a soft-cap", "cohere with a scale", "granite with a divisor"):
-        made = Headless(model_of(CONFIGS[kind]), key="student.model")(IDS)
+        made = Headless(model_of(CONFIGS[kind]), key="student.model")(IDS, ALL)
         plain = nn.functional.linear(made.hidden, made.head.weight).flatten(0, 1)
         assert (made.read(torch.arange(10), 40) - plain).abs().max() > 0.1
 
@@ -83,7 +86,7 @@ def test_the_soft_cap_and_the_scales_matter_in_the_test() -> None:
 def test_the_model_is_as_it_was() -> None:
     model = model_of(CONFIGS["qwen3"])
     before = model(input_ids=IDS).logits
-    Headless(model, key="student.model")(IDS)
+    Headless(model, key="student.model")(IDS, ALL)
     assert torch.equal(model(input_ids=IDS).logits, before)
 
 
@@ -102,7 +105,7 @@ def test_what_is_not_a_plain_head_is_refused() -> None:
     with pytest.raises(ModelError, match=r"teachers\.0\.model: the head is a Sequential.*use handoff=logits"):
         Headless(model, key="teachers.0.model")
     with pytest.raises(ModelError, match=r"student\.model: Shifted does more.*use handoff=logits"):
-        Headless(Shifted(CONFIGS["llama"]).eval(), key="student.model")(IDS)
+        Headless(Shifted(CONFIGS["llama"]).eval(), key="student.model")(IDS, ALL)
 
 
 def test_a_text_that_overflows_says_nothing_about_the_head() -> None:
@@ -110,6 +113,6 @@ def test_a_text_that_overflows_says_nothing_about_the_head() -> None:
     model = model_of(CONFIGS["qwen3"])
     source, embedding = Headless(model, key="student.model"), model.get_input_embeddings()
     hook = embedding.register_forward_hook(lambda _, __, embedded: embedded * float("nan"))
-    assert source(IDS).hidden.isnan().all()
+    assert source(IDS, ALL).hidden.isnan().all()
     hook.remove()
-    assert source(IDS).hidden.isfinite().all()
+    assert source(IDS, ALL).hidden.isfinite().all()

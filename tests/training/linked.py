@@ -9,26 +9,27 @@ from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
 from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from nemo_opd.logits.head import Head, HeadLogits
+from tests.packings import packing_of
 from tests.training.faulty_rank import die
 
-SHAPE, VOCAB = (2, 3, 5), 7
+LENGTHS, WIDTH, VOCAB = (3, 2), 5, 7
 
 
 def hidden(batch: int) -> torch.Tensor:
-    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(batch))
+    return torch.randn(sum(LENGTHS), WIDTH, generator=torch.Generator().manual_seed(batch))
 
 
 class Teaching:
     def __init__(self) -> None:
         readers = Readers((), (), sends_head=True)
         self.writer = HiddenStatesWriter(
-            SharedMemorySender, VOCAB, SHAPE[2], torch.float32, columns=range(VOCAB), readers=readers
+            SharedMemorySender, VOCAB, WIDTH, torch.float32, columns=range(VOCAB), readers=readers
         )
 
     def forward(self, batch: int, dies: bool) -> HiddenStatesHandle:
         self.dies = dies
-        self.writer.begin(*SHAPE[:2])
-        self.writer.write(0, HeadLogits(hidden(batch), Head(torch.ones(VOCAB, SHAPE[2]))))
+        self.writer.begin(sum(LENGTHS))
+        self.writer.write(0, HeadLogits(hidden(batch).unsqueeze(0), Head(torch.ones(VOCAB, WIDTH))))
         return self.writer.handle()
 
     def join_link(self, rendezvous: Rendezvous) -> None:
@@ -56,8 +57,8 @@ class Learning:
         self.links.receive(by_teacher)
 
     def read(self, window: HiddenStatesWindow) -> torch.Tensor:
-        rows = window.rows(self.receiver, slice(None), SHAPE[1])
-        return rows.read(torch.arange(SHAPE[0] * SHAPE[1]), VOCAB)
+        rows = window.rows(self.receiver, slice(None), max(LENGTHS))
+        return rows.read(packing_of(*LENGTHS).tokens, VOCAB)
 
     def close(self) -> None:
         self.receiver.close()

@@ -20,7 +20,7 @@ from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Delivery
 from tests.tiny import Tiny
 from tests.training.launch import Run, start
-from tests.training.linked import SHAPE, VOCAB, Learning, Teaching, hidden
+from tests.training.linked import LENGTHS, VOCAB, Learning, Teaching, hidden
 
 if TYPE_CHECKING:
     from ray.cluster_utils import Cluster as Nodes
@@ -99,14 +99,14 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         assert ours != theirs
         links = Links(student, [teacher], [delivery])
         for batch in (1, 2):
-            found = windows(teacher.call("forward", [(batch, False)]), sides)
+            found = windows(teacher.call("forward", [(batch, False)]), sides, LENGTHS)
             links.transfer([found], f"step {batch}")
             (read,) = student.call("read", [(found[0],)])
             expected = hidden(batch).sum(-1).reshape(-1, 1).expand(-1, VOCAB)
             torch.testing.assert_close(read, expected, rtol=1e-5, atol=1e-6)
-            assert read.shape == (SHAPE[0] * SHAPE[1], VOCAB)
+            assert read.shape == (sum(LENGTHS), VOCAB)
 
-        found = windows(teacher.call("forward", [(3, True)]), sides)
+        found = windows(teacher.call("forward", [(3, True)]), sides, LENGTHS)
         begin = time.monotonic()
         with pytest.raises(ClusterError) as caught:
             links.transfer([found], "step 3")

@@ -50,13 +50,13 @@ def written(of: TeacherJob, rank: int, reader: int = 0, buffers: int = 1) -> Hid
     writer: HiddenStatesWriter | LogitsWriter
     if of.config.handoff.type == "logits":
         writer = LogitsWriter(CountingSender, VOCAB, torch.float32, **more)
-        made: TensorLogits | HeadLogits = TensorLogits(torch.zeros(of.rows, LENGTH, len(columns)))
+        made: TensorLogits | HeadLogits = TensorLogits(torch.zeros(1, of.rows * LENGTH, len(columns)))
     else:
         writer = HiddenStatesWriter(CountingSender, VOCAB, HIDDEN, torch.float32, **more)
-        made = HeadLogits(torch.zeros(of.rows, LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
+        made = HeadLogits(torch.zeros(1, of.rows * LENGTH, HIDDEN), Head(torch.zeros(len(columns), HIDDEN)))
     assert layout.size > rank
     for slot in range(buffers):
-        writer.begin(of.rows, LENGTH, slot)
+        writer.begin(of.rows * LENGTH, slot)
         writer.write(0, made)
     return writer
 
@@ -91,14 +91,14 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
     writers[1] = HiddenStatesWriter(
         CountingSender, VOCAB, HIDDEN, torch.float32, columns=range(VOCAB), readers=Readers((0, 1), (0, 1))
     )
-    writers[1].begin(8, LENGTH)
-    writers[1].write(0, HeadLogits(torch.zeros(8, LENGTH, HIDDEN), Head(torch.zeros(VOCAB, HIDDEN))))
+    writers[1].begin(8 * LENGTH)
+    writers[1].write(0, HeadLogits(torch.zeros(1, 8 * LENGTH, HIDDEN), Head(torch.zeros(VOCAB, HIDDEN))))
     most = 0
-    for rank, window in enumerate(windows([writer.handle() for writer in writers], sides)):
+    for rank, window in enumerate(windows([writer.handle() for writer in writers], sides, [LENGTH] * ROWS)):
         receiver = CountingReceiver(rank)
         for start in range(0, ROWS // 2, micro):
             before = receiver.copied_bytes
-            window.hidden.read(receiver, slice(start, start + micro), LENGTH)
+            window.hidden.read(receiver, slice(start, start + micro))
             most = max(most, receiver.copied_bytes - before)
     assert most == of.window_bytes
     assert (most > 0) == (8 % micro > 0)

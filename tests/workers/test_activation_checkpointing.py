@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.packed import Packing
 from nemo_opd.models.head import Headless
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
@@ -25,9 +26,9 @@ def trained(tiny: Tiny, folder: Path, monkeypatch: pytest.MonkeyPatch, *options:
         kept += tensor.numel() * tensor.element_size()
         return tensor
 
-    def watched(headless: Headless, ids: Tensor) -> HeadLogits:
+    def watched(headless: Headless, ids: Tensor, packing: Packing) -> HeadLogits:
         with torch.autograd.graph.saved_tensors_hooks(counted, lambda tensor: tensor):
-            return forward(headless, ids)
+            return forward(headless, ids, packing)
 
     monkeypatch.setattr(Headless, "__call__", watched)
     (result,) = in_world(1, train, [Training(plan, first_batches(plan, 2))], folder)

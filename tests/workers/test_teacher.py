@@ -14,7 +14,7 @@ from nemo_opd.handoff.hidden_states import HiddenStatesHandle
 from nemo_opd.handoff.plan import Sides
 from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
 from nemo_opd.handoff.window import OutputHandle, windows
-from nemo_opd.logits.head import HeadLogits
+from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
@@ -54,11 +54,13 @@ def score(job: Scoring) -> Scored:
                 )
             )
             made = [
-                windows([handle], ALONE)[0].rows(receiver, slice(None), rows.tokens.ids.shape[1])
+                windows([handle], ALONE, rows.tokens.packed_lengths)[0].rows(
+                    receiver, slice(None), rows.tokens.ids.shape[1]
+                )
                 for handle, rows in zip(handles[-1], batch.teachers, strict=True)
             ]
             logits.append([whole(rows, size) for rows, size in zip(made, sizes, strict=True)])
-            dtypes.append([rows.hidden.dtype if isinstance(rows, HeadLogits) else rows.dtype for rows in made])
+            dtypes.append([each.leaves[0].dtype for each in made if isinstance(each, PackedLogits)])
     return Scored(handles, logits, dtypes)
 
 

@@ -1,0 +1,99 @@
+"""Sequences packed into one row, without padding, and logits with a row for each of their tokens (methods.md §8.4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nemo_opd.logits.rows import Gradients, TrainableRows
+from nemo_opd.types import TokenRows
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Places of right-padded sequences [B, S] in one row [N] that holds their tokens one after another."""
+
+    lengths: tuple[int, ...]
+    """Tokens of each sequence in the row, 1 at least."""
+    places: Tensor
+    """int64 [B, S]: place in the row, as `places_in_row` returns it."""
+    tokens: Tensor
+    """int64 [N]: index of each token in [B·S]."""
+    positions: Tensor
+    """int64 [N]: position of each token in its sequence."""
+
+    @classmethod
+    def of(cls, tokens: TokenRows) -> Packing:
+        """Pack sequences, on the host."""
+        lengths, width = tokens.packed_lengths, tokens.ids.shape[1]
+        columns = torch.arange(width)
+        is_token = columns < torch.tensor(lengths).unsqueeze(1)
+        return cls(
+            tuple(lengths),
+            places_in_row(lengths, width),
+            is_token.flatten().nonzero().squeeze(1),
+            columns.expand_as(is_token)[is_token],
+        )
+
+    def to(self, device: str | torch.device) -> Packing:
+        """Return a copy on a device."""
+        return replace(
+            self, places=self.places.to(device), tokens=self.tokens.to(device), positions=self.positions.to(device)
+        )
+
+
+def places_in_row(lengths: Sequence[int], width: int) -> Tensor:
+    """Return int64 [B, width]: the place of each position in a row that holds sequences of `lengths`.
+
+    Positions of padding have the place of their sequence's last token.
+    """
+    sizes = torch.tensor(lengths).unsqueeze(1)
+    return sizes.cumsum(0) - sizes + torch.arange(width).minimum(sizes - 1)
+
+
+def token_bounds(lengths: Sequence[int]) -> list[int]:
+    """Return where each packed sequence begins, and where the last ends."""
+    return list(accumulate(lengths, initial=0))
+
+
+class PackedLogits(TrainableRows):
+    """Logits [B, S, X] of padded sequences, from a source [1, N, X] that has a row for each token.
+
+    Losses read no rows of padding; they would be those of the sequence's last token.
+    """
+
+    def __init__(self, source: TrainableRows, places: Tensor) -> None:
+        """places: int64 [B, S], from `places_in_row`, on the source's device."""
+        self.source, self._places = source, places.flatten()
+        self.leaves, self.share = source.leaves, source.share
+        self.shape = (*places.shape, source.shape[2])
+        self.device, self.dtype, self.is_product = source.device, source.dtype, source.is_product
+
+    def read(self, rows: Tensor, width: int) -> Tensor:
+        return self.source.read(self._places[rows], width)
+
+    def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+        return self.source.reduce(tensor, op)
+
+    def gradients(self) -> Gradients:
+        return _PackedGradients(self.source.gradients(), self._places)
+
+
+class _PackedGradients(Gradients):
+    def __init__(self, of_source: Gradients, places: Tensor) -> None:
+        self._of_source, self._places = of_source, places
+        self.dtype = of_source.dtype
+
+    def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
+        self._of_source.add(self._places[rows], gradient, onto=onto)
+
+    def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
+        return self._of_source.pull_back(logits, gradient)
+
+    def sums(self) -> tuple[Tensor | None, ...]:
+        return self._of_source.sums()

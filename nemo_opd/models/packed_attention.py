@@ -1,0 +1,203 @@
+"""Attention within each of the sequences of a packed row, never across (methods.md §8.4)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+
+from nemo_opd.logits.packed import token_bounds
+
+_PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
+"""Names in transformers of attention within sequences, and of one that only notes how it is called."""
+_REPLACED = "sdpa"
+"""Name in transformers of the attention that it stands for."""
+_KINDS = {"full_attention", "sliding_attention"}
+"""Kinds of layers in which tokens see each other by attention alone."""
+_WITHOUT_EFFECT = {"position_ids", "cu_seq_lens_k", "max_length_k"}
+"""Arguments of attention that add nothing here."""
+_FLASH_HEAD_DIM = 256
+"""Largest width of a head that flash attention takes."""
+_GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+"""Argument for fewer heads of keys than of queries; versions of torch that lack it take them as they are."""
+
+
+def is_packable(model: PreTrainedModel) -> bool:
+    """Return whether the model reads packed sequences as it reads each alone.
+
+    Its layers must pass the bounds of sequences on to an attention that can be replaced and has nothing but a scale,
+    dropout and a sliding window, and mix tokens in no other way. A copy without weights is called once.
+    """
+    config = model.config.get_text_config()
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    window: int | None = getattr(config, "sliding_window", None)
+    if model.config._attn_implementation != _REPLACED or not _KINDS.issuperset(kinds or ()):
+        return False
+    if any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return False
+    windows = [window] * config.num_hidden_layers
+    if kinds is not None:
+        windows = [window if kind == "sliding_attention" else None for kind in kinds]
+    try:
+        return _windows_of_calls(model) == windows
+    except (RuntimeError, TypeError, ValueError):  # what families raise for arguments or a device unknown to them
+        return False
+
+
+def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
+    """Return the sliding window of each call of attention in a forward pass.
+
+    Raises ValueError for a call that packed attention could not stand for.
+    """
+    windows: list[int | None] = []
+
+    def note(
+        module: nn.Module,
+        query: Tensor,
+        _: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        cu_seq_lens_q: Tensor,
+        max_length_q: int,
+        scaling: float,
+        dropout: float = 0.0,
+        sliding_window: int | None = None,
+        **more: object,
+    ) -> tuple[Tensor, None]:
+        given = {name for name, value in more.items() if value is not None and value is not False}
+        unknown = given - _WITHOUT_EFFECT
+        if unknown or mask is not None or not getattr(module, "is_causal", True):
+            raise ValueError(f"attention with {sorted(unknown)}, with a mask, or not causal")
+        windows.append(sliding_window)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    AttentionInterface.register(_PROBE, note)
+    with torch.device("meta"):
+        # In bfloat16 experts of mixtures can be called on meta.
+        copy: Any = type(model)(deepcopy(model.config)).eval()
+        copy.to(torch.bfloat16)
+        ids = torch.zeros(1, 3, dtype=torch.int64)
+        with _attention(copy, _PROBE):
+            copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds([2, 1], ids.device))
+    return windows
+
+
+def bounds(lengths: list[int], device: torch.device) -> dict[str, Any]:
+    """Return the bounds of packed sequences, under the names that models in transformers pass on to attention."""
+    ends = torch.tensor(token_bounds(lengths), dtype=torch.int32).to(device, non_blocking=True)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+@contextmanager
+def packed_attention(model: PreTrainedModel) -> Iterator[None]:
+    """Let a packable model attend within the sequences of `bounds` inside, forward and backward."""
+    with _attention(model, _PACKED):
+        yield
+
+
+@contextmanager
+def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.config._attn_implementation = name
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def _within_sequences(
+    _: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    __: None,
+    *,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **___: object,
+) -> tuple[Tensor, None]:
+    """Compute causal attention: queries [1, H, N, d], keys and values [1, H/n, N, ·] → [1, N, H, ·].
+
+    sliding_window: positions that a token sees, itself included.
+    """
+    attend: Callable[..., Tensor] = _flash if _has_flash(query, value, dropout) else _by_length
+    return attend(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
+
+
+AttentionInterface.register(_PACKED, _within_sequences)
+
+
+def _has_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
+    """Return whether torch's flash attention takes these: not in fp32, not with dropout, not on older GPUs."""
+    width = query.shape[3]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and not dropout
+        and width == value.shape[3] <= _FLASH_HEAD_DIM
+        and width % 8 == 0
+        and torch.cuda.get_device_properties(query.device).major >= 8
+    )
+
+
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
+    _: float,
+    window: int | None,
+) -> Tensor:
+    query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    seen = (-1 if window is None else window - 1, 0)
+    attend: Any = varlen_attn
+    made: Tensor = attend(query, key, value, ends, ends, longest, longest, scale=scale, window_size=seen, **_GROUPED)
+    return made.unsqueeze(0)
+
+
+@torch.compiler.disable
+def _by_length(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    _: int,
+    scale: float,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """Compute the attention of consecutive sequences of one length at a time."""
+    if (repeated := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1)
+    runs = [(length, len(list(equal))) for length, equal in groupby(ends.diff().tolist())]
+    sizes = [length * number for length, number in runs]
+    parts = zip(*(tensor.squeeze(0).split(sizes, 1) for tensor in (query, key, value)), strict=True)
+    made = []
+    for (length, _), part in zip(runs, parts, strict=True):
+        q, k, v = (tensor.unflatten(1, (-1, length)).transpose(0, 1) for tensor in part)
+        seen = None if window is None or length <= window else _band(length, window, q.device)
+        own = F.scaled_dot_product_attention(q, k, v, seen, dropout, is_causal=seen is None, scale=scale)
+        made.append(own.transpose(1, 2).flatten(0, 1))
+    return torch.cat(made).unsqueeze(0)
+
+
+def _band(length: int, window: int, device: torch.device) -> Tensor:
+    """Return which positions each position sees (methods.md §8.4, formula 8.1)."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return seen.triu(1 - window)

@@ -1,0 +1,205 @@
+"""Sequences that are packed into one row are read as each is alone, in every family of models."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma2Config,
+    GPT2Config,
+    GptOssConfig,
+    Lfm2Config,
+    Llama4TextConfig,
+    MistralConfig,
+    MixtralConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from nemo_opd.models import packed_attention
+from nemo_opd.models.head import Headless
+from nemo_opd.models.packed_attention import is_packable
+from nemo_opd.models.parallelize import checkpoint_activations
+from tests.models.families import FAMILIES, SIZES, VOCABULARY
+from tests.packings import packing_of
+
+LENGTHS = (7, 1, 4, 4, 9)
+WINDOW = 3
+"""Shorter than most of the sequences."""
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8}
+PACKABLE: dict[str, PretrainedConfig] = {
+    **{name: config for name, config in FAMILIES.items() if not isinstance(config, Gemma2Config)},
+    "mistral, window": MistralConfig(**SIZES, head_dim=8, sliding_window=WINDOW),
+    "qwen2, windows in some layers": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+    ),
+    "opt, learned positions": OPTConfig(**SIZES, ffn_dim=24, word_embed_proj_dim=16),
+    "gpt2, learned positions": GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=2, n_head=2, eos_token_id=2),
+    "qwen3, experts": Qwen3MoeConfig(**SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=8),
+    "mixtral, experts": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
+    "deepseek3, latent attention": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=6,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        first_k_dense_replace=1,
+    ),
+}
+OTHERS: dict[str, PretrainedConfig] = {
+    "gemma2, soft-cap in attention": Gemma2Config(**SIZES, head_dim=8),
+    "gpt-oss, sinks": GptOssConfig(
+        **SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=2, sliding_window=WINDOW
+    ),
+    "llama4, chunks": Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=1, attention_chunk_size=WINDOW),
+    "lfm2, convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "falcon-h1, states": FalconH1Config(**SIZES, mamba_d_ssm=16, mamba_n_heads=4, mamba_d_state=4, mamba_expand=1),
+}
+
+
+def model_of(config: PretrainedConfig, **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = deepcopy(config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+def sequences() -> list[Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return [torch.randint(4, VOCABULARY, (length,), generator=random) for length in LENGTHS]
+
+
+def alone(model: Any) -> Tensor:
+    """Return the logits [N, V] of all tokens, from a call for each sequence."""
+    return torch.cat([model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0] for ids in sequences()])
+
+
+def in_one_row(model: PreTrainedModel) -> Tensor:
+    """Return the logits [N, V], and leave the gradient of their weighted sum."""
+    packing = packing_of(*LENGTHS, width=10)
+    ids = nn.utils.rnn.pad_sequence(sequences(), batch_first=True)
+    ids = nn.functional.pad(ids, (0, 10 - ids.shape[1]))
+    source = Headless(model, key="student.model")
+    made = source(ids, packing)
+    head = made.head
+    logits = head.after_linear(nn.functional.linear(made.hidden, head.weight, head.bias)).squeeze(0)
+    (gradient,) = torch.autograd.grad((logits * weights(logits)).sum(), made.hidden, retain_graph=True)
+    source.backward(made, gradient, packing)
+    return logits
+
+
+def weights(logits: Tensor) -> Tensor:
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(2), dtype=logits.dtype)
+
+
+def check(model: PreTrainedModel) -> None:
+    """Compare logits, and gradients of all parameters but the head's, whose own gradient a loss leaves.
+
+    Tokens of other sequences change them by more than a tenth.
+    """
+    expected = alone(model)
+    head = model.get_output_embeddings()
+    parameters = {name: each for name, each in model.named_parameters() if each is not head.weight}
+    wanted = torch.autograd.grad((expected * weights(expected)).sum(), list(parameters.values()), allow_unused=True)
+    torch.testing.assert_close(in_one_row(model), expected, rtol=1e-4, atol=1e-4)
+    for (name, parameter), gradient in zip(parameters.items(), wanted, strict=True):
+        if gradient is not None and name != "lm_head.bias":
+            assert parameter.grad is not None
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-3, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("family", PACKABLE)
+def test_families_that_can_be_packed(family: str) -> None:
+    model = model_of(PACKABLE[family])
+    assert is_packable(model)
+    check(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_families_read_padded_rows(family: str) -> None:
+    """Bugs: a state, a convolution or a chunk that goes on from one sequence into the next; a soft-cap that is lost."""
+    model = model_of(OTHERS[family])
+    assert not is_packable(model)
+    check(model)
+
+
+def test_layers_that_are_run_again_attend_within_sequences_too() -> None:
+    """Bug: the backward pass recomputes a layer after its attention was put back."""
+    model = model_of(PACKABLE["mistral, window"])
+    checkpoint_activations(model)
+    model.train()
+    check(model)
+
+
+def test_attention_that_is_not_transformers_default_is_left() -> None:
+    model = model_of(FAMILIES["qwen2, biases"], _attn_implementation="eager")
+    assert not is_packable(model)
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_flash_attention_is_asked_for_the_same(
+    window: int | None, key_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments mean what torch documents: `window_size` positions to the left and to the right of each."""
+
+    def documented(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, _: Tensor, *lengths: int, **options: Any) -> Tensor:
+        assert lengths == (max(LENGTHS), max(LENGTHS))
+        assert ends.dtype == torch.int32
+        left, right = options["window_size"]
+        made = torch.empty_like(q)
+        for start, stop in zip(ends.tolist(), ends.tolist()[1:], strict=False):
+            for i in range(start, stop):
+                seen = slice(start if left < 0 else max(start, i - left), min(stop, i + right + 1))
+                for h in range(q.shape[1]):
+                    of_key = h * k.shape[1] // q.shape[1]
+                    shares = (k[seen, of_key] @ q[i, h] * options["scale"]).softmax(0)
+                    made[i, h] = shares @ v[seen, of_key]
+        return made
+
+    monkeypatch.setattr(packed_attention, "varlen_attn", documented)
+    random = torch.Generator().manual_seed(3)
+    num_tokens = sum(LENGTHS)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, 8, generator=random, dtype=torch.float64)
+        for heads in (4, key_heads, key_heads)
+    )
+    ends = packed_attention.bounds(list(LENGTHS), torch.device("cpu"))["cu_seq_lens_q"]
+    arguments = (query, key, value, ends, max(LENGTHS), 0.3, 0.0, window)
+    torch.testing.assert_close(
+        packed_attention._flash(*arguments), packed_attention._by_length(*arguments), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_flash_attention_can_be_compiled_into_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced as a whole with torch's operator, of which only the shapes are computed here."""
+    monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
+    model = model_of(FAMILIES["qwen3, norms of heads"]).to("meta")
+    layer = torch.compile(model.model.layers[0], backend="eager", fullgraph=True, dynamic=True)
+    hidden = torch.zeros(1, 6, 16, device="meta")
+    positions = torch.zeros(1, 6, dtype=torch.int64, device="meta")
+    with packed_attention.packed_attention(model):
+        made = layer(
+            hidden,
+            position_embeddings=model.model.rotary_emb(hidden, positions),
+            **packed_attention.bounds([4, 2], torch.device("meta")),
+        )
+    assert made.shape == hidden.shape
