@@ -13,7 +13,12 @@ class Train(Settings):
     global_batch_size: int = Field(64, ge=1)
     """Sequences in an optimizer step, over all ranks."""
     micro_batch_size: int = Field(1, ge=1)
-    """Sequences in one forward and backward pass of a rank."""
+    """Sequences of `max_length` in one forward and backward pass of a rank; of shorter ones there are more."""
+    micro_batch_tokens: int | None = Field(None, ge=2)
+    """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`.
+
+    A longer sequence is alone. Padding counts for models that read it.
+    """
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut."""
     validate_every: int | None = Field(None, ge=1)
@@ -26,6 +31,16 @@ class Train(Settings):
     """Largest norm of the gradient."""
     max_skipped_steps: int = Field(5, ge=1)
     """Number of consecutive steps, skipped because loss or gradient is not finite, after which the run fails."""
+
+    @property
+    def tokens_at_a_time(self) -> int:
+        """`micro_batch_tokens`, or its default."""
+        return self.micro_batch_tokens or self.micro_batch_size * self.max_length
+
+    @property
+    def longest_at_a_time(self) -> int:
+        """Number of sequences of `max_length` that have as many tokens as a microbatch at most."""
+        return -(-self.tokens_at_a_time // self.max_length)
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":

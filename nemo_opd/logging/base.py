@@ -40,7 +40,8 @@ class RunSummary:
     """Sharding of the student over ranks, and of the teachers where it differs."""
     total_steps: int
     global_batch_size: int
-    micro_batch_size: int
+    tokens_at_a_time: int
+    """Tokens of a microbatch of a rank."""
     max_length: int
     output_dir: Path
     warnings: tuple[str, ...] = ()

@@ -37,6 +37,7 @@ _RUN_KEYS = (
     ("warm-up steps", "student.scheduler.warmup_steps"),
     ("global batch", "train.global_batch_size"),
     ("microbatch", "train.micro_batch_size"),
+    ("tokens of a microbatch", "train.micro_batch_tokens"),
     ("longest sequence", "train.max_length"),
     ("gradient clip", "train.gradient_clip"),
     ("handoff", "handoff.type"),

@@ -46,6 +46,8 @@ class _LogitSource(ABC):
 
     columns: range
     """Columns of the vocabulary that this rank computes."""
+    reads_packed: bool
+    """Whether the model reads the sequences of a call in one row, without padding."""
 
     def __init__(
         self, model: PreTrainedModel, width: int, *, mesh: DeviceMesh | None, parallelism: Parallelism | None
@@ -59,7 +61,7 @@ class _LogitSource(ABC):
             self._multiple *= parallelism.tp
         # Compiled code for a CPU cannot loop over sequences.
         is_compiled = mesh is not None and mesh.device_type == "cpu" and is_compiled_in_place(model)
-        self._reads_packed = self._ring is None and not is_compiled and is_packable(model)
+        self.reads_packed = self._ring is None and not is_compiled and is_packable(model)
         self.columns = range(width) if self._tensor is None else range(*own_part(width, self._tensor))
 
     @abstractmethod
@@ -71,7 +73,7 @@ class _LogitSource(ABC):
 
     def _run(self, ids: Tensor, packing: Packing, result: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply `result` to the model's logits for ids [B, S], and return what it makes of each token [1, N, ·]."""
-        if self._reads_packed:
+        if self.reads_packed:
             return self._run_packed(ids, packing, result)
         # Later positions have no effect on earlier ones, so any id will do.
         ids = F.pad(ids, (0, self._missing(ids.shape[1])))
@@ -128,7 +130,7 @@ class _LogitSource(ABC):
         """Return the context in which layers that are run again in the backward pass attend as in the forward pass."""
         if self._ring is not None:
             return self._ring.positions(packing.places.shape[1] + self._missing(packing.places.shape[1]), device)
-        return packed_attention(self._model) if self._reads_packed else nullcontext()
+        return packed_attention(self._model) if self.reads_packed else nullcontext()
 
 
 class WithHead(_LogitSource):

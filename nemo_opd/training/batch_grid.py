@@ -6,9 +6,12 @@ from itertools import pairwise
 from math import lcm
 from typing import TypeVar
 
+import torch
+
 from nemo_opd.data.collate import pad_rows, shards
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging.metrics import merge
+from nemo_opd.training.micro_batches import dealt
 from nemo_opd.types import Batch, Max, Metric, Metrics
 
 _Item = TypeVar("_Item")
@@ -20,12 +23,18 @@ class BatchGrid:
 
     student: Layout
     teachers: tuple[Layout, ...]
-    micro_batch_size: int
 
     @property
     def unit(self) -> int:
-        """Divisor of the number of rows, so that the ranks of a group have equally many rows and microbatches."""
-        return lcm(self.student.dp * self.micro_batch_size, *(teacher.dp for teacher in self.teachers))
+        """Divisor of the number of rows, so that the ranks of a group have equally many."""
+        return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
+
+    def dealt(self, batch: Batch) -> Batch:
+        """Return the batch in an order in which all ranks of a group have about the same work."""
+        size = -(-len(batch) // self.unit)
+        sizes = [max(0, min(size, len(batch) - part * size)) for part in range(self.unit)]
+        order = torch.tensor(dealt(batch.student.packed_lengths, sizes))
+        return batch.map(lambda tensor, _: tensor[order])
 
     def padded(self, batch: Batch) -> Batch:
         """Append empty rows, which cost one position each."""

@@ -20,9 +20,10 @@ from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
 from nemo_opd.training.links import Links
+from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.types import Batch, Mean, Metric, SequenceScores
+from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -78,26 +79,40 @@ class Models:
         )
         self._alphas = confidence_alphas(plan.config)
         self._free_slots = deque(range(1 + plan.lookahead))
+        self._budgets = [settings.micro_batch_tokens for settings in plan.config.active_teachers]
+        self._budget = plan.config.train.tokens_at_a_time
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             self.teachers = [stack.enter_context(group) for group in _teacher_groups(cluster, plan)]
             self.student = stack.enter_context(_student_group(cluster, plan))
-            cluster.gather([group.ready for group in (self.student, *self.teachers)])
+            groups = (self.student, *self.teachers)
+            cluster.gather([group.ready for group in groups])
+            self._reads_packed = {group: all(group.call("reads_packed")) for group in groups}
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
     def submit(self, batch: Batch, about: str) -> InFlightBatch:
         """Start the forward passes of all teachers in parallel. about: name of the batch, for messages."""
-        slot = self._free_slots.popleft()
+        slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
         return InFlightBatch(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
     def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Call]:
-        """Call a method of every teacher, each rank with the tokens of its rows."""
+        """Call a method of every teacher, each rank with the tokens of its rows and their microbatches."""
         calls = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
-            calls.append(group.submit(method, [(tokens, *more) for tokens in own], about=about))
+            cuts = self._micro_batches(group, own, self._budgets[i])
+            arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
+            calls.append(group.submit(method, arguments, about=about))
         return calls
+
+    def _micro_batches(
+        self, group: Group, by_rank: Sequence[TokenRows], budget: int | None = None
+    ) -> list[tuple[slice, ...]]:
+        """Cut the sequences of each rank of a group; budget: by default the student's."""
+        lengths = [tokens.packed_lengths for tokens in by_rank]
+        found = micro_batches(lengths, budget or self._budget, is_packed=self._reads_packed[group])
+        return [tuple(cuts) for cuts in found]
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
         """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
@@ -128,8 +143,8 @@ class Models:
         """Make the student's optimizer step and return the metrics of the global batch."""
         normalizers = self._parts.normalizers(scored.batch)
         steps = [
-            (StudentStep(part, own, normalizers, kd_scale, compare_gradients),)
-            for part, own in self._student_parts(scored)
+            (StudentStep(part, own, normalizers, cuts, kd_scale, compare_gradients),)
+            for part, own, cuts in self._student_parts(scored)
         ]
         return self._on_student("train_step", steps, scored)
 
@@ -138,8 +153,11 @@ class Models:
         scored = self.collect(self.submit(batch, "validation"))
         return self._on_student("evaluate", self._student_parts(scored), scored)
 
-    def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows]]:
-        return list(zip(self._grid.by_rank(scored.batch, self._grid.student), scored.windows, strict=True))
+    def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
+        """Return the rows, the windows and the microbatches of each rank of the student."""
+        parts = self._grid.by_rank(scored.batch, self._grid.student)
+        cuts = self._micro_batches(self.student, [part.student for part in parts])
+        return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> dict[str, Metric]:
         """Call a method of the student that reads the teachers' output, and free the teachers' buffers."""
@@ -239,7 +257,6 @@ def _teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
                 "settings": settings,
                 "key": f"teachers.{i}.model",
                 "vocab_size": plan.teachers[i].vocab_size,
-                "micro_batch_size": plan.config.train.micro_batch_size,
                 "device": plan.device,
                 "transport": plan.transport,
                 "handoff": plan.config.handoff.type,

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def grid(self) -> BatchGrid:
-        return BatchGrid(self.student_layout, self.teacher_layouts, self.config.train.micro_batch_size)
+        return BatchGrid(self.student_layout, self.teacher_layouts)
 
     @property
     def rows_per_rank(self) -> int:

@@ -157,20 +157,20 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def require_batch_divides(config: RunConfig, num_ranks: int, teacher_ranks: Sequence[int] = ()) -> None:
-    """Require that a batch divides into microbatches of the student's ranks, and into each teacher's ranks.
+    """Require that a batch divides into the student's ranks, and into each teacher's.
 
     All counts are of data-parallel ranks. Raises ConfigError with a size that passes.
     """
-    size, micro = config.train.global_batch_size, config.train.micro_batch_size
-    unit = lcm(num_ranks * micro, *teacher_ranks)
+    size = config.train.global_batch_size
+    unit = lcm(num_ranks, *teacher_ranks)
     if size % unit == 0:
         return
     nearest_size = max(unit, size // unit * unit)
-    if size % (num_ranks * micro):
-        reason = f"ranks × train.micro_batch_size = {num_ranks} × {micro}"
+    if size % num_ranks:
+        reason = f"the student's data-parallel ranks, {num_ranks}"
     else:
         reason = f"the teachers' data-parallel ranks, {' and '.join(map(str, teacher_ranks))}"
     raise ConfigError(
         f"train.global_batch_size={size} is no multiple of {reason}; "
-        f"write train.global_batch_size={nearest_size}, or change the microbatch or the number of ranks"
+        f"write train.global_batch_size={nearest_size}, or change the number of ranks"
     )

@@ -65,6 +65,8 @@ class StudentStep:
     windows: tuple[Window, ...]
     """Each teacher's output for this batch."""
     normalizers: Normalizers
+    micro_batches: tuple[slice, ...]
+    """Consecutive sequences of one forward and backward pass each."""
     kd_scale: float
     """Factor of the distillation term in addition to `loss.kd_weight`."""
     compare_gradients: bool = False
@@ -153,6 +155,10 @@ class StudentWorker:
         _, receiver = TRANSPORTS[transport]
         self.receiver = receiver(dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
+
+    def reads_packed(self) -> bool:
+        """Return whether padding costs the model nothing."""
+        return self.logit_rows.reads_packed
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """Make one optimizer step and return this rank's share of the metrics.
@@ -283,10 +289,12 @@ class StudentWorker:
             return sampler.generate(requests, sampling, version)
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, windows: tuple[Window, ...]) -> dict[str, Metric]:
+    def evaluate(
+        self, batch: Batch, windows: tuple[Window, ...], micro_batches: tuple[slice, ...]
+    ) -> dict[str, Metric]:
         """Return the metrics of training without an update, and the student's bits per byte and accuracy."""
         self.model.eval()
-        step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), 1.0)
+        step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
         with self._with_model():
             for micro in self._micro_batches(step):
@@ -302,12 +310,11 @@ class StudentWorker:
         return _on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
-        size = self.config.train.micro_batch_size
-        for start in range(0, len(step.batch), size):
-            batch = step.batch.rows(start, start + size)
+        for sequences in step.micro_batches:
+            batch = step.batch.rows(sequences.start, sequences.stop)
             with self.phases("handoff"):
                 teacher_logits = [
-                    window.rows(self.receiver, slice(start, start + size), rows.tokens.ids.shape[1])
+                    window.rows(self.receiver, sequences, rows.tokens.ids.shape[1])
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.

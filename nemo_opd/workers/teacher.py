@@ -66,7 +66,6 @@ class TeacherWorker:
         *,
         key: str,
         vocab_size: int,
-        micro_batch_size: int,
         device: str,
         transport: str,
         handoff: Literal["hidden_states", "logits"],
@@ -86,7 +85,6 @@ class TeacherWorker:
         """
         self.score = score
         self.vocab_size = vocab_size
-        self.micro_batch_size = micro_batch_size
         self.device = device
         self.offload = settings.offload is True
         self.gives_back = gives_back
@@ -125,16 +123,20 @@ class TeacherWorker:
             writer = partial(LogitsWriter, sender, vocab_size, dtype)
         self.writer = writer(columns=self.logit_rows.columns, readers=own_readers, num_slots=num_slots)
 
+    def reads_packed(self) -> bool:
+        """Return whether padding costs the model nothing."""
+        return self.logit_rows.reads_packed
+
     @torch.no_grad()
-    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
-        """Run the model on `tokens`; the output replaces the slot's."""
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
+        """Run the model on `tokens`, a microbatch after the other; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
         with needs_memory(self._forward_task), self._with_model():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
             written = 0
-            for micro, packing in self._micro_batches(tokens):
+            for micro, packing in self._packed(tokens, micro_batches):
                 made = self.logit_rows(micro.ids, packing)
                 self.writer.write(written, made)
                 written += len(packing.tokens)
@@ -145,20 +147,20 @@ class TeacherWorker:
             handle = self.writer.handle()
         return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin)
 
-    def _micro_batches(self, tokens: TokenRows) -> Iterator[tuple[TokenRows, Packing]]:
-        for start in range(0, len(tokens), self.micro_batch_size):
-            micro = tokens.rows(start, start + self.micro_batch_size)
+    def _packed(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Iterator[tuple[TokenRows, Packing]]:
+        for sequences in micro_batches:
+            micro = tokens.rows(sequences.start, sequences.stop)
             yield micro.to(self.device), Packing.of(micro).to(self.device)
 
     def _with_model(self) -> AbstractContextManager[None]:
         return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)
 
     @torch.no_grad()
-    def bits_per_byte(self, tokens: TokenRows) -> Mean:
+    def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
         """Return the teacher's bits per byte on these texts."""
         result = Mean(0.0, 0.0)
         with self._with_model():
-            for micro, packing in self._micro_batches(tokens):
+            for micro, packing in self._packed(tokens, micro_batches):
                 logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))

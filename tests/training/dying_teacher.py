@@ -1,5 +1,6 @@
 """The example with a teacher of which one process dies in the middle of a forward pass: before its second layer."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -21,11 +22,11 @@ class DyingTeacher(TeacherWorker):
 
     calls = 0
 
-    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         self.calls += 1
         if dist.get_world_size() > 1 and dist.get_rank() == RANK and self.calls == CALL:
             self.model.get_submodule("model.layers.1").register_forward_pre_hook(lambda *_: die())
-        return super().forward(tokens, slot)
+        return super().forward(tokens, micro_batches, slot)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_opd.training import models
@@ -22,11 +23,11 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 class RaisingTeacher(TeacherWorker):
     at = calls = 0
 
-    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         self.calls += 1
         if self.calls == self.at:
             raise RuntimeError("the teacher has left the room")
-        return super().forward(tokens, slot)
+        return super().forward(tokens, micro_batches, slot)
 
 
 class HangingStudent(StudentWorker):
@@ -49,9 +50,9 @@ SLOW_S = 0.2
 
 
 class SlowTeacher(TeacherWorker):
-    def forward(self, tokens: TokenRows, slot: int = 0) -> TeacherOutput:
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         time.sleep(SLOW_S)
-        return super().forward(tokens, slot)
+        return super().forward(tokens, micro_batches, slot)
 
 
 class SlowStudent(HangingStudent):

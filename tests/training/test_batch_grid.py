@@ -1,6 +1,7 @@
 """Rows are cut so that every group covers the batch once, and metrics so that every row counts once."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,13 +23,10 @@ def batch_of(num_rows: int) -> Batch:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("other", LAYOUTS)
-@pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 7, 12])
-def test_every_group_reads_the_same_rows_in_order(
-    layout: Layout, other: Layout, micro_batch_size: int, num_rows: int
-) -> None:
-    """Bugs: rows cut by rank under tp, groups that pad differently, a rank with a microbatch less than others."""
-    grid = BatchGrid(layout, (other,), micro_batch_size)
+def test_every_group_reads_the_same_rows_in_order(layout: Layout, other: Layout, num_rows: int) -> None:
+    """Bugs: rows cut by rank under tp, groups that pad differently."""
+    grid = BatchGrid(layout, (other,))
     batch = batch_of(num_rows)
     total = len(grid.padded(batch))
     for group in (layout, other):
@@ -41,8 +39,24 @@ def test_every_group_reads_the_same_rows_in_order(
         assert all(len(rows) == 1 for rows in by_index), "ranks that differ in cp or tp alone have the same rows"
         in_order = [length for rows in by_index for part in rows for length in part]
         assert in_order == [*range(1, num_rows + 1), *[0] * (total - num_rows)]
-    assert total - num_rows < math.lcm(layout.dp * micro_batch_size, other.dp)
-    assert total // layout.dp % micro_batch_size == 0
+    assert total - num_rows < math.lcm(layout.dp, other.dp)
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 12])
+def test_rows_that_are_dealt_are_the_same_rows(num_rows: int) -> None:
+    """All sides of a row stay together, and the padding that is appended is the last rank's."""
+    grid = BatchGrid(Layout(2), (Layout(3),))
+    batch = batch_of(num_rows)
+    batch = replace(batch, teachers=(replace(batch.teachers[0], weights=batch.student.lengths.float()),))
+
+    made = grid.dealt(batch)
+
+    assert sorted(made.student.lengths.tolist()) == list(range(1, num_rows + 1))
+    (teacher,) = made.teachers
+    assert torch.equal(made.student.ids[:, 0], made.student.lengths)
+    assert torch.equal(teacher.tokens.lengths, made.student.lengths)
+    assert torch.equal(teacher.weights, made.student.lengths.float())
+    assert len(grid.padded(made)) == len(grid.padded(batch))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -60,7 +60,7 @@ def test_separate_teachers_have_ranks_of_their_own(configure: Configure) -> None
     assert plan.teacher_layouts == (Layout(2, tp=2), Layout(1))
     assert [len(delivery.readers) for delivery in plan.deliveries] == [4, 1]
     assert plan.lookahead == 1
-    assert plan.grid.unit == 4, "two ranks of microbatches of two"
+    assert plan.grid.unit == 2
 
 
 def test_taking_turns_means_that_nothing_is_ahead(configure: Configure) -> None:

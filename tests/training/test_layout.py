@@ -186,14 +186,14 @@ def test_proposed_degrees_are_the_largest() -> None:
 def test_rows_must_be_cut_evenly_for_everyone(
     demo: RunConfig, size: int, student: int, teachers: tuple[int, ...]
 ) -> None:
-    """With microbatches of 3: each group's part has equally many rows, and the student's is whole microbatches."""
+    """Each group's parts have equally many rows."""
 
     def with_size(size: int) -> RunConfig:
-        train = demo.train.model_copy(update={"global_batch_size": size, "micro_batch_size": 3})
+        train = demo.train.model_copy(update={"global_batch_size": size})
         return demo.model_copy(update={"train": train})
 
     def divides(size: int) -> bool:
-        return size % (3 * student) == 0 and all(size % ranks == 0 for ranks in teachers)
+        return size % student == 0 and all(size % ranks == 0 for ranks in teachers)
 
     if divides(size):
         require_batch_divides(with_size(size), student, teachers)

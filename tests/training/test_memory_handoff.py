@@ -82,7 +82,7 @@ def test_buffers_are_what_is_estimated(size: ModelSize, layout: Layout, kind: st
 
 @pytest.mark.parametrize("micro", [4, 6, 12])
 def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) -> None:
-    """Of a microbatch, and only where one teacher's rows end in its midst: 8 rows a rank of three. Bug: all rows."""
+    """Of a microbatch at most, where one teacher's rows end in its midst: 8 rows a rank of three. Bug: all rows."""
     of = job(size, Layout(3), "hidden_states", micro)
     sides = Sides(Layout(2), Layout(3), filled(2, 8), filled(3, 8))
     writers = [written(of, rank, reader=rank // 2) for rank in range(3)]
@@ -100,7 +100,6 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
             before = receiver.copied_bytes
             window.hidden.read(receiver, slice(start, start + micro))
             most = max(most, receiver.copied_bytes - before)
-    assert most == of.window_bytes
-    assert (most > 0) == (8 % micro > 0)
+    assert most == (of.window_bytes if 8 % micro else 0)
     for writer in writers:
         writer.close()

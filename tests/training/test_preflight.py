@@ -140,19 +140,19 @@ def test_all_gpus_of_a_machine_are_used(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("size", [1, 3, 4, 5, 6, 7, 11, 12, 13, 60])
-def test_a_batch_divides_into_ranks_and_microbatches(size: int, config: RunConfig) -> None:
+def test_a_batch_divides_into_ranks(size: int, config: RunConfig) -> None:
     """The size that the message proposes is one that passes."""
 
     def with_size(size: int) -> RunConfig:
-        return config.model_copy(update={"train": Train(max_steps=1, global_batch_size=size, micro_batch_size=3)})
+        return config.model_copy(update={"train": Train(max_steps=1, global_batch_size=size)})
 
-    if size % 6 == 0:
-        require_batch_divides(with_size(size), 2)
+    if size % 4 == 0:
+        require_batch_divides(with_size(size), 4)
         return
     with pytest.raises(ConfigError) as caught:
-        require_batch_divides(with_size(size), 2)
+        require_batch_divides(with_size(size), 4)
     proposed = str(caught.value).partition("write train.global_batch_size=")[2].partition(",")[0]
-    require_batch_divides(with_size(int(proposed)), 2)
+    require_batch_divides(with_size(int(proposed)), 4)
 
 
 # Steps

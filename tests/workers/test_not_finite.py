@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.logging.metrics import values
+from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.skipped_steps import cause
@@ -141,11 +143,12 @@ def optimizer_state(student: OpenedStudent) -> dict[str, Any]:
 def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
     plan = plan_of(tiny.overrides("train.micro_batch_size=1", "student.scheduler.warmup_steps=0", *overrides))
     batches = first_batches(plan, 3)
-    return Job(plan, batches, only_in_the_last_half(batches[1]), **more)
+    return Job(plan, batches, only_on_the_last_rank(batches[1]), **more)
 
 
-def only_in_the_last_half(batch: Batch) -> int:
+def only_on_the_last_rank(batch: Batch) -> int:
     """Return a token of the first teacher that only rank 1 of 2 reads."""
+    batch = BatchGrid(Layout(2), ()).dealt(batch)
     ids, lengths = batch.teachers[0].tokens.ids, batch.teachers[0].tokens.lengths
     half = len(ids) // 2
     first, last = (

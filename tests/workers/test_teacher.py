@@ -65,7 +65,11 @@ def score(job: Scoring) -> Scored:
 
 
 def forward(teacher: TeacherWorker, tokens: TokenRows) -> OutputHandle:
-    return teacher.forward(tokens).handle
+    return teacher.forward(tokens, in_twos(tokens)).handle
+
+
+def in_twos(tokens: TokenRows) -> list[slice]:
+    return [slice(start, start + 2) for start in range(0, len(tokens), 2)]
 
 
 def whole(rows: LogitRows, size: int) -> Tensor:
@@ -162,14 +166,13 @@ def ask(job: Asking) -> Said:
         job.plan.config.teachers[0],
         key="teachers.0.model",
         vocab_size=job.plan.teachers[0].vocab_size,
-        micro_batch_size=2,
         device="cpu",
         transport="shared_memory",
         handoff="hidden_states",
     )
-    before = worker.bits_per_byte(job.tokens).value()
+    before = worker.bits_per_byte(job.tokens, in_twos(job.tokens)).value()
     completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, 2)
-    quality = (float(before), float(worker.bits_per_byte(job.tokens).value()))
+    quality = (float(before), float(worker.bits_per_byte(job.tokens, in_twos(job.tokens)).value()))
     worker.close()
     return Said(completions, quality)
 

@@ -137,7 +137,9 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str
     train, rollout, questions = config.train, config.rollout, config.evaluation
     if not config.student.activation_checkpointing:
         yield "student", "activation_checkpointing", True
-    if train.micro_batch_size > 1:
+    if train.micro_batch_tokens is not None:
+        yield "train", "micro_batch_tokens", max(2, train.micro_batch_tokens // 2)
+    elif train.micro_batch_size > 1:
         yield "train", "micro_batch_size", train.micro_batch_size // 2
     yield "train", "global_batch_size", max(1, train.global_batch_size // 2)
     yield "train", "max_length", max(2, train.max_length // 2)

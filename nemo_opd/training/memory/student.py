@@ -59,10 +59,10 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     """
     train, setup, checkpointing = config.train, situation.student, config.student.activation_checkpointing
     size, largest = setup.size, setup.size.largest_layer
-    work = setup.work(config.student, train.micro_batch_size, train.max_length, c)
+    work = setup.work(config.student, train.longest_at_a_time, train.max_length, c)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
-    before = after if train.global_batch_size > setup.layout.dp * train.micro_batch_size else after - gradients
+    before = after if train.global_batch_size > setup.layout.dp * train.longest_at_a_time else after - gradients
     saved = saved_activations(size, work, checkpointing=checkpointing)
     recomputed = max(layer_bytes(layer, work) for layer in size.layers) if checkpointing else 0
     working = recomputed + working_bytes(size, work)
@@ -85,7 +85,7 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     The head's gradient is in fp32, and at first also in a lower compute precision. All heads share the block's budget.
     """
     setup, budget, num_teachers = situation.student, situation.machine.block_bytes, len(situation.teachers)
-    rows, length = config.train.micro_batch_size, config.train.max_length
+    rows, length = config.train.longest_at_a_time, config.train.max_length
     positions, tokens = rows * length, rows * -(-length // setup.layout.cp)
     widest = max(each.vocab_size for each in (setup, *situation.teachers))
     chunk = part(_OWNER, "chunk of a loss", min(budget, _COPIES * positions * widest * FP32), Phase.LOSS)

@@ -40,8 +40,12 @@ def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
 
 
 def window_bytes(config: RunConfig, situation: Situation) -> int:
-    """Return the bytes of all teachers' output for a microbatch that a student's rank has to concatenate."""
-    return sum(job.window_bytes for job in teacher_jobs(config, situation))
+    """Return the bytes of all teachers' output for a microbatch that a student's rank has to concatenate.
+
+    It concatenates none of a teacher of which one rank has all of its sequences.
+    """
+    dp = situation.student.layout.dp
+    return sum(job.window_bytes for job in teacher_jobs(config, situation) if dp % job.setup.layout.dp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +75,10 @@ class TeacherJob:
 
     @property
     def window_bytes(self) -> int:
-        """Bytes of output that must be concatenated: of a microbatch, where a rank's rows end inside of one."""
-        micro, t = self.config.train.micro_batch_size, self.item_bytes
-        if self.rows % micro == 0:
-            return 0
+        """Bytes of output for a microbatch of the student, which must be concatenated where several ranks have it."""
         is_logits = self.config.handoff.type == "logits"
-        return micro * self.width * t * (self.setup.vocab_size if is_logits else self.setup.size.hidden_size)
+        columns = self.setup.vocab_size if is_logits else self.setup.size.hidden_size
+        return self.config.train.longest_at_a_time * self.width * columns * self.item_bytes
 
     def forward_bytes(self) -> int:
         """Return the activations of a layer, or at the end the hidden states and logits of a microbatch.
@@ -84,7 +86,8 @@ class TeacherJob:
         A soft cap makes two more tensors of logits. Aggregations with a score form logits a block at a time.
         """
         size, t = self.setup.size, self.item_bytes
-        rows = min(self.rows, self.config.train.micro_batch_size)
+        tokens = self.settings.micro_batch_tokens or self.config.train.tokens_at_a_time
+        rows = min(self.rows, -(-tokens // self.width))
         work = self.setup.work(self.settings, rows, self.width, t)
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":

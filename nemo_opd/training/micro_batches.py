@@ -1,0 +1,64 @@
+"""Sequences dealt over ranks, and those of a rank cut into microbatches, by their tokens (methods.md §8.5): pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+_EQUAL_COST = 24_576
+"""Tokens of a sequence whose attention costs as much as all else: 12 times a model's width, here of 2,048."""
+_MOST_POSITIONS = 16
+"""Positions of padded indices in a microbatch, as a multiple of its tokens."""
+
+
+def dealt(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return an order of sequences in which consecutive parts of `sizes` cost about the same.
+
+    The longest goes first to the part that has cost least; in a part the longest come first.
+    """
+    parts: list[list[int]] = [[] for _ in sizes]
+    least = [(0.0, part) for part, size in enumerate(sizes) if size]
+    heapify(least)
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        spent, part = heappop(least)
+        parts[part].append(index)
+        if len(parts[part]) < sizes[part]:
+            heappush(least, (spent + _cost(lengths[index]), part))
+    return [index for part in parts for index in part]
+
+
+def _cost(length: int) -> float:
+    return length + length**2 / _EQUAL_COST
+
+
+def micro_batches(by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool) -> list[list[slice]]:
+    """Cut the sequences of each rank, of these lengths, into consecutive microbatches of no more tokens than `budget`.
+
+    A longer sequence is alone. is_packed: padding does not count. All ranks have as many sequences and get as many
+    microbatches.
+    """
+    found = [_cut(lengths, budget, is_packed) for lengths in by_rank]
+    number = max(map(len, found))
+    for cuts in found:
+        while len(cuts) < number:
+            _halve_largest(cuts)
+    return found
+
+
+def _cut(lengths: Sequence[int], budget: int, is_packed: bool) -> list[slice]:
+    cuts, start, tokens, longest = [], 0, 0, 0
+    for end, length in enumerate(lengths):
+        tokens, longest = tokens + length, max(longest, length)
+        positions = (end + 1 - start) * longest
+        if end > start and ((tokens if is_packed else positions) > budget or positions > _MOST_POSITIONS * budget):
+            cuts.append(slice(start, end))
+            start, tokens, longest = end, length, length
+    return [*cuts, slice(start, len(lengths))]
+
+
+def _halve_largest(cuts: list[slice]) -> None:
+    """Replace the cut of the most sequences by its halves."""
+    place = max(range(len(cuts)), key=lambda place: cuts[place].stop - cuts[place].start)
+    own = cuts[place]
+    middle = (own.start + own.stop) // 2
+    cuts[place : place + 1] = [slice(own.start, middle), slice(middle, own.stop)]

@@ -1,0 +1,76 @@
+"""Sequences are dealt over ranks so that none waits for another, and cut into microbatches that fit."""
+
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nemo_opd.training.micro_batches import dealt, micro_batches
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=24)
+
+
+@given(lengths=LENGTHS, parts=st.integers(1, 5))
+def test_dealing_is_an_order_with_the_longest_first_in_each_part(lengths: list[int], parts: int) -> None:
+    size = -(-len(lengths) // parts)
+    sizes = [max(0, min(size, len(lengths) - part * size)) for part in range(parts)]
+
+    order = dealt(lengths, sizes)
+
+    assert sorted(order) == list(range(len(lengths)))
+    for start, stop in pairwise(accumulate(sizes, initial=0)):
+        own = [lengths[index] for index in order[start:stop]]
+        assert own == sorted(own, reverse=True)
+
+
+def test_no_rank_has_much_more_than_its_share() -> None:
+    """Bug: by count alone, the first of two ranks here would have twice the tokens of the second."""
+    lengths = [900] * 4 + [450] * 4 + [100] * 8
+
+    order = dealt(lengths, [8, 8])
+
+    first, second = (sum(lengths[index] for index in part) for part in (order[:8], order[8:]))
+    assert first == second
+
+
+def test_attention_over_long_sequences_counts() -> None:
+    """By tokens alone a rank with one long sequence would get as many as one with short ones."""
+    lengths = [65_536, *[8_192] * 8, *[1] * 9]
+    order = dealt(lengths, [9, 9])
+    with_the_longest = order[: len(order) // 2] if 0 in order[:9] else order[9:]
+    assert sum(lengths[index] == 8_192 for index in with_the_longest) == 0
+
+
+@given(
+    by_rank=st.integers(1, 12).flatmap(
+        lambda size: st.lists(st.lists(st.integers(1, 40), min_size=size, max_size=size), min_size=1, max_size=4)
+    ),
+    budget=st.integers(2, 100),
+    is_packed=st.booleans(),
+)
+def test_microbatches_are_consecutive_fit_and_are_equally_many(
+    by_rank: list[list[int]], budget: int, is_packed: bool
+) -> None:
+    found = micro_batches(by_rank, budget, is_packed=is_packed)
+
+    assert len({len(cuts) for cuts in found}) == 1
+    for lengths, cuts in zip(by_rank, found, strict=True):
+        assert [index for cut in cuts for index in range(cut.start, cut.stop)] == list(range(len(lengths)))
+        for cut in cuts:
+            own = lengths[cut]
+            assert own
+            tokens = sum(own) if is_packed else len(own) * max(own)
+            assert tokens <= budget or len(own) == 1
+
+
+@pytest.mark.parametrize(("is_packed", "number"), [(True, 1), (False, 2)])
+def test_padding_counts_where_it_is_read(is_packed: bool, number: int) -> None:
+    (cuts,) = micro_batches([[100, 20, 20, 20, 20, 20]], 200, is_packed=is_packed)
+    assert len(cuts) == number
+
+
+def test_indices_of_many_short_sequences_stay_small() -> None:
+    """One long sequence with thousands of one token would be a padded index of gigabytes."""
+    (cuts,) = micro_batches([[1_000, *[1] * 1_000]], 2_000, is_packed=True)
+    assert cuts[0].stop * 1_000 <= 16 * 2_000
