@@ -38,8 +38,8 @@ def sampled_kl(
     """Compute Σ over scored tokens, sampled from the student, of the loss of an estimate of KL(p ‖ q) / normalizer.
 
     methods.md §10.4. With s = log p(token) and t = log q(token), at temperature 1, the estimates are k1 = s − t,
-    k2 = ½(s − t)² and k3 = exp(t − s) − 1 − (t − s), where t − s is cut at `LARGEST_LOG_RATIO`, beyond which a token
-    has no gradient. update="direct" differentiates the estimate: in expectation k3 has the gradient of the forward
+    k2 = ½(s − t)² and k3 = exp(d) − 1 − d with d = min(t − s, `LARGEST_LOG_RATIO`), beyond which a token has no
+    gradient. update="direct" differentiates the estimate: in expectation k3 has the gradient of the forward
     KL(q ‖ p), k2 that of the reverse, and k1 none. update="policy_gradient" takes −estimate as the advantage A
     of the token, a constant, and is −min(r A, clip(r, 1 − clip_low, 1 + clip_high) A) with r = exp(s − logprobs); with
     k1 its gradient in expectation is that of the reverse KL. logprobs [B, S]: of the sampled tokens by the model that

@@ -67,7 +67,6 @@ def held(case: Case, config: RunConfig) -> int:
         settings,
         key="teachers.0.model",
         vocab_size=case.config.vocab_size,
-        micro_batch_size=1,
         device="cpu",
         transport="shared_memory",
         handoff="hidden_states",
