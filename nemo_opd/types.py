@@ -92,9 +92,6 @@ class Rows:
             self, **{each.name: mapped(getattr(self, each.name), each.metadata.get(_FILL, 0)) for each in fields(self)}
         )
 
-    def to(self, device: str) -> Self:
-        return self.map(lambda tensor, _: tensor.to(device))
-
     def emptied(self, where: Tensor) -> Self:
         """Return a copy with empty rows where bool [B] is true."""
         return self.map(lambda tensor, fill: tensor.masked_fill(where.view(-1, *[1] * (tensor.dim() - 1)), fill))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import together
 from nemo_opd.logits.rows import Gradients, TrainableRows
 from nemo_opd.types import TokenRows
 
@@ -26,6 +27,8 @@ class Packing:
     """int64 [N]: index of each token in [B·S]."""
     positions: Tensor
     """int64 [N]: position of each token in its sequence."""
+    bounds: Tensor
+    """int32 [B + 1]: where each sequence begins in the row, and where the last ends."""
 
     @classmethod
     def of(cls, tokens: TokenRows) -> Packing:
@@ -38,13 +41,12 @@ class Packing:
             places_in_row(lengths, width),
             is_token.flatten().nonzero().squeeze(1),
             columns.expand_as(is_token)[is_token],
+            torch.tensor(token_bounds(lengths), dtype=torch.int32),
         )
 
     def to(self, device: str | torch.device) -> Packing:
         """Return a copy on a device."""
-        return replace(
-            self, places=self.places.to(device), tokens=self.tokens.to(device), positions=self.positions.to(device)
-        )
+        return Packing(self.lengths, *together([self.places, self.tokens, self.positions, self.bounds], device))
 
 
 def places_in_row(lengths: Sequence[int], width: int) -> Tensor:

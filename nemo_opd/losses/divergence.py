@@ -154,8 +154,8 @@ def _jsd(cells: _Cells, beta: float) -> tuple[Tensor, Tensor]:
     """Compute jsd: log m is formed from the larger side and expm1, so that m = t = s holds exactly where t = s."""
     log_ratio = cells.log_ratio.nan_to_num_()  # Finite, since it is multiplied by 0 where it is not.
     # As tensors: of two Python numbers torch.where makes fp32, also among fp64 cells.
-    weights = cells.t.new_tensor([beta, 1 - beta])
-    weight_of_smaller = torch.where(log_ratio >= 0, weights[1], weights[0])
+    of_student, of_teacher = cells.t.new_full((), 1 - beta), cells.t.new_full((), beta)
+    weight_of_smaller = torch.where(log_ratio >= 0, of_student, of_teacher)
     log_mixture_over_larger = log_ratio.abs().neg_().expm1_().mul_(weight_of_smaller).log1p_()
     student = log_ratio.neg().clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.s).mul_(1 - beta)
     teacher = log_ratio.clamp_(max=0).sub_(log_mixture_over_larger).mul_(cells.t).mul_(beta)

@@ -25,7 +25,7 @@ class _Surprise(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         p, log_sum = softmax(logits)
         surprise = log_sum - logits.gather(-1, targets)
-        ctx.save_for_backward(p.scatter_add_(-1, targets, p.new_tensor(-1.0).expand_as(targets)))
+        ctx.save_for_backward(p.scatter_add_(-1, targets, p.new_full((), -1.0).expand_as(targets)))
         return surprise.squeeze(-1).to(logits.dtype)
 
     @staticmethod

@@ -90,11 +90,13 @@ class _LogitSource(ABC):
         num_tokens = len(packing.tokens)
         # What the layout needs in addition is one more sequence.
         missing = self._missing(num_tokens)
-        lengths = [*packing.lengths, missing] if missing else list(packing.lengths)
+        ends, longest = packing.bounds, max(*packing.lengths, missing)
+        if missing:
+            ends = F.pad(ends, (0, 1), value=num_tokens + missing)
         row = F.pad(ids.flatten()[packing.tokens], (0, missing)).unsqueeze(0)
         positions = F.pad(packing.positions, (0, missing)).unsqueeze(0)
         with packed_attention(self._model):
-            output = self._model(input_ids=row, position_ids=positions, use_cache=False, **bounds(lengths, ids.device))
+            output = self._model(input_ids=row, position_ids=positions, use_cache=False, **bounds(ends, longest))
         made = result(output.logits)
         return made[:, :num_tokens] if missing else made
 

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
-from nemo_opd.logits.packed import token_bounds
-
 _PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
 """Names in transformers of attention within sequences, and of one that only notes how it is called."""
 _REPLACED = "sdpa"
@@ -87,15 +85,17 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
         copy: Any = type(model)(deepcopy(model.config)).eval()
         copy.to(torch.bfloat16)
         ids = torch.zeros(1, 3, dtype=torch.int64)
+        ends = torch.tensor([0, 2, 3], dtype=torch.int32)
         with _attention(copy, _PROBE):
-            copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds([2, 1], ids.device))
+            copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds(ends, longest=2))
     return windows
 
 
-def bounds(lengths: list[int], device: torch.device) -> dict[str, Any]:
-    """Return the bounds of packed sequences, under the names that models in transformers pass on to attention."""
-    ends = torch.tensor(token_bounds(lengths), dtype=torch.int32).to(device, non_blocking=True)
-    longest = max(lengths)
+def bounds(ends: Tensor, longest: int) -> dict[str, Any]:
+    """Return the bounds of packed sequences, under the names that models in transformers pass on to attention.
+
+    ends: int32 [B + 1], where each begins and the last ends. longest: tokens of the longest.
+    """
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 

@@ -19,6 +19,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
+from nemo_opd.distributed.transfer import moved
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.link import Rendezvous, StudentLinks
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -319,7 +320,7 @@ class StudentWorker:
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.
             packing = Packing.of(batch.student).to(self.device)
-            yield _MicroBatch(batch.to(self.device), packing, teacher_logits, self.parts.divisors(batch))
+            yield _MicroBatch(moved(batch, self.device), packing, teacher_logits, self.parts.divisors(batch))
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip
@@ -387,9 +388,14 @@ def peak_memory_gb(device: str) -> float:
 
 
 def _on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics with plain numbers instead of tensors."""
-
-    def numbers(metric: Metric) -> Metric:
-        return type(metric)(**{field.name: float(getattr(metric, field.name)) for field in fields(metric)})
-
-    return {name: numbers(metric) for name, metric in metrics.items()}
+    """Return the metrics with plain numbers instead of tensors, which the host waits for once."""
+    values = {
+        (name, field.name): getattr(metric, field.name) for name, metric in metrics.items() for field in fields(metric)
+    }
+    there = {place: value for place, value in values.items() if isinstance(value, Tensor)}
+    if there:
+        values |= zip(there, torch.stack([value.double() for value in there.values()]).tolist(), strict=True)
+    return {
+        name: type(metric)(**{field.name: float(values[name, field.name]) for field in fields(metric)})
+        for name, metric in metrics.items()
+    }

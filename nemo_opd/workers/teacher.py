@@ -15,6 +15,7 @@ from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.transfer import moved
 from nemo_opd.handoff.handle import Message
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.link import Link, Rendezvous
@@ -150,7 +151,7 @@ class TeacherWorker:
     def _packed(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Iterator[tuple[TokenRows, Packing]]:
         for sequences in micro_batches:
             micro = tokens.rows(sequences.start, sequences.stop)
-            yield micro.to(self.device), Packing.of(micro).to(self.device)
+            yield moved(micro, self.device), Packing.of(micro).to(self.device)
 
     def _with_model(self) -> AbstractContextManager[None]:
         return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)

@@ -17,6 +17,7 @@ from nemo_opd.aggregation import (
 )
 from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, pad_rows, shards
+from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
@@ -61,7 +62,7 @@ def test_weights_follow_their_rows() -> None:
     first, second = shards(pad_rows(weighted(batch(), weights), 4), 2)
     assert first.teachers[0].weights.tolist() == pytest.approx([0.1, 0.2])
     assert second.teachers[1].weights.tolist() == pytest.approx([0.7, 0.0])
-    assert second.rows(0, 1).to("cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
+    assert moved(second.rows(0, 1), "cpu").teachers[0].weights.tolist() == pytest.approx([0.3])
 
 
 def with_samples(of: Batch) -> Batch:
@@ -89,9 +90,9 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
     assert second.sampled.logprobs.tolist() == [[-10.0, -11.0, -12.0, -13.0], [0.0] * 4]
     assert second.sampled.behaviour_logprobs.tolist() == [[-5.0, -5.5, -6.0, -6.5], [0.0] * 4]
     assert second.teachers[1].rollout_weights.tolist() == [0.75, 0.0]
-    assert first.rows(1, 2).to("cpu").teachers[0].rollout_weights.tolist() == [1.0]
+    assert moved(first.rows(1, 2), "cpu").teachers[0].rollout_weights.tolist() == [1.0]
     assert first.rows(1, 2).sampled.logprobs.tolist() == [[-5.0, -6.0]]
-    assert first.rows(1, 2).to("cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
+    assert moved(first.rows(1, 2), "cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
     for logprobs in (second.sampled.logprobs, second.sampled.behaviour_logprobs):
         assert logprobs.untyped_storage().nbytes() == 8 * 4
     assert second.sampled_mask.sum() == 3

@@ -182,7 +182,7 @@ def test_flash_attention_is_asked_for_the_same(
         torch.randn(1, heads, num_tokens, 8, generator=random, dtype=torch.float64)
         for heads in (4, key_heads, key_heads)
     )
-    ends = packed_attention.bounds(list(LENGTHS), torch.device("cpu"))["cu_seq_lens_q"]
+    ends = packing_of(*LENGTHS).bounds
     arguments = (query, key, value, ends, max(LENGTHS), 0.3, 0.0, window)
     torch.testing.assert_close(
         packed_attention._flash(*arguments), packed_attention._by_length(*arguments), rtol=1e-12, atol=1e-12
@@ -200,6 +200,6 @@ def test_flash_attention_can_be_compiled_into_a_layer(monkeypatch: pytest.Monkey
         made = layer(
             hidden,
             position_embeddings=model.model.rotary_emb(hidden, positions),
-            **packed_attention.bounds([4, 2], torch.device("meta")),
+            **packed_attention.bounds(packing_of(4, 2).bounds.to("meta"), longest=4),
         )
     assert made.shape == hidden.shape

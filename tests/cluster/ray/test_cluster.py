@@ -116,7 +116,6 @@ def test_truncated_weights_are_named_and_processes_end(cluster: RayCluster, tiny
         "settings": SameTokenizerTeacher(type="same_tokenizer", name="t", model=str(folder)),
         "key": "teachers.1.model",
         "vocab_size": 400,
-        "micro_batch_size": 1,
         "device": "cpu",
         "transport": "shared_memory",
         "handoff": "hidden_states",
