@@ -79,8 +79,7 @@ class Models:
         )
         self._alphas = confidence_alphas(plan.config)
         self._free_slots = deque(range(1 + plan.lookahead))
-        self._budgets = [settings.micro_batch_tokens for settings in plan.config.active_teachers]
-        self._budget = plan.config.train.tokens_at_a_time
+        self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             self.teachers = [stack.enter_context(group) for group in _teacher_groups(cluster, plan)]
@@ -101,17 +100,15 @@ class Models:
         calls = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
-            cuts = self._micro_batches(group, own, self._budgets[i])
+            cuts = self._micro_batches(group, own, self._teacher_budgets[i])
             arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
             calls.append(group.submit(method, arguments, about=about))
         return calls
 
-    def _micro_batches(
-        self, group: Group, by_rank: Sequence[TokenRows], budget: int | None = None
-    ) -> list[tuple[slice, ...]]:
-        """Cut the sequences of each rank of a group; budget: by default the student's."""
+    def _micro_batches(self, group: Group, by_rank: Sequence[TokenRows], budget: int) -> list[tuple[slice, ...]]:
+        """Cut the sequences of each rank of a group into microbatches of up to `budget` tokens."""
         lengths = [tokens.packed_lengths for tokens in by_rank]
-        found = micro_batches(lengths, budget or self._budget, is_packed=self._reads_packed[group])
+        found = micro_batches(lengths, budget, is_packed=self._reads_packed[group])
         return [tuple(cuts) for cuts in found]
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
@@ -156,7 +153,7 @@ class Models:
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, the windows and the microbatches of each rank of the student."""
         parts = self._grid.by_rank(scored.batch, self._grid.student)
-        cuts = self._micro_batches(self.student, [part.student for part in parts])
+        cuts = self._micro_batches(self.student, [part.student for part in parts], self._student_budget)
         return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> dict[str, Metric]:

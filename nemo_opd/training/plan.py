@@ -58,6 +58,15 @@ class Plan:
         return self.config.train.global_batch_size // self.student_layout.dp
 
     @property
+    def teacher_tokens_at_a_time(self) -> tuple[int, ...]:
+        """Tokens of a microbatch of each active teacher, by default those of as many texts as the student's has."""
+        train, teachers = self.config.train, self.config.active_teachers
+        return tuple(
+            settings.micro_batch_tokens or -(-train.tokens_at_a_time * width // train.max_length)
+            for settings, width in zip(teachers, self.survey.widths, strict=True)
+        )
+
+    @property
     def lookahead(self) -> int:
         """Number of batches that teachers are ahead of the student; 0 where they take turns on the same devices."""
         return self.config.cluster.prefetch if self.placement.is_separate else 0

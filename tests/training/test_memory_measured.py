@@ -13,7 +13,9 @@ from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaCo
 
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.memory.parts import STUDENT_PHASES
+from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.plan import Plan
+from nemo_opd.types import TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.tiny import SENTENCES, Tiny
@@ -104,6 +106,10 @@ CASES = [
 ]
 
 
+def cut(tokens: TokenRows, budget: int) -> list[list[slice]]:
+    return micro_batches([tokens.packed_lengths], budget, is_packed=True)
+
+
 @pytest.mark.parametrize("overrides", CASES, ids=" ".join)
 def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, overrides: tuple[str, ...]) -> None:
     """Each teacher's forward pass on its own, as they run side by side; the second step, with the optimizer's state."""
@@ -115,10 +121,11 @@ def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, override
         student, *teachers = on_ranks_of(models.student, itself) + [
             on_ranks_of(group, itself)[0] for group in models.teachers
         ]
-        for settings, teacher, rows in zip(settled.config.active_teachers, teachers, batch.teachers, strict=False):
+        given = zip(settled.config.active_teachers, teachers, settled.teacher_tokens_at_a_time, strict=True)
+        for (settings, teacher, tokens), rows in zip(given, batch.teachers, strict=False):
             own = sum(part.at(Phase.TEACHERS) for part in memory.parts if part.owner == settings.name)
             with LiveBytes(*sharded(teacher.model)) as live:
-                teacher.forward(rows.tokens)
+                teacher.forward(rows.tokens, *cut(rows.tokens, tokens))
             assert own == pytest.approx(live.peak, rel=WITHIN)
         with LiveBytes(*held(student, teachers)) as live:
             train_step(models, batch)

@@ -86,8 +86,8 @@ class TeacherJob:
         A soft cap makes two more tensors of logits. Aggregations with a score form logits a block at a time.
         """
         size, t = self.setup.size, self.item_bytes
-        tokens = self.settings.micro_batch_tokens or self.config.train.tokens_at_a_time
-        rows = min(self.rows, -(-tokens // self.width))
+        own = self.settings.micro_batch_tokens
+        rows = min(self.rows, self.config.train.longest_at_a_time if own is None else -(-own // self.width))
         work = self.setup.work(self.settings, rows, self.width, t)
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":
