@@ -33,6 +33,10 @@ class HandoffError(OPDError, RuntimeError):
     """A teacher's output that could not be handed to the student."""
 
 
+class SenderGoneError(HandoffError):
+    """A teacher's output of which the process has ended, whose own error says why."""
+
+
 class RolloutError(OPDError, RuntimeError):
     """A rollout engine, a reward or an environment that does not do its part."""
 

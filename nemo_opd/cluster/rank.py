@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nemo_opd.cluster.base import Call, activity
-from nemo_opd.errors import OPDError, WorkerError
+from nemo_opd.errors import OPDError, SenderGoneError, WorkerError
 from nemo_opd.workers.memory import Task, needs_memory
 
 CONTINUE = "run.resume=auto continues from the last checkpoint"
@@ -45,17 +45,18 @@ class Failure:
     traceback: str
     """Empty for an OPDError, whose message is enough."""
     is_from_peer: bool = False
-    """Whether a collective broke, most likely because another rank died or failed."""
+    """Whether a collective or a handoff broke, most likely because another rank died or failed."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         """Describe an exception that is being handled."""
-        is_own = isinstance(error, OPDError)
+        message = f"{type(error).__name__}: {error}"
+        if isinstance(error, OPDError):
+            return cls(message, "", isinstance(error, SenderGoneError))
         is_from_peer = isinstance(error, dist.DistError) or (
             isinstance(error, RuntimeError) and any(sign in str(error) for sign in _PEER)
         )
-        text = "" if is_own else traceback.format_exc()
-        return cls(f"{type(error).__name__}: {error}", text, is_from_peer and not is_own)
+        return cls(message, traceback.format_exc(), is_from_peer)
 
     def as_error(self, call: Call, rank: int) -> WorkerError:
         """Return the error that the driver raises for this rank; a PeerError if another rank is the likely cause."""

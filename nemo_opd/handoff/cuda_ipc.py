@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
-from nemo_opd.errors import HandoffError
+from nemo_opd.errors import HandoffError, SenderGoneError
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.handoff.handle import Handle
 
@@ -80,9 +80,14 @@ class CudaIpcReceiver(Receiver):
         try:
             return token.rebuild(*call.args)
         except RuntimeError as error:
+            if not psutil.pid_exists(token.pid):
+                raise SenderGoneError(
+                    f"the teacher's GPU buffer on {token.device} cannot be mapped: its process {token.pid} has died; "
+                    "see its own error above"
+                ) from error
             raise HandoffError(
-                f"the teacher's GPU buffer on {token.device} cannot be mapped on {_own_device()} ({error}): its "
-                "process has died, or the GPUs are not of one node or have no peer access to each other; "
+                f"the teacher's GPU buffer on {token.device} cannot be mapped on {_own_device()} ({error}): "
+                "the GPUs are not of one node or have no peer access to each other; "
                 "handoff.transport=cuda_ipc needs student and teacher on the same GPU, or on GPUs of one node that "
                 "have (nvidia-smi topo -p2p r)"
             ) from error

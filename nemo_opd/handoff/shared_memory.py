@@ -14,7 +14,7 @@ import psutil
 import torch
 from torch import Tensor
 
-from nemo_opd.errors import HandoffError
+from nemo_opd.errors import HandoffError, SenderGoneError
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.handoff.handle import Handle
 
@@ -69,7 +69,7 @@ class SharedMemoryReceiver(Receiver):
             token.check()
             number = os.open(token.path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
-            raise HandoffError(
+            raise SenderGoneError(
                 f"the teacher's buffer {token.path} cannot be opened ({error.strerror}): its process {token.pid} has "
                 "released it or died; see its own error above"
             ) from error

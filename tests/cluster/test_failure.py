@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from nemo_opd.cluster.rank import Failure
-from nemo_opd.errors import HandoffError
+from nemo_opd.errors import HandoffError, SenderGoneError
 
 
 def caught(error: Exception) -> Failure:
@@ -20,9 +20,10 @@ def caught(error: Exception) -> Failure:
         RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"),
         dist.DistBackendError("NCCL communicator was aborted"),
         dist.DistStoreError("wait timeout after 1000ms"),
+        SenderGoneError("its process 7 has released it or died"),
     ],
 )
-def test_a_broken_collective_is_from_a_peer(error: Exception) -> None:
+def test_a_broken_collective_or_handoff_is_from_a_peer(error: Exception) -> None:
     assert caught(error).is_from_peer
 
 

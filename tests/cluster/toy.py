@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from nemo_opd.errors import SenderGoneError
 from nemo_opd.progress import working
 from tests.waiting import wait_until
 
@@ -50,6 +51,9 @@ class Toy:
         if self.rank == rank:
             os.kill(os.getpid(), signal.SIGKILL)
         self.sum_of_ranks(0)
+
+    def miss_a_sender(self) -> None:
+        raise SenderGoneError("its process has released it or died")
 
     def unpicklable(self) -> object:
         return threading.Lock()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from nemo_opd.errors import HandoffError
+from nemo_opd.errors import HandoffError, SenderGoneError
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.transport import TRANSPORTS
@@ -145,14 +145,14 @@ def test_closing_twice_and_writing_again_works(owner: Owner, receiver: Receiver)
 def test_a_handle_of_a_released_buffer_is_refused(owner: Owner, receiver: Receiver) -> None:
     handle = owner.write((3, 3), seed=1)
     owner.ask("close")
-    with pytest.raises(HandoffError, match="released it or died"):
+    with pytest.raises(SenderGoneError, match="released it or died"):
         receiver.tensor(handle)
 
 
 def test_the_handle_of_a_dead_sender_is_refused(mortal_owner: Owner, receiver: Receiver) -> None:
     handle = mortal_owner.write((3, 3), seed=1)
     mortal_owner.kill()
-    with pytest.raises(HandoffError, match="died"):
+    with pytest.raises(SenderGoneError, match="died"):
         receiver.tensor(handle)
 
 

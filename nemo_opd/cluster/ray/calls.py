@@ -30,14 +30,19 @@ class RayCall(Call):
 
 
 def gather(
-    calls: Sequence[Call], timeout_s: float, services: Services | None = None, monitors: Sequence[ProgressMonitor] = ()
+    calls: Sequence[Call],
+    timeout_s: float,
+    services: Services | None = None,
+    monitors: Sequence[ProgressMonitor] = (),
+    others: Sequence[Call] = (),
 ) -> list[list[Any]]:
-    """Return the results of several calls, by call and rank. monitors: updated while nothing returns.
+    """Return the results of several calls, by call and rank.
 
+    monitors: updated while nothing returns; others: further calls under way, where the cause of an error may lie.
     Raises WorkerError for the first rank that fails, although others may then wait for it in a collective, and
     ClusterError when a process or Ray has died, or when nothing finishes for `timeout_s`.
     """
-    waiting = _Waiting(calls, services or Services(), monitors)
+    waiting = _Waiting(calls, services or Services(), monitors, others)
     try:
         while waiting.references:
             waiting.next(timeout_s)
@@ -55,10 +60,15 @@ def _references(call: Call) -> list[Any]:
 class _Waiting:
     """Calls that have not all returned, and the results so far."""
 
-    def __init__(self, calls: Sequence[Call], services: Services, monitors: Sequence[ProgressMonitor]) -> None:
-        self._owner = {reference: (call, rank) for call in calls for rank, reference in enumerate(_references(call))}
+    def __init__(
+        self, calls: Sequence[Call], services: Services, monitors: Sequence[ProgressMonitor], others: Sequence[Call]
+    ) -> None:
+        self._owner = {
+            reference: (call, rank) for call in (*calls, *others) for rank, reference in enumerate(_references(call))
+        }
         self._services, self._monitors = services, monitors
-        self.references = list(self._owner)
+        self.references = [reference for call in calls for reference in _references(call)]
+        self._others = [reference for call in others for reference in _references(call)]
         self.results: dict[Any, Any] = {}
 
     def next(self, timeout_s: float) -> None:
@@ -87,10 +97,11 @@ class _Waiting:
         return None
 
     def _raise_cause(self, noticed: PeerError) -> None:
-        """Raise the error of the rank that broke a collective, else `noticed`.
+        """Raise the error of the rank that broke a collective or a handoff, else `noticed`.
 
         Ray learns of a rank's death a moment later than the rank's peers do.
         """
+        self.references += self._others
         deadline = time.monotonic() + _CAUSE_S
         while self.references and (left_s := deadline - time.monotonic()) > 0:
             reference = self._next_done(left_s)

@@ -41,6 +41,8 @@ class RayCluster(Cluster):
         """Host of the groups' stores; None: the address of a node, which the other nodes can reach."""
         self.monitors: list[ProgressMonitor] = []
         """Progress of each group, for the display."""
+        self.under_way: dict[int, RayCall] = {}
+        """Calls that nobody has gathered yet, by their `id`."""
         self.is_broken = False
         """Whether a call has failed, so that ranks may hang in a collective and never answer a request to leave."""
         self.session = RaySession(settings.address, num_cpus=placement.num_processes)
@@ -82,8 +84,10 @@ class RayCluster(Cluster):
         return RayGroup(self, name, worker, arguments, places)
 
     def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
+        for call in calls:
+            self.under_way.pop(id(call), None)
         try:
-            return gather(calls, self.timeout_s, self.services, self.monitors)
+            return gather(calls, self.timeout_s, self.services, self.monitors, list(self.under_way.values()))
         except BaseException:
             self.is_broken = True
             raise
@@ -119,7 +123,9 @@ class RayGroup(Group):
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> RayCall:
         per_rank = [()] * self.size if arguments is None else arguments
         calls = zip(self.actors, per_rank, strict=True)
-        return RayCall(self.name, method, about, [actor.call.remote(method, own) for actor, own in calls])
+        call = RayCall(self.name, method, about, [actor.call.remote(method, own) for actor, own in calls])
+        self.cluster.under_way[id(call)] = call
+        return call
 
     def address(self) -> tuple[str, int]:
         """Return host and port of the store, which rank 0 serves while it is alive."""

@@ -133,6 +133,18 @@ def test_truncated_weights_are_named_and_processes_end(cluster: RayCluster, tiny
     wait_for_end(rank_processes() - before)
 
 
+def test_a_dead_process_is_named_by_whoever_misses_it_first(
+    cluster: RayCluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the student's missing buffer was the error, since nobody waits for a teacher that is a batch ahead."""
+    monkeypatch.setattr(cluster, "is_broken", False)
+    with RayGroup(cluster, "senders", Toy, {}, TWO_GROUPS.teachers[0]) as senders:
+        cluster.gather([senders.ready])
+        senders.submit("die", [(1,)] * 2, about="step 9")
+        with pytest.raises(ClusterError, match=r"^senders rank 1 died while in 'die' \(step 9\) \(its process on "):
+            group.call("miss_a_sender")
+
+
 def test_dead_process_is_one_cluster_error(group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
     with pytest.raises(ClusterError) as caught:
