@@ -79,7 +79,7 @@ def counts(lengths: Sequence[int], longest: int, options: argparse.Namespace) ->
 def of_step(lengths: Sequence[int], longest: int, options: argparse.Namespace) -> tuple[float, int, int, float, float]:
     size = len(lengths) // options.ranks
     in_order = [lengths[i : i + size] for i in range(0, len(lengths), size)]
-    order = dealt(lengths, [size] * options.ranks)
+    order = dealt([[length] for length in lengths], [size] * options.ranks)
     balanced = [[lengths[i] for i in order[start : start + size]] for start in range(0, len(order), size)]
     positions = sum(
         len(part) * max(part)

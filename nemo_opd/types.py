@@ -221,6 +221,10 @@ class Batch(Rows):
     teachers: tuple[TeacherRows, ...]
     sampled: SampledRows | None = None
     """None where every sequence is of a dataset."""
+    row: Tensor | None = None
+    """int64 [B]: the row that a sequence was packed into; consecutive. None in parts of a global batch, and where each
+    is a row.
+    """
 
     @property
     def sampled_mask(self) -> Tensor:

@@ -29,13 +29,12 @@ from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config.load import from_yaml, to_yaml
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import CheckpointError, OPDError
 from nemo_opd.files import write_atomically
 from nemo_opd.training.cli import busy
-from nemo_opd.training.corpus import load_corpus
+from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import read_model_info
-from nemo_opd.training.prompts import load_prompts
+from nemo_opd.training.prompts import Prompts, load_prompts
 from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -111,10 +110,10 @@ def from_hf(arguments: argparse.Namespace) -> str:
     run = run_directory(output)
     config = read_config(arguments.config, run)
     model = trained_part(config.student)
-    order = data_order(config)
+    data = read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
-    total_steps = config.train.max_steps or (config.train.epochs or 1) * order.steps_per_epoch
-    progress = Progress(step=0, loader=order.place(0), settings=identity(config))
+    total_steps = config.train.max_steps or sum(data.steps(config))
+    progress = Progress(step=0, loader=data.start(config), settings=identity(config))
     with checkpoints.writing(progress) as folder:
         save_start(
             folder,
@@ -166,8 +165,8 @@ def require_first(output: Path, checkpoints: CheckpointManager) -> None:
         )
 
 
-def data_order(config: RunConfig) -> BatchOrder:
-    """The order of the run's batches. Raises what reading its tokenizers and its data raises."""
+def read_data(config: RunConfig) -> Corpus | Prompts:
+    """The run's documents or prompts. Raises what reading its tokenizers and its data raises."""
     # On how many devices it will run does not matter to that, and they need not be here.
     whole = {"parallelism": Parallelism()}
     student = read_model_info(config.student.model_copy(update=whole), "student", "cpu")
@@ -175,10 +174,7 @@ def data_order(config: RunConfig) -> BatchOrder:
         read_model_info(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
         for i, teacher in enumerate(config.active_teachers)
     ]
-    size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle
-    if config.rollout is None:
-        return BatchOrder(len(load_corpus(config, student, teachers).train), size, seed, shuffle)
-    return BatchOrder(len(load_prompts(config, student, teachers).train), size // config.rollout.n, seed, shuffle)
+    return (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -81,10 +81,10 @@ def sequence_scores(
     )
 
 
-def joined(parts: Sequence[SequenceScores], num_rows: int | None = None) -> SequenceScores:
-    """Scores of consecutive rows as those of all, on the host; of the first `num_rows`, where others are padding."""
-    together = zip(*map(sides, parts), strict=True)
-    return SequenceScores(*(torch.cat(side)[:num_rows].cpu() for side in together))
+def joined(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:
+    """Return scores of consecutive sequences as those of all, on the host; of these only, where others are padding."""
+    together = [torch.cat(side).cpu() for side in zip(*map(sides, parts), strict=True)]
+    return SequenceScores(*(side if is_given is None else side[is_given] for side in together))
 
 
 def sides(scores: SequenceScores) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Compilation of the aligner's loops."""
+"""Compilation of loops."""
 
 from collections.abc import Callable
 from typing import Any

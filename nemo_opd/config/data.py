@@ -85,6 +85,11 @@ class Data(Settings):
     """End each text that is not cut with the end-of-sequence token, on every side."""
     shuffle: bool = True
     """A new order each epoch, drawn from `run.seed`."""
+    packing: bool = True
+    """Off-policy, of texts: use all of a document that is longer than `train.max_length`, in windows, and fill rows of
+    that length with windows of several documents; `train.global_batch_size` counts rows. Models see each window alone.
+    Without it every document is one sequence, and is cut.
+    """
     num_workers: int = Field(0, ge=0)
     """Processes that tokenize and align ahead; 0: a thread of the driver, a batch ahead."""
     cache: bool = True

@@ -84,6 +84,11 @@ class RunFields(Settings):
         return self.teachers if self.loss.kd_weight > 0 else ()
 
     @property
+    def packs_documents(self) -> bool:
+        """Whether rows are made up of several documents: conversations and prompts have a sequence each."""
+        return self.data.packing and self.rollout is None and self.data.messages_key is None
+
+    @property
     def active_names(self) -> tuple[str, ...]:
         return tuple(teacher.name for teacher in self.active_teachers)
 

@@ -11,7 +11,7 @@ class Train(Settings):
     epochs: int | None = Field(None, ge=1)
     """Passes over the training data."""
     global_batch_size: int = Field(64, ge=1)
-    """Sequences in an optimizer step, over all ranks."""
+    """Sequences in an optimizer step, over all ranks; with `data.packing` rows of `max_length` tokens, of several."""
     micro_batch_size: int = Field(1, ge=1)
     """Sequences of `max_length` in one forward and backward pass of a rank; of shorter ones there are more."""
     micro_batch_tokens: int | None = Field(None, ge=2)
@@ -20,7 +20,7 @@ class Train(Settings):
     A longer sequence is alone. Padding counts for models that read it.
     """
     max_length: int = Field(2048, ge=2)
-    """Longest sequence in the student's tokens; longer documents are cut."""
+    """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several."""
     validate_every: int | None = Field(None, ge=1)
     """Steps between validations; before the first and after the last step in any case."""
     save_every: int | None = Field(None, ge=1)

@@ -7,29 +7,41 @@ import json
 import logging
 import sqlite3
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import asdict
 from pathlib import Path
+from typing import Generic, Protocol, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.numpy import load, save
 
 from nemo_opd.data.documents import Document
-from nemo_opd.data.samples import Chunks, Sample, SampleMaker, TeacherSample, Tokens
+from nemo_opd.data.samples import Sample
+from nemo_opd.data.stored import decoded, encoded
 from nemo_opd.errors import ConfigError
 from nemo_opd.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 """Raised when a sample is stored, or made from the same settings, in another way than before."""
 WAIT_S = 60.0
 """Seconds for another process to finish writing."""
 
+_Made = TypeVar("_Made")
+_Given = TypeVar("_Given", covariant=True)
 
-class CachedSampleMaker:
-    """Document → Sample, read from `samples/<settings>.sqlite` in the cache folder where it is there.
+
+class _Maker(Protocol[_Given]):
+    """A SampleMaker or a WindowMaker."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def __call__(self, document: Document, /) -> _Given: ...
+
+
+class _CachedMaker(ABC, Generic[_Made]):
+    """Document → what `make` makes of it, read from `samples/<settings>.sqlite` in the cache folder where it is there.
 
     A document is found by its content, so the file serves every dataset, order and run with these settings. Processes
     share it: SQLite writes each sample whole or not at all, also when a process is killed. A file that is damaged is
@@ -38,7 +50,7 @@ class CachedSampleMaker:
     warning.
     """
 
-    def __init__(self, make: SampleMaker) -> None:
+    def __init__(self, make: _Maker[_Made]) -> None:
         self._make = make
         self.identity = make.identity
         digest = hashlib.sha256(f"{VERSION} {self.identity}".encode()).hexdigest()
@@ -50,17 +62,23 @@ class CachedSampleMaker:
             logger.warning("samples are not cached: %s", error)
             self._is_usable = False
 
-    def __call__(self, document: Document) -> Sample:
-        """Raises what making the sample raises."""
+    def __call__(self, document: Document) -> _Made:
+        """Raises what making raises."""
         key = _key_of(document)
         if (stored := self._read(key)) is not None:
             try:
-                return decoded(stored)
+                return self._decoded(stored)
             except (zlib.error, SafetensorError, KeyError, ValueError) as error:
                 logger.warning("%s holds a damaged sample (%s), which is made again", self._path, error)
-        sample = self._make(document)
-        self._write(key, encoded(sample))
-        return sample
+        made = self._make(document)
+        self._write(key, self._encoded(made))
+        return made
+
+    @abstractmethod
+    def _encoded(self, made: _Made) -> bytes: ...
+
+    @abstractmethod
+    def _decoded(self, value: bytes) -> _Made: ...
 
     def __getstate__(self) -> dict[str, object]:
         """Leave the connection out, which belongs to one process."""
@@ -105,6 +123,27 @@ class CachedSampleMaker:
             self._give_up(refused)
 
 
+class CachedSampleMaker(_CachedMaker[Sample]):
+    """Document → Sample."""
+
+    def _encoded(self, made: Sample) -> bytes:
+        return encoded((made,))
+
+    def _decoded(self, value: bytes) -> Sample:
+        (sample,) = decoded(value)
+        return sample
+
+
+class CachedWindowMaker(_CachedMaker[tuple[Sample, ...]]):
+    """Document → its windows."""
+
+    def _encoded(self, made: tuple[Sample, ...]) -> bytes:
+        return encoded(made)
+
+    def _decoded(self, value: bytes) -> tuple[Sample, ...]:
+        return decoded(value)
+
+
 class Store:
     """Key → value in an SQLite file. Raises sqlite3.DatabaseError."""
 
@@ -138,42 +177,3 @@ class Store:
 def _key_of(document: Document) -> bytes:
     content = document if isinstance(document, str) else json.dumps(asdict(document), sort_keys=True)
     return hashlib.blake2b(content.encode(), digest_size=16).digest()
-
-
-def encoded(sample: Sample) -> bytes:
-    """Arrays by name, compressed."""
-    arrays = named(sample.student, "student")
-    for i, teacher in enumerate(sample.teachers):
-        arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)
-        if teacher.tokens is not sample.student:
-            arrays |= named(teacher.tokens, f"{i}")
-        if teacher.chunks is not None:
-            arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
-            arrays[f"{i}.marks"] = teacher.chunks.marks
-            arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
-    return zlib.compress(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}), level=1)
-
-
-def decoded(value: bytes) -> Sample:
-    arrays = load(zlib.decompress(value))
-    student = tokens(arrays, "student")
-    num_teachers = sum(name.endswith(".cross") for name in arrays)
-
-    def teacher(i: int) -> TeacherSample:
-        own = tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
-        if not arrays[f"{i}.cross"]:
-            return TeacherSample(own, None)
-        changed_from, stop = arrays[f"{i}.limits"].tolist()
-        ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
-        chunks = Chunks(ours, theirs, changed_from, stop, marks)
-        return TeacherSample(own, chunks)
-
-    return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
-
-
-def named(side: Tokens, name: str) -> dict[str, NDArray[np.generic]]:
-    return {f"{name}.ids": side.ids, f"{name}.loss_mask": side.loss_mask, f"{name}.num_bytes": side.num_bytes}
-
-
-def tokens(arrays: dict[str, NDArray[np.generic]], name: str) -> Tokens:
-    return Tokens(arrays[f"{name}.ids"], arrays[f"{name}.loss_mask"], arrays[f"{name}.num_bytes"])  # type: ignore[arg-type]

@@ -37,12 +37,14 @@ def only_chosen(batch: Batch, choice: Tensor) -> Batch:
     return replace(batch, teachers=tuple(rows.without(choice != i) for i, rows in enumerate(batch.teachers)))
 
 
-def pad_rows(batch: Batch, rows: int) -> Batch:
-    """Append empty sequences, so that the batch has `rows` rows; its own rows are unchanged."""
-    missing = rows - len(batch)
-    if missing < 0:
-        raise ValueError(f"rows={rows} is fewer than the {len(batch)} rows of the batch")
-    return batch.map(lambda tensor, fill: torch.cat([tensor, tensor.new_full((missing, *tensor.shape[1:]), fill)]))
+def numbered(counts: Sequence[int]) -> Tensor:
+    """Return the number of the row of each sequence: int64 [Σ counts]. counts: sequences of each row."""
+    return torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+
+
+def placed(batch: Batch, places: Tensor) -> Batch:
+    """Return the sequences of the batch at these places, int64 [number]; −1: an empty one."""
+    return batch.map(lambda tensor, fill: torch.cat([tensor, torch.full_like(tensor[:1], fill)])[places])
 
 
 def shards(batch: Batch, num_ranks: int) -> list[Batch]:

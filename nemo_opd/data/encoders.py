@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -36,6 +37,13 @@ class Encoding:
 
     def cut(self, length: int) -> Encoding:
         return Encoding(self.ids[:length], self.ends[:length])
+
+    def part(self, start: int, stop: int, opening: Encoding) -> Encoding:
+        """Return tokens [start, stop), after an opening where they do not begin the text."""
+        if start == 0:
+            return self.cut(stop)
+        ends = self.ends[start:stop] - self.ends[start - 1]
+        return Encoding(np.concatenate((opening.ids, self.ids[start:stop])), np.concatenate((opening.ends, ends)))
 
     def tokens(self) -> Tokens:
         return Tokens(self.ids, np.arange(len(self.ids)) > 0, np.diff(self.ends, prepend=0).astype(np.int32))
@@ -73,6 +81,12 @@ class Encoder:
         Raises DataError for a text with a token that the model cannot read.
         """
         return self._encoding(self._encoded(text), text)
+
+    @cached_property
+    def opening(self) -> Encoding:
+        """The special tokens that stand before every text: that which begins a sequence, or none."""
+        whole = self._encoding(self._encoded("a"), "a")
+        return whole.cut(min(int((whole.ends == 0).sum()), self.max_length - 1))
 
     def located(self, text: str) -> tuple[Encoding, NDArray[np.int64]]:
         """Tokenize, and locate the first character of each token, [S], which do not decrease."""

@@ -3,53 +3,56 @@
 import os
 import pickle
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing import resource_tracker
-from typing import Any, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch.utils.data import DataLoader
 
-from nemo_opd.data.collate import collate
+from nemo_opd.data.collate import collate, numbered
 from nemo_opd.data.documents import Columns, Document, read_documents
 from nemo_opd.data.mapped import MappedFiles
-from nemo_opd.data.order import BatchOrder
+from nemo_opd.data.order import Drawn, State
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.types import Batch
 
-Samples = list[Sample]
-_MakeSample = Callable[[Document], Sample]
+Made = TypeVar("Made")
+_AT_A_TIME = 16
+"""Documents read at a time where all are."""
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class SampleSource:
-    """Samples by lists of indices. Picklable: a copy is in every worker."""
+class SampleSource(Generic[Made]):
+    """Samples or windows of documents, by lists of their indices. Picklable: a copy is in every worker."""
 
     columns: Columns
-    make_sample: _MakeSample
+    make: Callable[[Document], Made]
+    """A SampleMaker or a WindowMaker."""
     files: MappedFiles
 
     @classmethod
-    def of(cls, columns: Columns, make_sample: _MakeSample) -> Self:
-        return cls(columns, make_sample, MappedFiles.of(columns))
+    def of(cls, columns: Columns, make: Callable[[Document], Made]) -> Self:
+        return cls(columns, make, MappedFiles.of(columns))
 
-    def __getitems__(self, indices: list[int]) -> Samples:
+    def __getitems__(self, indices: list[int]) -> list[Made]:
         return list(self.each(indices))
 
-    def each(self, indices: list[int]) -> Iterator[Sample]:
+    def each(self, indices: list[int]) -> Iterator[Made]:
         """Made one by one, as they are asked for. Raises DataError, with the row, for what cannot be read or used."""
         self.files.check(indices)
         for index, document in zip(indices, read_documents(self.columns, indices), strict=True):
             try:
-                sample = self.make_sample(document)
+                made = self.make(document)
             except (AlignmentError, DataError) as error:
                 raise DataError(f"row {index} (counted from 0 over all files) cannot be used: {error}") from error
-            yield sample
+            yield made
 
 
 @contextmanager
@@ -66,8 +69,23 @@ def lost_workers() -> Iterator[None]:
         ) from error
 
 
-class TrainLoader:
-    """Training batches in the order of BatchOrder, made ahead while the caller does other things.
+class Order(Protocol[Made]):
+    """Makes batches of what is made of documents: a BatchOrder or a PackedOrder."""
+
+    @property
+    def start(self) -> State: ...
+
+    def require_same(self, state: State) -> None: ...
+
+    def epoch_at(self, state: State) -> int: ...
+
+    def reads(self, state: State) -> Iterator[list[int]]: ...
+
+    def draws(self, state: State, made: Iterator[list[Made]]) -> Iterator[Drawn]: ...
+
+
+class TrainLoader(Generic[Made]):
+    """Training batches in their order, made ahead while the caller does other things.
 
     That is done by `num_workers` spawned processes, or by a thread where there are none. The order depends neither on
     the number of workers nor on how batches are sharded. Close it, or use it as a context manager.
@@ -76,56 +94,45 @@ class TrainLoader:
     timed_as = "data_wait_s"
 
     def __init__(
-        self,
-        documents: Columns,
-        sample_maker: _MakeSample,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        num_workers: int,
+        self, documents: Columns, make: Callable[[Document], Made], order: Order[Made], num_workers: int
     ) -> None:
-        self._samples = SampleSource.of(documents, sample_maker)
-        self._order = BatchOrder(len(documents), batch_size, seed, shuffle)
+        self._source = SampleSource.of(documents, make)
+        self._order = order
         self._num_workers = num_workers
-        self._num_batches = 0
-        self._reader: _Thread | _Workers | None = None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self._order.steps_per_epoch
+        self._state = order.start
+        self._reader: _Thread[Made] | _Workers[Made] | None = None
 
     @property
     def epoch(self) -> int:
         """Epoch, counted from 0, of the batch that was returned last."""
-        return max(0, self._num_batches - 1) // self.steps_per_epoch
+        return self._order.epoch_at(self._state)
 
     def start(self) -> None:
         """Begin to read ahead; `next` does it too."""
         if self._reader is None:
-            indices = self._order.starting_at(self._num_batches)
             workers = self._num_workers
-            self._reader = _Workers(self._samples, indices, workers) if workers else _Thread(self._samples, indices)
+            arguments = (self._source, self._order, self._state)
+            self._reader = _Workers(*arguments, workers) if workers else _Thread(*arguments)
 
     def next(self) -> Batch:
         """Return the next batch; the last of an epoch may be short. Raises errors of reading and aligning."""
         self.start()
         assert self._reader is not None
-        batch = self._reader.next()
-        self._num_batches += 1
+        batch, self._state = self._reader.next()
         return batch
 
     def state_dict(self) -> dict[str, int]:
         """Return the place in the run, and what it depends on."""
-        return self._order.place(self._num_batches)
+        return dict(self._state)
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Go to where the state was taken.
 
-        Raises CheckpointError when that was with other data, batch size, seed or shuffling.
+        Raises CheckpointError when that was with other data, batch size, seed, shuffling or packing.
         """
-        num_batches = self._order.num_batches_at(state)
+        self._order.require_same(state)
         self.close()
-        self._num_batches = num_batches
+        self._state = dict(state)
 
     def close(self) -> None:
         """End what reads ahead. Reading on starts anew, at the next batch."""
@@ -140,47 +147,75 @@ class TrainLoader:
         self.close()
 
 
-class _Thread:
+class _Thread(Generic[Made]):
     """Makes a batch while the one before it is in use."""
 
-    def __init__(self, samples: SampleSource, indices: Iterator[list[int]]) -> None:
-        self._samples = samples
-        self._indices = indices
-        self._is_closed = False
-        self._has_own_maker = False
+    def __init__(self, source: SampleSource[Made], order: Order[Made], state: State) -> None:
+        self._reading = _Reading(source)
         self._executor = ThreadPoolExecutor(1, "data")
+        self._drawn = order.draws(state, map(self._reading, order.reads(state)))
         self._ahead = self._executor.submit(self._make)
 
-    def next(self) -> Batch:
+    def next(self) -> tuple[Batch, State]:
         batch = self._ahead.result()
         self._ahead = self._executor.submit(self._make)
         return batch
 
     def close(self) -> None:
-        """Waits for the sample that is being made."""
-        self._is_closed = True
+        """Waits for the document that is being read."""
+        self._reading.is_closed = True
         self._executor.shutdown(cancel_futures=True)
 
-    def _make(self) -> Batch:
-        if not self._has_own_maker:
-            # Tokenizers and database connections cannot be used by two threads at once.
-            self._samples = replace(self._samples, make_sample=pickle.loads(pickle.dumps(self._samples.make_sample)))
-            self._has_own_maker = True
-        samples: Samples = []
-        for sample in self._samples.each(next(self._indices)):
-            if self._is_closed:
+    def _make(self) -> tuple[Batch, State]:
+        drawn = next(self._drawn)
+        return collated(drawn), drawn.state
+
+
+class _Reading(Generic[Made]):
+    """Reads documents in another thread until it is closed."""
+
+    def __init__(self, source: SampleSource[Made]) -> None:
+        self._source = source
+        self.is_closed = False
+
+    @cached_property
+    def _own(self) -> SampleSource[Made]:
+        """The source for that thread: tokenizers and database connections cannot be used by two at once."""
+        return replace(self._source, make=pickle.loads(pickle.dumps(self._source.make)))
+
+    def __call__(self, indices: list[int]) -> list[Made]:
+        """Raises CancelledError when it is closed."""
+        made: list[Made] = []
+        for each in self._own.each(indices):
+            if self.is_closed:
                 raise CancelledError
-            samples.append(sample)
-        return collate(samples)
+            made.append(each)
+        return made
 
 
-class _Workers:
-    """PyTorch's data workers, two batches each ahead."""
+class _Workers(Generic[Made]):
+    """Makes batches of what processes read ahead."""
 
-    def __init__(self, samples: SampleSource, indices: Iterator[list[int]], num_workers: int) -> None:
-        loader: DataLoader[Samples] = DataLoader(
-            samples,  # type: ignore[arg-type]
-            batch_sampler=indices,
+    def __init__(self, source: SampleSource[Made], order: Order[Made], state: State, num_workers: int) -> None:
+        self._reads = _WorkerReads(source, order.reads(state), num_workers)
+        self._drawn = order.draws(state, self._reads)
+
+    def next(self) -> tuple[Batch, State]:
+        # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
+        drawn = next(self._drawn)
+        return collated(drawn), drawn.state
+
+    def close(self) -> None:
+        self._reads.close()
+
+
+class _WorkerReads(Iterator[list[Made]]):
+    """PyTorch's data workers, two reads each ahead."""
+
+    def __init__(self, source: SampleSource[Made], reads: Iterator[list[int]], num_workers: int) -> None:
+        loader: DataLoader[list[Made]] = DataLoader(
+            source,  # type: ignore[arg-type]
+            batch_sampler=reads,
             num_workers=num_workers,
             collate_fn=_unchanged,
             worker_init_fn=_set_up_worker,
@@ -192,9 +227,8 @@ class _Workers:
         with _children_apart():
             self._iterator = iter(loader)
 
-    def next(self) -> Batch:
-        # Here and not in the workers: unpadded arrays go through a pipe, padded tensors would go through shared memory.
-        return collate(next(self._iterator))
+    def __next__(self) -> list[Made]:
+        return next(self._iterator)
 
     def close(self) -> None:
         iterator: Any = self._iterator
@@ -205,16 +239,39 @@ class _Workers:
             worker.join()
 
 
-def validation_batches(documents: Columns, sample_maker: _MakeSample, batch_size: int) -> Iterator[Batch]:
+def made_of_all(documents: Columns, make: Callable[[Document], Made], num_workers: int) -> Iterator[Made]:
+    """Yield what is made of each document, in order, by `num_workers` processes or in this one."""
+    source = SampleSource.of(documents, make)
+    rows = range(len(documents))
+    reads = (list(rows[begin : begin + _AT_A_TIME]) for begin in rows[::_AT_A_TIME])
+    if not num_workers:
+        for indices in reads:
+            yield from source.each(indices)
+        return
+    with closing(_WorkerReads(source, reads, num_workers)) as made:
+        for several in made:
+            yield from several
+
+
+def collated(drawn: Drawn) -> Batch:
+    batch = collate(drawn.samples)
+    if drawn.rows is None:
+        return batch
+    return replace(batch, row=numbered(drawn.rows))
+
+
+def validation_batches(
+    documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int
+) -> Iterator[Batch]:
     """Yield all documents once, in order; the last batch may be short."""
-    samples = SampleSource.of(documents, sample_maker)
+    samples = SampleSource.of(documents, make_sample)
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
         yield collate(samples.__getitems__(list(range(start, stop))))
 
 
-def _unchanged(samples: Samples) -> Samples:
-    return samples
+def _unchanged(made: list[Made]) -> list[Made]:
+    return made
 
 
 def _set_up_worker(worker_id: int) -> None:

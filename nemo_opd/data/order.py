@@ -1,19 +1,35 @@
 """Which documents make up which batch: a function of the seed and of the batch's place in the run."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 
+from nemo_opd.data.samples import Sample
 from nemo_opd.errors import CheckpointError
+
+State = Mapping[str, int]
+"""A place between two batches of a run, with all that it depends on, to be stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A batch that is not collated."""
+
+    samples: list[Sample]
+    rows: list[int] | None
+    """Number of samples of each row; None where each sample is a row."""
+    epoch: int
+    """Counted from 0."""
+    state: State
+    """The place behind it."""
 
 
 @dataclass(frozen=True)
-class BatchOrder:
-    """Endless epochs over `num_documents`, each in its own order; the last batch of an epoch may be short.
-
-    Batch n is the same whatever reads it, and can be reached without reading those before.
-    """
+class DocumentOrder:
+    """Endless epochs over `num_documents`, each in its own order."""
 
     num_documents: int
     batch_size: int
@@ -21,34 +37,70 @@ class BatchOrder:
     shuffle: bool
 
     @property
+    def settings(self) -> dict[str, int]:
+        """All that the batches depend on but the data."""
+        return {name: int(value) for name, value in asdict(self).items()}
+
+    def require_same(self, state: State) -> None:
+        """Raise CheckpointError for a state of another order."""
+        for name, value in self.settings.items():
+            if state.get(name) != value:
+                raise CheckpointError(
+                    f"the checkpoint's data order has {name}={state.get(name)}, this run has {name}={value}, so the"
+                    " next batch is not defined; restore the data settings, or set run.resume=never and a new"
+                    " run.output_dir"
+                )
+
+    def of_epoch(self, epoch: int) -> torch.Tensor:
+        """Return the order of an epoch: int64 [documents]."""
+        if not self.shuffle:
+            return torch.arange(self.num_documents)
+        return torch.randperm(self.num_documents, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+
+@dataclass(frozen=True)
+class BatchOrder(DocumentOrder):
+    """Batches of `batch_size` documents; the last of an epoch may be short.
+
+    Batch n is the same whatever reads it, and can be reached without reading those before.
+    """
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.num_documents // self.batch_size)
 
     def place(self, num_batches: int) -> dict[str, int]:
-        """Return the place after `num_batches` batches, with all that it depends on, to be stored."""
-        return {"num_batches": num_batches, **{name: int(value) for name, value in asdict(self).items()}}
+        """Return the place after `num_batches` batches."""
+        return {"num_batches": num_batches, **self.settings}
 
-    def num_batches_at(self, place: Mapping[str, int]) -> int:
+    def num_batches_at(self, state: State) -> int:
         """Return the number of batches at a stored place. Raises CheckpointError for another order."""
-        for name, value in self.place(0).items():
-            if name != "num_batches" and place.get(name) != value:
-                raise CheckpointError(
-                    f"the checkpoint's data order has {name}={place.get(name)}, this run has {name}={value}, so the"
-                    " next batch is not defined; restore the data settings, or set run.resume=never and a new"
-                    " run.output_dir"
-                )
-        return place["num_batches"]
+        self.require_same(state)
+        return state["num_batches"]
+
+    @property
+    def start(self) -> State:
+        return self.place(0)
+
+    def epoch_at(self, state: State) -> int:
+        """Return the epoch of the batch before a place."""
+        return max(0, state["num_batches"] - 1) // self.steps_per_epoch
+
+    def reads(self, state: State) -> Iterator[list[int]]:
+        """Yield the documents to be read from a place on: those of a batch at a time."""
+        return self.starting_at(state["num_batches"])
+
+    def draws(self, state: State, made: Iterator[list[Sample]]) -> Iterator[Drawn]:
+        """Yield the batches from a place on. made: a sample for each document of `reads`."""
+        for number, samples in enumerate(made, state["num_batches"] + 1):
+            after = self.place(number)
+            yield Drawn(samples, None, self.epoch_at(after), after)
 
     def starting_at(self, position: int) -> Iterator[list[int]]:
         """Document indices of batch `position` and all that follow."""
         epoch, step = divmod(position, self.steps_per_epoch)
         while True:
-            order = self._epoch_order(epoch)
+            order = self.of_epoch(epoch)
             for start in range(step * self.batch_size, self.num_documents, self.batch_size):
                 yield order[start : start + self.batch_size].tolist()
             epoch, step = epoch + 1, 0
-
-    def _epoch_order(self, epoch: int) -> torch.Tensor:
-        if not self.shuffle:
-            return torch.arange(self.num_documents)
-        return torch.randperm(self.num_documents, generator=torch.Generator().manual_seed(self.seed + epoch))

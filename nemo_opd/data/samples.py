@@ -127,6 +127,15 @@ class SampleMaker(Protocol):
     def __call__(self, document: Document, /) -> Sample: ...
 
 
+class WindowMaker(Protocol):
+    """Document → its windows, one for a document that all models read at a time. Picklable as a SampleMaker is."""
+
+    @property
+    def identity(self) -> str: ...
+
+    def __call__(self, document: Document, /) -> tuple[Sample, ...]: ...
+
+
 class _Encodes(Protocol):
     """A side of a sample maker."""
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import pairwise
+
+import numpy as np
 
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.beginning import encode_beginning
@@ -19,9 +22,7 @@ from nemo_opd.data.samples import (
     identity_of,
     usable_chunks,
 )
-
-if TYPE_CHECKING:
-    pass
+from nemo_opd.data.windows import Places, common_places, window_edges
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,18 @@ class TextSampleMaker:
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """
         assert isinstance(text, str)
-        readers = [teacher.encoder for teacher in self.teachers if isinstance(teacher, CrossTokenizer)]
+        readers = [teacher.encoder for teacher in self.crossing]
         whole, *others = encode_beginning(self.student, readers, text, self.student.max_length)
         kept = whole.cut(self.student.max_length)
-        student = kept.tokens()
-        is_cut = len(kept.ids) < len(whole.ids)
+        return self.sample(kept.tokens(), others, is_cut=len(kept.ids) < len(whole.ids))
+
+    @property
+    def crossing(self) -> list[CrossTokenizer]:
+        """The teachers with another tokenizer."""
+        return [teacher for teacher in self.teachers if isinstance(teacher, CrossTokenizer)]
+
+    def sample(self, student: Tokens, others: Sequence[Encoding], *, is_cut: bool) -> Sample:
+        """Make a sample. others: the text as each of `crossing` reads it; is_cut: the student reads less of it."""
         unread = iter(others)
         return Sample(
             student,
@@ -67,6 +75,44 @@ class TextSampleMaker:
                 for teacher in self.teachers
             ),
         )
+
+
+@dataclass(frozen=True)
+class TextWindowMaker:
+    """Text → windows that use all of it, on all sides (methods.md §8.6)."""
+
+    make: TextSampleMaker
+
+    @property
+    def identity(self) -> str:
+        return f"windows of {self.make.identity}"
+
+    def __call__(self, text: Document) -> tuple[Sample, ...]:
+        """Cut the text where all its models begin a token, into windows that none of them needs to cut.
+
+        Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
+        """
+        assert isinstance(text, str)
+        encoders = [self.make.student, *(teacher.encoder for teacher in self.make.crossing)]
+        wholes = [encoder(text) for encoder in encoders]
+        windows = []
+        for begins, ends in pairwise(self._edges(encoders, wholes).tolist()):
+            sides = zip(encoders, wholes, begins, ends, strict=True)
+            student, *others = (whole.part(begin, end, encoder.opening) for encoder, whole, begin, end in sides)
+            windows.append(self.make.sample(student.tokens(), others, is_cut=False))
+        return tuple(windows)
+
+    def _edges(self, encoders: Sequence[Encoder], wholes: Sequence[Encoding]) -> Places:
+        """Return where windows begin and end, in the tokens of each encoder."""
+        ends = np.array([len(whole.ids) for whole in wholes])
+        limits = [encoder.max_length for encoder in encoders]
+        if (ends <= limits).all():
+            return np.stack([np.zeros_like(ends), ends])
+        student, *others = (whole.ids for whole in wholes)
+        readers = zip(self.make.crossing, others, strict=True)
+        bounds = [teacher.aligner.align(student, ids).bounds for teacher, ids in readers]
+        places = common_places(len(student), [(own[:, 0], own[:, 2]) for own in bounds], ends)
+        return window_edges(places, limits, [len(encoder.opening.ids) for encoder in encoders])
 
 
 def teacher_sample(whole: Encoding, student: Tokens, is_cut: bool, teacher: CrossTokenizer) -> TeacherSample:

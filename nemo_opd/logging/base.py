@@ -39,7 +39,8 @@ class RunSummary:
     layout: str
     """Sharding of the student over ranks, and of the teachers where it differs."""
     total_steps: int
-    global_batch_size: int
+    batch: str
+    """Contents of an optimizer step, such as `64 packed rows`."""
     tokens_at_a_time: int
     """Tokens of a microbatch of a rank."""
     max_length: int

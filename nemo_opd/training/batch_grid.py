@@ -1,14 +1,16 @@
 """A global batch cut into the rows of each rank, where student and teachers have different layouts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 from typing import TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from nemo_opd.data.collate import pad_rows, shards
+from nemo_opd.data.collate import numbered, placed, shards
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging.metrics import merge
 from nemo_opd.training.micro_batches import dealt
@@ -19,31 +21,54 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class BatchGrid:
-    """The same padded rows for all groups, cut into equal consecutive parts, one per data-parallel index."""
+    """The same padded sequences for all groups, cut into equal consecutive parts, one per data-parallel index."""
 
     student: Layout
     teachers: tuple[Layout, ...]
 
     @property
     def unit(self) -> int:
-        """Divisor of the number of rows, so that the ranks of a group have equally many."""
+        """Number of parts that the ranks of every group have equally many of."""
         return lcm(self.student.dp, *(teacher.dp for teacher in self.teachers))
 
     def dealt(self, batch: Batch) -> Batch:
-        """Return the batch in an order in which all ranks of a group have about the same work."""
-        size = -(-len(batch) // self.unit)
-        sizes = [max(0, min(size, len(batch) - part * size)) for part in range(self.unit)]
-        order = torch.tensor(dealt(batch.student.packed_lengths, sizes))
-        return batch.map(lambda tensor, _: tensor[order])
+        """Return the batch in an order in which all ranks of a group have about the same work; rows stay together."""
+        counts = row_of(batch).bincount().tolist()
+        size = -(-len(counts) // self.unit)
+        sizes = [max(0, min(size, len(counts) - part * size)) for part in range(self.unit)]
+        lengths = [part.tolist() for part in batch.student.lengths.clamp(min=1).split(counts)]
+        order = dealt(lengths, sizes)
+        members = torch.arange(len(batch)).split(counts)
+        found = placed(batch, torch.cat([members[row] for row in order]))
+        if batch.row is None:
+            return found
+        return replace(found, row=numbered([counts[row] for row in order]))
 
     def padded(self, batch: Batch) -> Batch:
-        """Append empty rows, which cost one position each."""
-        return pad_rows(batch, -(-len(batch) // self.unit) * self.unit)
+        """Add empty sequences, which cost one position each, so that all ranks of a group have equally many."""
+        return placed(batch, self._places(batch))
+
+    def is_given(self, batch: Batch) -> Tensor:
+        """Return which sequences of the padded batch are those of the batch: bool [padded B]."""
+        return self._places(batch) >= 0
+
+    def _places(self, batch: Batch) -> Tensor:
+        """Return the sequence of the batch in each place of the padded batch, −1 for an empty one: int64 [padded B]."""
+        row = row_of(batch)
+        part = row // -(-int(row[-1] + 1) // self.unit)
+        counts = part.bincount(minlength=self.unit).tolist()
+        parts = torch.arange(len(batch)).split(counts)
+        return pad_sequence(list(parts), batch_first=True, padding_value=-1).flatten()
 
     def by_rank(self, batch: Batch, layout: Layout) -> list[Batch]:
-        """Return the rows of each rank of a group; ranks that differ only in cp or tp have the same."""
+        """Return the sequences of each rank of a group; ranks that differ only in cp or tp have the same."""
         parts = shards(self.padded(batch), layout.dp)
         return [parts[layout.coordinates(rank)[0]] for rank in range(layout.size)]
+
+
+def row_of(batch: Batch) -> Tensor:
+    """Return the row of each sequence: int64 [B]."""
+    return torch.arange(len(batch)) if batch.row is None else batch.row
 
 
 def shared_out(items: Sequence[_Item], layout: Layout) -> list[list[_Item]]:

@@ -2,20 +2,23 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import pyarrow.compute as pc
 from datasets import Dataset
 
 from nemo_opd.config.run import RunConfig
-from nemo_opd.data.documents import MESSAGES, parsed, read_documents
-from nemo_opd.data.loader import validation_batches
-from nemo_opd.data.samples import SampleMaker
+from nemo_opd.data.documents import MESSAGES, TEXT, parsed, read_documents
+from nemo_opd.data.loader import TrainLoader, made_of_all, validation_batches
+from nemo_opd.data.order import BatchOrder, State
+from nemo_opd.data.packed_order import PackedOrder, lengths_of
+from nemo_opd.data.samples import SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
-from nemo_opd.progress import working
+from nemo_opd.progress import tracked, working
 from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import ModelInfo
-from nemo_opd.training.sample_makers import build_sample_maker
+from nemo_opd.training.sample_makers import build_sample_maker, build_window_maker, row_limits
 from nemo_opd.types import Batch
 
 _ROWS_AT_A_TIME = 256
@@ -23,13 +26,61 @@ _ROWS_AT_A_TIME = 256
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Rows of windows of the training documents."""
+
+    make: WindowMaker
+    limits: tuple[int, ...]
+    """Tokens of a row for the student and for each active teacher."""
+
+
+@dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training and validation documents, and the function that makes samples of them."""
+    """Training and validation documents, and the functions that make samples of them."""
 
     train: Dataset
     validation: Dataset | None
     make_sample: SampleMaker
+    packed: Packed | None
+    """None where each training document is one sequence."""
     noun: ClassVar[str] = "documents"
+
+    def loader(self, config: RunConfig) -> TrainLoader[Any]:
+        """Open the training batches at their start."""
+        workers = config.data.num_workers
+        if self.packed is None:
+            return TrainLoader(self.train, self.make_sample, self._order(config), workers)
+        return TrainLoader(self.train, self.packed.make, self._packed_order(config, self.packed), workers)
+
+    def start(self, config: RunConfig) -> State:
+        """Return the place of a run before its first batch, as its loader knows it."""
+        return self.loader(config).state_dict()
+
+    def steps(self, config: RunConfig) -> list[int]:
+        """Return the optimizer steps of each of `train.epochs`. Packed documents are all read for that.
+
+        Raises DataError, with the row, for a document that cannot be read or used.
+        """
+        epochs = config.train.epochs or 1
+        if self.packed is None:
+            return [self._order(config).steps_per_epoch] * epochs
+        reads = made_of_all(self.train, self.packed.make, config.data.num_workers)
+        documents = tracked(reads, "counting the rows of an epoch", "documents", total=len(self.train))
+        lengths = [lengths_of(windows) for windows in documents]
+        order = self._packed_order(config, self.packed)
+        return [order.num_batches(epoch, lengths) for epoch in range(epochs)]
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of all training texts."""
+        return int(pc.sum(pc.binary_length(self.train.data.column(TEXT))).as_py())
+
+    def _order(self, config: RunConfig) -> BatchOrder:
+        return BatchOrder(len(self.train), config.train.global_batch_size, config.run.seed, config.data.shuffle)
+
+    def _packed_order(self, config: RunConfig, packed: Packed) -> PackedOrder:
+        size, seed, shuffle = config.train.global_batch_size, config.run.seed, config.data.shuffle
+        return PackedOrder(len(self.train), size, seed, shuffle, packed.limits)
 
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation documents once, in order."""
@@ -50,7 +101,10 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
         validation = load_documents(config.data.validation, layout, key="data.validation") if given else None
     if validation is not None:
         _require_answers(validation, "data.validation")
-    return Corpus(train, validation, make_sample)
+    packed = None
+    if config.packs_documents:
+        packed = Packed(build_window_maker(config, student, teachers), row_limits(config, teachers))
+    return Corpus(train, validation, make_sample, packed)
 
 
 def _require_answers(documents: Dataset, key: str) -> None:

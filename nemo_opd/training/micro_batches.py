@@ -11,19 +11,21 @@ _MOST_POSITIONS = 16
 """Positions of padded indices in a microbatch, as a multiple of its tokens."""
 
 
-def dealt(lengths: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return an order of sequences in which consecutive parts of `sizes` cost about the same.
+def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
+    """Return an order of rows in which consecutive parts of `sizes` cost about the same.
 
-    The longest goes first to the part that has cost least; in a part the longest come first.
+    The dearest goes first to the part that has cost least; in a part the dearest come first. rows: tokens of the
+    sequences of each.
     """
+    costs = [sum(map(_cost, lengths)) for lengths in rows]
     parts: list[list[int]] = [[] for _ in sizes]
     least = [(0.0, part) for part, size in enumerate(sizes) if size]
     heapify(least)
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+    for index in sorted(range(len(rows)), key=lambda index: -costs[index]):
         spent, part = heappop(least)
         parts[part].append(index)
         if len(parts[part]) < sizes[part]:
-            heappush(least, (spent + _cost(lengths[index]), part))
+            heappush(least, (spent + costs[index], part))
     return [index for part in parts for index in part]
 
 
@@ -34,8 +36,8 @@ def _cost(length: int) -> float:
 def micro_batches(by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool) -> list[list[slice]]:
     """Cut the sequences of each rank, of these lengths, into consecutive microbatches of no more tokens than `budget`.
 
-    A longer sequence is alone. is_packed: padding does not count. All ranks have as many sequences and get as many
-    microbatches.
+    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. All ranks have as many
+    sequences and get as many microbatches.
     """
     found = [_cut(lengths, budget, is_packed) for lengths in by_rank]
     number = max(map(len, found))

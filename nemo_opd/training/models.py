@@ -107,7 +107,7 @@ class Models:
 
     def _micro_batches(self, group: Group, by_rank: Sequence[TokenRows], budget: int) -> list[tuple[slice, ...]]:
         """Cut the sequences of each rank of a group into microbatches of up to `budget` tokens."""
-        lengths = [tokens.packed_lengths for tokens in by_rank]
+        lengths = [tokens.lengths.tolist() for tokens in by_rank]
         found = micro_batches(lengths, budget, is_packed=self._reads_packed[group])
         return [tuple(cuts) for cuts in found]
 
@@ -133,7 +133,7 @@ class Models:
         scores: list[SequenceScores | None] = []
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             given = [each for each in (by_rank[rank].scores for rank in leads(layout)) if each is not None]
-            scores.append(joined(given, len(batch)) if given else None)
+            scores.append(joined(given, self._grid.is_given(batch)) if given else None)
         return scores
 
     def train_step(self, scored: ScoredBatch, kd_scale: float, *, compare_gradients: bool = False) -> dict[str, Metric]:

@@ -42,7 +42,7 @@ class OnPolicySession(Session):
         return self.plan.data
 
     def open_source(self) -> RolloutSource:
-        return RolloutSource(self.config, len(self.prompts.train), self.plan.total_steps)
+        return RolloutSource(self.config, self.prompts.order(self.config), self.plan.total_steps)
 
     def connect(self, stack: ExitStack) -> None:
         config, prompts = self.config, self.prompts

@@ -45,6 +45,7 @@ class Plan:
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]
     steps_per_epoch: int
+    """Steps of the first epoch; an estimate where documents are packed and `train.epochs` is not set."""
     total_steps: int
     memory: MemoryEstimate
 
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def rows_per_rank(self) -> int:
-        """Number of sequences of a full batch on one rank of the student."""
+        """Number of rows of a full batch on one rank of the student: sequences, where they are not packed."""
         return self.config.train.global_batch_size // self.student_layout.dp
 
     @property

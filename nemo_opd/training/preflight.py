@@ -14,14 +14,14 @@ from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.corpus import load_corpus
+from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.launch import require_processes
 from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
-from nemo_opd.training.prompts import check_users_code, load_prompts
+from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
 from nemo_opd.training.ranks import (
     require_batch_divides,
     resolve_device,
@@ -29,7 +29,7 @@ from nemo_opd.training.ranks import (
     resolve_placement,
 )
 from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
-from nemo_opd.training.survey import survey
+from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.workers.student import compute_dtype
 
@@ -71,9 +71,8 @@ def preflight(config: RunConfig) -> Plan:
     deliveries = plan_deliveries(
         config, placement, (student_layout, teacher_layouts), teachers, lengths=statistics.widths
     )
-    sequences = 1 if config.rollout is None else config.rollout.n
-    steps_per_epoch = -(-len(data.train) * sequences // config.train.global_batch_size)
-    total_steps = config.train.max_steps or (config.train.epochs or 1) * steps_per_epoch
+    steps = _steps(config, data, statistics)
+    total_steps = config.train.max_steps or sum(steps)
     if resumed is not None:
         require_not_beyond(resumed.progress.step, total_steps, output_dir)
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
@@ -105,10 +104,18 @@ def preflight(config: RunConfig) -> Plan:
         data=data,
         survey=statistics,
         warnings=tuple(warnings),
-        steps_per_epoch=steps_per_epoch,
+        steps_per_epoch=steps[0],
         total_steps=total_steps,
         memory=memory,
     )
+
+
+def _steps(config: RunConfig, data: Corpus | Prompts, statistics: Survey) -> list[int]:
+    """Return the steps of each epoch; of one where they do not decide the run, estimated where documents are packed."""
+    if config.train.epochs is not None or not config.packs_documents or isinstance(data, Prompts):
+        return data.steps(config)
+    tokens = data.text_bytes * statistics.tokens_per_byte
+    return [max(1, round(tokens / config.train.max_length / config.train.global_batch_size))]
 
 
 def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelInfo]]:

@@ -12,6 +12,7 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.documents import TEACHER
+from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import RolloutSampleMaker
@@ -64,6 +65,20 @@ class Prompts:
     teachers: tuple[str, ...]
     """Names of the teachers to which the data route prompts; empty without routing."""
     noun: ClassVar[str] = "prompts"
+
+    def order(self, config: RunConfig) -> BatchOrder:
+        """Return which prompts make up which batch."""
+        assert config.rollout is not None
+        per_batch = config.train.global_batch_size // config.rollout.n
+        return BatchOrder(len(self.train), per_batch, config.run.seed, config.data.shuffle)
+
+    def start(self, config: RunConfig) -> State:
+        """Return the place of a run before its first batch."""
+        return self.order(config).start
+
+    def steps(self, config: RunConfig) -> list[int]:
+        """Return the optimizer steps of each of `train.epochs`."""
+        return [self.order(config).steps_per_epoch] * (config.train.epochs or 1)
 
     def from_dataset(self, prompt: Prompt) -> Rollout:
         """Return the dataset's response as a rollout. Raises DataError where it has none."""

@@ -59,12 +59,11 @@ class RolloutSource:
     timed_as = "rollout_s"
     """Name of the span of waiting for a batch."""
 
-    def __init__(self, config: RunConfig, num_prompts: int, total_steps: int) -> None:
-        """total_steps: the run's; nothing is sampled for later steps."""
+    def __init__(self, config: RunConfig, order: BatchOrder, total_steps: int) -> None:
+        """order: of the prompts. total_steps: the run's; nothing is sampled for later steps."""
         assert config.rollout is not None
         self._config, self._rollout = config, config.rollout
-        per_batch = config.train.global_batch_size // config.rollout.n
-        self._order = BatchOrder(num_prompts, per_batch, config.run.seed, config.data.shuffle)
+        self._order = order
         self._num_batches, self._total_steps = 0, total_steps
         self._sampled: deque[_RolloutBatch] = deque()
         self._ahead: Future[_RolloutBatch] | None = None

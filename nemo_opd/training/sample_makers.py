@@ -3,17 +3,17 @@
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from nemo_opd.aggregation.routed import RoutedSampleMaker
+from nemo_opd.aggregation.routed import RoutedSampleMaker, RoutedWindowMaker
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
-from nemo_opd.data.cache import CachedSampleMaker
+from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
 from nemo_opd.data.encoders import ChatEncoder, Encoder
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
-from nemo_opd.data.samples import SameTokenizer, SampleMaker
-from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
+from nemo_opd.data.samples import SameTokenizer, SampleMaker, WindowMaker
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
 from nemo_opd.training.model_info import ModelInfo
 
 _Reader = TypeVar("_Reader")
@@ -26,6 +26,23 @@ def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
     if config.data.cache:
         maker = CachedSampleMaker(maker)
     return maker if config.routing is None else RoutedSampleMaker(maker, config.active_names)
+
+
+def build_window_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> WindowMaker:
+    """Build the window maker of texts."""
+    maker: WindowMaker = TextWindowMaker(_text_sample_maker(config, student, teachers))
+    if config.data.cache:
+        maker = CachedWindowMaker(maker)
+    return maker if config.routing is None else RoutedWindowMaker(maker, config.active_names)
+
+
+def row_limits(config: RunConfig, teachers: Sequence[ModelInfo]) -> tuple[int, ...]:
+    """Return the tokens of a row for the student and for each active teacher."""
+    own = config.train.max_length
+    return own, *(
+        teacher.longest_text(settings) if isinstance(settings, CrossTokenizerTeacher) else own
+        for settings, teacher in zip(config.active_teachers, teachers, strict=True)
+    )
 
 
 def build_rollout_sample_maker(

@@ -9,7 +9,6 @@ from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.config.load import to_yaml
-from nemo_opd.data.loader import TrainLoader
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import size_below, write_atomically
@@ -107,16 +106,9 @@ class Session:
 
     def open_source(self) -> BatchSource:
         """Open the source of training batches."""
-        config, corpus = self.config, self.plan.data
+        corpus = self.plan.data
         assert isinstance(corpus, Corpus)
-        return TrainLoader(
-            corpus.train,
-            corpus.make_sample,
-            config.train.global_batch_size,
-            config.run.seed,
-            config.data.shuffle,
-            config.data.num_workers,
-        )
+        return corpus.loader(self.config)
 
     def connect(self, stack: ExitStack) -> None:
         """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""

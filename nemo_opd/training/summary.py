@@ -46,7 +46,7 @@ def run_summary(plan: Plan) -> RunSummary:
         device=_device_name(plan.device),
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
-        global_batch_size=config.train.global_batch_size,
+        batch=f"{config.train.global_batch_size} {'packed rows' if config.packs_documents else 'sequences'}",
         tokens_at_a_time=config.train.tokens_at_a_time,
         max_length=config.train.max_length,
         output_dir=plan.output_dir,
@@ -124,9 +124,11 @@ def batch_grid(plan: Plan) -> Table:
     train = plan.config.train
     table = Table("batch", "", title="Batch grid", title_justify="left")
     data, names = plan.data, plan.config.active_names
+    noun = "packed rows" if plan.config.packs_documents else "sequences"
+    about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
         **_data_rows(data),
-        "sequences a step": str(train.global_batch_size),
+        f"{noun} a step": str(train.global_batch_size),
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
         **{
@@ -134,10 +136,10 @@ def batch_grid(plan: Plan) -> Table:
             for name, layout in zip(names, plan.teacher_layouts, strict=True)
         },
         "placement of teachers": _describe_placement(plan),
-        "sequences a rank": str(plan.rows_per_rank),
+        f"{noun} a rank": str(plan.rows_per_rank),
         "tokens at a time": f"{train.tokens_at_a_time:,} a rank",
         "longest sequence": f"{train.max_length:,} tokens",
-        "steps an epoch": f"{plan.steps_per_epoch:,}",
+        "steps an epoch": f"{about}{plan.steps_per_epoch:,}",
         "steps": f"{plan.total_steps:,}",
         "aggregation": plan.config.aggregation.type,
         "handoff": f"{plan.config.handoff.type} by {plan.transport}",

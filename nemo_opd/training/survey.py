@@ -48,6 +48,8 @@ class Survey:
     """Share of the scored tokens with KD from each active teacher; None where unknown."""
     widths: tuple[int, ...]
     """Estimated tokens of each active teacher's longest sequence."""
+    tokens_per_byte: float
+    """Tokens of the student for a byte of text; 0 where unknown."""
 
 
 def survey(
@@ -73,6 +75,7 @@ def survey(
         num_without_label=sum(not sample.student.loss_mask.any() for sample in samples),
         is_complete=len(samples) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
+        tokens_per_byte=_tokens_per_byte(samples),
         widths=tuple(_width(config, i, teachers[i], own, lengths) for i, own in enumerate(by_teacher)),
     )
 
@@ -107,6 +110,11 @@ def _text_of(prompt: Prompt) -> str:
     if isinstance(prompt.content, str):
         return prompt.content
     return "\n".join(message["content"] for message in prompt.content)
+
+
+def _tokens_per_byte(samples: Sequence[Sample]) -> float:
+    num_bytes = sum(int(sample.student.num_bytes.sum()) for sample in samples)
+    return sum(len(sample.student) for sample in samples) / num_bytes if num_bytes else 0.0
 
 
 def _width(config: RunConfig, i: int, teacher: ModelInfo, own: Sequence[int], lengths: Sequence[int]) -> int:

@@ -16,11 +16,12 @@ from nemo_opd.aggregation import (
     weighted_by_confidence,
 )
 from nemo_opd.aggregation.weighted_sum import weighted
-from nemo_opd.data.collate import only_chosen, pad_rows, shards
+from nemo_opd.data.collate import only_chosen, shards
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
+from tests.rows import pad_rows
 from tests.tiny import Tiny
 
 LENGTHS = (5, 2, 4)

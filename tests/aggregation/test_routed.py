@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nemo_opd.data.loader import TrainLoader, validation_batches
+from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import DataError
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
@@ -57,7 +58,9 @@ def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None
 @pytest.mark.world
 def test_loader_workers_keep_the_route(tiny: Tiny, tmp_path: Path) -> None:
     plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES]))
-    with TrainLoader(plan.data.train, plan.data.make_sample, 5, 0, False, num_workers=1) as loader:
+    with TrainLoader(
+        plan.data.train, plan.data.make_sample, BatchOrder(len(plan.data.train), 5, 0, False), 1
+    ) as loader:
         assert [rows.tokens.lengths.tolist() for rows in loader.next().teachers] == lengths(plan)
 
 

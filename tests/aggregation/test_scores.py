@@ -66,9 +66,9 @@ def test_sizes_that_do_not_fit() -> None:
 
 def test_ranks_are_joined_in_order_and_padding_is_dropped() -> None:
     parts = [SequenceScores(torch.tensor([1.0, 2.0]), torch.tensor([3, 4]), torch.tensor([5, 6])) for _ in range(2)]
-    whole = joined(parts, 3)
-    assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 2.0, 1.0], [3, 4, 3])
-    assert whole.num_tokens.tolist() == [5, 6, 5]
+    whole = joined(parts, torch.tensor([True, False, True, True]))
+    assert (whole.bits.tolist(), whole.num_bytes.tolist()) == ([1.0, 1.0, 2.0], [3, 3, 4])
+    assert whole.num_tokens.tolist() == [5, 5, 6]
 
 
 def test_log_probability_is_of_all_scored_tokens() -> None:

@@ -18,7 +18,7 @@ from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.checkpoint.manifest import seal
 from nemo_opd.config.load import to_yaml
-from nemo_opd.data.loader import TrainLoader
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from tests.tiny import Tiny
@@ -223,15 +223,8 @@ def test_a_run_finds_it_and_its_place_in_the_data(world: World, tiny: Tiny) -> N
     assert plan.progress is not None
     assert plan.progress.step == 0
     assert (run / "config.yaml").is_file()
-    config = plan.config
-    with TrainLoader(
-        plan.data.train,
-        plan.data.make_sample,
-        config.train.global_batch_size,
-        config.run.seed,
-        config.data.shuffle,
-        num_workers=0,
-    ) as loader:
+    assert isinstance(plan.data, Corpus)
+    with plan.data.loader(plan.config) as loader:
         beginning = loader.state_dict()
         loader.load_state_dict(plan.progress.loader)
         assert loader.state_dict() == beginning

@@ -3,16 +3,16 @@
 import pickle
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from nemo_opd.data.collate import collate, only_chosen, pad_rows, shards
+from nemo_opd.data.collate import collate, only_chosen, placed, shards
 from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.types import Batch, TokenRows
+from tests.rows import pad_rows
 
 Row = list[list[int]]
 
@@ -117,10 +117,13 @@ def test_padding_rows_are_empty(samples: list[Sample], missing: int) -> None:
         assert tokens.lengths[len(samples) :].tolist() == [0] * missing
 
 
-def test_pad_rows_refuses_to_drop_rows() -> None:
-    batch = collate([make_sample(2, 2, np.random.default_rng(0))] * 3)
-    with pytest.raises(ValueError, match="rows=2 is fewer than the 3 rows"):
-        pad_rows(batch, 2)
+def test_sequences_are_put_where_they_are_asked_for() -> None:
+    batch = collate([make_sample(length, length + 1, np.random.default_rng(length)) for length in (4, 2, 3)])
+    moved = placed(batch, torch.tensor([2, -1, 0]))
+    rows = unpadded(batch)
+    assert [unpadded(moved)[place] for place in (0, 2)] == [rows[2], rows[0]]
+    assert_trimmed_and_masked(moved)
+    assert all(tokens.lengths[1] == 0 for tokens in all_tokens(moved))
 
 
 @settings(max_examples=100)

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from nemo_opd.alignment import TokenAligner, pieces_of
 from nemo_opd.alignment.pieces import byte_level_bytes
-from nemo_opd.data.cache import decoded, encoded
 from nemo_opd.data.encoders import Encoder
 from nemo_opd.data.samples import Aligner, SameTokenizer, Sample, Tokens, usable_chunks
+from nemo_opd.data.stored import decoded, encoded
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker
 from nemo_opd.types import Alignment
 from tests.tokenizers_fixture import byte_level
@@ -273,7 +273,7 @@ def test_tokens_that_a_teacher_lacks_are_not_learned_from_it(coarse: Any) -> Non
     assert (fewer.tokens.ids == np.where(is_lacked, 3, sample.student.ids)).all()
     assert (fewer.tokens.loss_mask == sample.student.loss_mask & ~is_lacked).all()
     assert same.tokens is sample.student
-    again = decoded(encoded(sample))
+    (again,) = decoded(encoded([sample]))
     assert (again.teachers[0].tokens.ids == fewer.tokens.ids).all()
     assert again.teachers[1].tokens is again.student
     assert SameTokenizer((lacked,), 3).identity != SameTokenizer().identity

@@ -16,7 +16,7 @@ def test_dealing_is_an_order_with_the_longest_first_in_each_part(lengths: list[i
     size = -(-len(lengths) // parts)
     sizes = [max(0, min(size, len(lengths) - part * size)) for part in range(parts)]
 
-    order = dealt(lengths, sizes)
+    order = dealt([[length] for length in lengths], sizes)
 
     assert sorted(order) == list(range(len(lengths)))
     for start, stop in pairwise(accumulate(sizes, initial=0)):
@@ -28,7 +28,7 @@ def test_no_rank_has_much_more_than_its_share() -> None:
     """Bug: by count alone, the first of two ranks here would have twice the tokens of the second."""
     lengths = [900] * 4 + [450] * 4 + [100] * 8
 
-    order = dealt(lengths, [8, 8])
+    order = dealt([[length] for length in lengths], [8, 8])
 
     first, second = (sum(lengths[index] for index in part) for part in (order[:8], order[8:]))
     assert first == second
@@ -37,7 +37,7 @@ def test_no_rank_has_much_more_than_its_share() -> None:
 def test_attention_over_long_sequences_counts() -> None:
     """By tokens alone a rank with one long sequence would get as many as one with short ones."""
     lengths = [65_536, *[8_192] * 8, *[1] * 9]
-    order = dealt(lengths, [9, 9])
+    order = dealt([[length] for length in lengths], [9, 9])
     with_the_longest = order[: len(order) // 2] if 0 in order[:9] else order[9:]
     assert sum(lengths[index] == 8_192 for index in with_the_longest) == 0
 

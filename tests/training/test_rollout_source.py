@@ -10,6 +10,7 @@ import torch
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
@@ -54,9 +55,14 @@ def sample_of(rollout: Rollout) -> Sample:
     return Sample(tokens, (TeacherSample(tokens, None),))
 
 
+def order_of(config: RunConfig, num_prompts: int) -> BatchOrder:
+    assert config.rollout is not None
+    return BatchOrder(num_prompts, config.train.global_batch_size // config.rollout.n, config.run.seed, True)
+
+
 def source_of(engine: FakeEngine, score: Any = None, total_steps: int = 100, **sections: Any) -> RolloutSource:
     config = config_of(**sections)
-    source = RolloutSource(config, NUM_PROMPTS, total_steps)
+    source = RolloutSource(config, order_of(config, NUM_PROMPTS), total_steps)
     source.connect(
         RolloutSteps(
             lambda indices: [Prompt(i, f"{i}", answer="7", response="r") for i in indices],
@@ -194,4 +200,4 @@ def test_rewards_become_advantages_and_weights() -> None:
 def test_a_place_of_other_prompts_is_refused() -> None:
     source = source_of(FakeEngine())
     with pytest.raises(CheckpointError, match="num_documents=10"):
-        RolloutSource(config_of(), 11, 1).load_state_dict(source.state_dict())
+        RolloutSource(config_of(), order_of(config_of(), 11), 1).load_state_dict(source.state_dict())

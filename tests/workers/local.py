@@ -19,10 +19,10 @@ from nemo_opd.cluster.base import Group
 from nemo_opd.cluster.local import LocalCluster, release, serve
 from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.data.loader import TrainLoader
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.logging.metrics import values
 from nemo_opd.training import models as models_module
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
@@ -42,15 +42,8 @@ RTOL, WEIGHT_ATOL = 1e-4, 5e-5
 
 
 def first_batches(plan: Plan, number: int) -> list[Batch]:
-    config = plan.config
-    with TrainLoader(
-        plan.data.train,
-        plan.data.make_sample,
-        config.train.global_batch_size,
-        config.run.seed,
-        config.data.shuffle,
-        num_workers=0,
-    ) as loader:
+    assert isinstance(plan.data, Corpus)
+    with plan.data.loader(plan.config) as loader:
         return [loader.next() for _ in range(number)]
 
 

@@ -1,0 +1,68 @@
+"""Samples as bytes, and back."""
+
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load, save
+
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+
+
+def encoded(samples: Sequence[Sample]) -> bytes:
+    """Return the arrays by the number of the sample and by name, compressed."""
+    arrays = {
+        f"{k}/{name}": np.ascontiguousarray(array)
+        for k, sample in enumerate(samples)
+        for name, array in _arrays(sample).items()
+    }
+    return zlib.compress(save(arrays), level=1)
+
+
+def decoded(value: bytes) -> tuple[Sample, ...]:
+    """Raises zlib.error, SafetensorError, KeyError or ValueError for what `encoded` has not made."""
+    by_sample: dict[int, dict[str, NDArray[Any]]] = defaultdict(dict)
+    for path, array in load(zlib.decompress(value)).items():
+        number, _, name = path.partition("/")
+        by_sample[int(number)][name] = array
+    return tuple(_sample(by_sample[k]) for k in range(len(by_sample)))
+
+
+def _arrays(sample: Sample) -> dict[str, NDArray[Any]]:
+    arrays = _named(sample.student, "student")
+    for i, teacher in enumerate(sample.teachers):
+        arrays[f"{i}.cross"] = np.array(teacher.chunks is not None)
+        if teacher.tokens is not sample.student:
+            arrays |= _named(teacher.tokens, f"{i}")
+        if teacher.chunks is not None:
+            arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
+            arrays[f"{i}.marks"] = teacher.chunks.marks
+            arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
+    return arrays
+
+
+def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
+    student = _tokens(arrays, "student")
+    num_teachers = sum(name.endswith(".cross") for name in arrays)
+
+    def teacher(i: int) -> TeacherSample:
+        own = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
+        if not arrays[f"{i}.cross"]:
+            return TeacherSample(own, None)
+        changed_from, stop = arrays[f"{i}.limits"].tolist()
+        ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
+        chunks = Chunks(ours, theirs, changed_from, stop, marks)
+        return TeacherSample(own, chunks)
+
+    return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
+
+
+def _named(side: Tokens, name: str) -> dict[str, NDArray[Any]]:
+    return {f"{name}.ids": side.ids, f"{name}.loss_mask": side.loss_mask, f"{name}.num_bytes": side.num_bytes}
+
+
+def _tokens(arrays: dict[str, NDArray[Any]], name: str) -> Tokens:
+    return Tokens(arrays[f"{name}.ids"], arrays[f"{name}.loss_mask"], arrays[f"{name}.num_bytes"])

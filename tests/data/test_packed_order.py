@@ -1,0 +1,182 @@
+"""Batches of packed rows: a function of the data, the settings and the place, with every window once an epoch."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from nemo_opd.data import packed_order
+from nemo_opd.data.loader import TrainLoader, made_of_all
+from nemo_opd.data.packed_order import PackedOrder, lengths_of
+from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
+from nemo_opd.errors import CheckpointError
+from nemo_opd.types import Batch
+from tests.data.test_loader import FakeDocuments
+
+NUM_DOCUMENTS, LIMITS, ROWS = 50, (16, 20), 3
+BLOCK = 24
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_order, "BLOCK", BLOCK)
+
+
+def tokens(number: int, length: int) -> Tokens:
+    return Tokens(np.full(length, number, np.int32), np.arange(length) > 0, np.ones(length, np.int32))
+
+
+def windows_of(text: str) -> tuple[Sample, ...]:
+    """Document i has i % 3 + 1 windows, of lengths that depend on i; all ids are i · 10 + the number of the window."""
+    number = int(text)
+    made = []
+    for k in range(number % 3 + 1):
+        length = (7 * number + 5 * k) % 16 + 1
+        student, teacher = tokens(10 * number + k, length), tokens(10 * number + k, min(20, length + number % 4))
+        unaligned = Chunks(np.full(length, -1, np.int32), np.full(len(teacher), -1, np.int32), 0, 0)
+        made.append(Sample(student, (TeacherSample(teacher, unaligned),)))
+    return tuple(made)
+
+
+def order_of(seed: int = 5, shuffle: bool = True, batch_size: int = ROWS) -> PackedOrder:
+    return PackedOrder(NUM_DOCUMENTS, batch_size, seed, shuffle, LIMITS)
+
+
+def loader_of(num_workers: int = 0, seed: int = 5, shuffle: bool = True) -> TrainLoader[tuple[Sample, ...]]:
+    return TrainLoader(FakeDocuments(NUM_DOCUMENTS), windows_of, order_of(seed, shuffle), num_workers)
+
+
+def rows(batch: Batch) -> list[tuple[int, ...]]:
+    """The windows of each row, by their ids."""
+    assert batch.row is not None
+    first = batch.student.ids[:, 0].tolist()
+    return [tuple(first[i] for i in np.flatnonzero(batch.row == r)) for r in range(int(batch.row[-1]) + 1)]
+
+
+def epochs(loader: TrainLoader[tuple[Sample, ...]]) -> Iterator[list[Batch]]:
+    batch = loader.next()
+    while True:
+        epoch, batches = loader.epoch, []
+        while loader.epoch == epoch:
+            batches.append(batch)
+            batch = loader.next()
+        yield batches
+
+
+ALL = sorted(int(window.student.ids[0]) for i in range(NUM_DOCUMENTS) for window in windows_of(str(i + 1)))
+
+
+@pytest.fixture(scope="module")
+def three() -> list[list[Batch]]:
+    with pytest.MonkeyPatch.context() as patch, loader_of() as loader:
+        patch.setattr(packed_order, "BLOCK", BLOCK)
+        return list(islice(epochs(loader), 3))
+
+
+def test_every_epoch_has_every_window_once_in_rows_that_fit(three: list[list[Batch]]) -> None:
+    for batches in three:
+        assert sorted(window for batch in batches for row in rows(batch) for window in row) == ALL
+        assert all(len(rows(batch)) == ROWS for batch in batches[:-1])
+        for batch in batches:
+            assert batch.row is not None
+            for tokens, limit in zip((batch.student, batch.teachers[0].tokens), LIMITS, strict=True):
+                assert batch.row.bincount(tokens.lengths).max() <= limit
+    first, second, third = ([rows(batch) for batch in batches] for batches in three)
+    assert first != second != third
+
+
+def test_rows_are_of_one_block(three: list[list[Batch]]) -> None:
+    """Documents of a row are near each other in the epoch's order: a block is all that has to be read to go on."""
+    place = {number + 1: i for i, number in enumerate(order_of().of_epoch(0).tolist())}
+    spans = []
+    for batch in three[0]:
+        for row in rows(batch):
+            places = [place[window // 10] for window in row]
+            spans.append(max(places) - min(places))
+    assert max(spans) < BLOCK
+    assert max(spans) > 1
+
+
+def test_the_number_of_batches_is_known_from_lengths(three: list[list[Batch]]) -> None:
+    lengths = [lengths_of(windows) for windows in made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 0)]
+    assert [order_of().num_batches(epoch, lengths) for epoch in range(3)] == [len(batches) for batches in three]
+    for size in (1, 7, 1000):
+        total = sum(len(rows(batch)) for batch in three[0])
+        assert order_of(batch_size=size).num_batches(0, lengths) == -(-total // size)
+
+
+def test_resume_at_every_step(three: list[list[Batch]]) -> None:
+    """Includes step 0, the middle and the end of a block, and both sides of the end of an epoch."""
+    expected = [rows(batch) for batches in three[:2] for batch in batches]
+    with loader_of() as first:
+        for step in range(len(expected)):
+            with loader_of() as resumed:
+                resumed.load_state_dict(first.state_dict())
+                assert resumed.epoch == first.epoch
+                assert [rows(resumed.next()) for _ in range(len(expected) - step)] == expected[step:]
+                assert resumed.epoch == 1
+            first.next()
+
+
+@pytest.mark.world
+def test_processes_make_the_same_rows(three: list[list[Batch]]) -> None:
+    expected = [rows(batch) for batches in three[:2] for batch in batches]
+    with closing(loader_of(num_workers=2)) as loader:
+        assert [rows(loader.next()) for _ in expected[:5]] == expected[:5]
+        state = loader.state_dict()
+    with loader_of() as loader:
+        loader.load_state_dict(state)
+        assert [rows(loader.next()) for _ in expected[5:]] == expected[5:]
+    made = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 2))
+    assert [int(windows[0].student.ids[0]) // 10 for windows in made] == list(range(1, NUM_DOCUMENTS + 1))
+
+
+def test_another_seed_and_no_shuffling(three: list[list[Batch]]) -> None:
+    with loader_of(seed=6) as other, loader_of(shuffle=False) as plain:
+        assert rows(other.next()) != rows(three[0][0])
+        first, second = islice(epochs(plain), 2)
+    assert [rows(batch) for batch in first] == [rows(batch) for batch in second]
+    begins = [min(row) // 10 for batch in first for row in rows(batch)]
+    assert begins[:4] == sorted(begins[:4])
+    assert begins[0] == 1
+
+
+@pytest.mark.parametrize("changed", ["limit_0", "limit_1", "block", "batch_size", "num_documents", "seed", "shuffle"])
+def test_a_state_of_other_rows_is_refused(changed: str) -> None:
+    with loader_of() as loader:
+        state = loader.state_dict()
+        with pytest.raises(CheckpointError, match=f"the checkpoint's data order has {changed}="):
+            loader.load_state_dict({**state, changed: state[changed] + 1})
+
+
+def test_a_state_without_packing_is_refused() -> None:
+    plain = {"num_batches": 1, "num_documents": NUM_DOCUMENTS, "batch_size": ROWS, "seed": 5, "shuffle": 1}
+    with loader_of() as loader, pytest.raises(CheckpointError, match=r"limit_0=None"):
+        loader.load_state_dict(plain)
+
+
+def test_the_next_block_is_read_while_rows_are_drawn() -> None:
+    """Bug: a pause at each block, in which it is read whole."""
+    read: list[int] = []
+    order = order_of(batch_size=1)
+
+    def made() -> Iterator[list[tuple[Sample, ...]]]:
+        for indices in order.reads(order.start):
+            for index in indices:
+                read.append(index)
+                yield [windows_of(str(index + 1))]
+
+    numbers = []
+    for _ in islice(order.draws(order.start, made()), 30):
+        numbers.append(len(read))
+    assert max(np.diff(numbers)) < 0.5 * numbers[0]
+    assert numbers[-1] > 2 * numbers[0]
+
+
+def test_a_teacher_counts_where_it_is_asked() -> None:
+    (window,) = windows_of("3")[:1]
+    routed = [Sample(window.student, window.teachers * 2, route) for route in (None, 0, 1)]
+    own, theirs = len(window.student), len(window.teachers[0].tokens)
+    assert lengths_of(routed).tolist() == [[own, theirs, theirs], [own, theirs, 1], [own, 1, theirs]]
