@@ -1,14 +1,16 @@
-"""Sequences packed by tokens, against padded ones a fixed number at a time: positions, balance of ranks, and time.
+"""Sequences packed by tokens, and rows of documents, against padded sequences: positions, text read, ranks, and time.
 
 uv run benchmarks/packing.py            # writes benchmarks/results/packing.md and packing.json
 
-Lengths are drawn as those of web pages are, log-normal. The time is that of a decoder with random weights, forward and
-backward. On a GPU where there is one.
+Real texts and tokenizers are measured where NEMO_OPD_CORPUS and NEMO_OPD_TOKENIZERS name their folders. Other lengths
+are drawn as those of web pages are, log-normal. The time is that of a decoder with random weights, forward and
+backward; on a GPU where there is one.
 """
 
 import argparse
 import json
 import math
+import os
 import random
 import statistics
 from collections.abc import Callable, Sequence
@@ -16,23 +18,33 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import torch
 from alignment import Grid
 from demo import ROOT, commit, hardware
 from losses_measure import interleaved, median_ratio
+from numpy.typing import NDArray
 from rich.console import Console
 from step_models import PRESETS
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from nemo_opd.alignment import TokenAligner
+from nemo_opd.data.encoders import Encoder
+from nemo_opd.data.packed_order import PackedOrder, lengths_of
+from nemo_opd.data.packing import Lengths
+from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
+from nemo_opd.data.windows import common_places, window_edges
 from nemo_opd.logits.packed import Packing
 from nemo_opd.models.head import Headless
+from nemo_opd.models.load import load_tokenizer
 from nemo_opd.training.micro_batches import dealt, micro_batches
 from nemo_opd.types import TokenRows
 
 MEDIAN, SPREAD = 400, 1.2
 """Of the lengths of web pages in tokens: their median, and the standard deviation of the logarithm."""
 SEED = 0
+UNLIMITED = 10**9
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,26 @@ class Counts:
 
 
 @dataclass(frozen=True)
+class Filling:
+    """Rows of documents, `data.packing`, against one sequence for each document, which is cut."""
+
+    documents: str
+    number: int
+    longest: int
+    """Tokens of a row for the student."""
+    teachers_longest: int | None
+    """Tokens of a row for each teacher; None: no limit."""
+    read_when_cut: float
+    """Share of the student's tokens that are read where documents are cut."""
+    read: float
+    """That in rows of windows; above 1 where windows begin with a token of their own."""
+    student: float
+    """Share of the positions of rows that are tokens of the student."""
+    teachers: float | None
+    """That of the teacher with the most tokens; None without a limit, where a row has no positions but its tokens."""
+
+
+@dataclass(frozen=True)
 class Times:
     lengths: str
     padded_ms: float
@@ -66,6 +98,54 @@ def web(number: int, longest: int) -> list[int]:
     """Draw lengths, cut at `longest`."""
     draw = random.Random(SEED)
     return [min(longest, max(1, round(math.exp(draw.gauss(math.log(MEDIAN), SPREAD))))) for _ in range(number)]
+
+
+def drawn_documents(number: int, longest: int, limit: int | None) -> Filling:
+    """Documents of a student and of two teachers that have up to a tenth more or fewer tokens."""
+    draw = random.Random(SEED)
+    whole = np.array(web(number, 10**9))
+    ratios = np.array([[1.0, draw.uniform(0.9, 1.1), draw.uniform(0.9, 1.1)] for _ in whole])
+    lengths = []
+    for tokens, ratio in zip(whole, ratios, strict=True):
+        places = common_places(int(tokens), [], np.array([tokens]))
+        limits = [longest, limit or UNLIMITED, limit or UNLIMITED]
+        edges = window_edges(np.floor(places * ratio).astype(np.int64), limits, [0, 0, 0])
+        lengths.append(np.maximum(1, np.diff(edges, axis=0)))
+    return filling("web, log-normal", lengths, whole, longest, limit)
+
+
+def real_documents(texts: Sequence[str], tokenizers: Path, longest: int, limit: int | None) -> Filling:
+    names = ("llama3_1", "qwen3", "gemma3")
+    student, *teachers = (load_tokenizer(str(tokenizers / name), key="--tokenizers") for name in names)
+
+    crossing = (
+        CrossTokenizer(Encoder.of(teacher, limit or UNLIMITED, append_eos=True), TokenAligner(student, teacher))
+        for teacher in teachers
+    )
+    make = TextSampleMaker(Encoder.of(student, longest, append_eos=True), tuple(crossing))
+    windows_of = TextWindowMaker(make)
+    lengths = [lengths_of(windows_of(text)) for text in texts]
+    whole = np.array([len(make.student(text).ids) for text in texts])
+    return filling("shared corpus, Llama ← Qwen, Gemma", lengths, whole, longest, limit)
+
+
+def filling(
+    name: str, lengths: Sequence[Lengths], whole: NDArray[np.int64], longest: int, limit: int | None
+) -> Filling:
+    """lengths: of the windows of each document; whole: the student's tokens of each."""
+    order = PackedOrder(len(lengths), 1, SEED, True, (longest, *[limit or UNLIMITED] * (lengths[0].shape[1] - 1)))
+    tokens = np.concatenate(lengths).sum(0)
+    rows = order.num_batches(0, lengths)
+    return Filling(
+        name,
+        len(lengths),
+        longest,
+        limit,
+        float(np.minimum(whole, longest).sum() / whole.sum()),
+        float(tokens[0] / whole.sum()),
+        float(tokens[0] / (rows * longest)),
+        float(tokens[1:].max() / (rows * limit)) if limit else None,
+    )
 
 
 def counts(lengths: Sequence[int], longest: int, options: argparse.Namespace) -> Counts:
@@ -121,6 +201,21 @@ def times(name: str, lengths: Sequence[int], options: argparse.Namespace) -> Tim
     return Times(name, found["padded"].median_ms, found["packed"].median_ms, ratio, sum(own) / ids.numel())
 
 
+def filling_grid(rows: list[Filling]) -> Grid:
+    names = ["documents", "number", "row", "of a teacher", "read when cut", "read", "useful, student", "teacher"]
+    cells = [
+        [
+            row.documents,
+            f"{row.number:,}",
+            f"{row.longest:,}",
+            f"{row.teachers_longest:,}" if row.teachers_longest else "any",
+            *(f"{share:.1%}" for share in (row.read_when_cut, row.read, row.student, row.teachers or 1.0)),
+        ]
+        for row in rows
+    ]
+    return Grid("Rows of documents", names, cells)
+
+
 def counts_grid(rows: list[Counts]) -> Grid:
     names = ["longest", "useful, padded", "useful, packed", "microbatches, padded", "packed"]
     cells = [
@@ -149,9 +244,13 @@ def times_grid(rows: list[Times]) -> Grid:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, default=256, help="sequences of a step")
+    parser.add_argument("--documents", type=int, default=20_000, help="documents that are put into rows")
+    parser.add_argument("--corpus", type=Path, default=os.environ.get("NEMO_OPD_CORPUS"))
+    parser.add_argument("--tokenizers", type=Path, default=os.environ.get("NEMO_OPD_TOKENIZERS"))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--micro", type=int, default=8, help="sequences at a time")
     parser.add_argument("--longest", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--longest-of-corpus", type=int, nargs="+", default=[256, 512], help="of the real texts")
     parser.add_argument("--model", choices=PRESETS, default="llama_tiny")
     parser.add_argument("--timed-longest", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=7)
@@ -160,6 +259,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     counted = [counts(web(32 * options.batch, longest), longest, options) for longest in options.longest]
+    filled = [
+        drawn_documents(options.documents, longest, limit) for longest in options.longest for limit in (None, longest)
+    ]
+    if options.corpus and options.tokenizers:
+        lines = (options.corpus / "multidomain.jsonl").read_text(encoding="utf-8").splitlines()
+        texts = [json.loads(line)["text"] for line in lines]
+        filled += [
+            real_documents(texts, options.tokenizers, longest, limit)
+            for longest in options.longest_of_corpus
+            for limit in (None, int(1.3 * longest))
+        ]
     timed = [
         times(f"web, up to {options.timed_longest}", web(options.micro, options.timed_longest), options),
         times(f"all {options.timed_longest}", [options.timed_longest] * options.micro, options),
@@ -172,16 +282,19 @@ def main() -> None:
         "date": date.today().isoformat(),
         "command": "uv run benchmarks/packing.py",
         "web": f"log-normal lengths, median {MEDIAN} tokens, standard deviation of the logarithm {SPREAD}",
+        "rows": "read: of the student's tokens, with those that windows begin with; useful: of the positions of rows, "
+        "of the teacher with the most tokens; a teacher without a limit reads no positions but its tokens",
         "step": f"{options.batch} sequences on {options.ranks} ranks, median over steps; padded: {options.micro} at a "
         f"time, in order; packed: up to {options.micro} · longest tokens at a time",
         "time": f"{options.model}, {options.micro} sequences, the median of rounds that take turns",
     }
-    tables = [counts_grid(counted), times_grid(timed)]
+    tables = [filling_grid(filled), counts_grid(counted), times_grid(timed)]
     described = "\n".join(f"* {key}: {value}" for key, value in facts.items())
     options.output.mkdir(parents=True, exist_ok=True)
     text = "# Packed sequences\n\n" + "\n".join(table.markdown() for table in tables) + f"\n{described}\n"
     (options.output / "packing.md").write_text(text, encoding="utf-8")
-    found = {"facts": facts, "counts": list(map(asdict, counted)), "times": list(map(asdict, timed))}
+    measured = {"rows": filled, "counts": counted, "times": timed}
+    found = {"facts": facts} | {name: [asdict(each) for each in own] for name, own in measured.items()}
     (options.output / "packing.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for table in tables:
         Console(width=160).print(table.rich())

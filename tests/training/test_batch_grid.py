@@ -5,7 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nemo_opd.data.collate import numbered
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.batch_grid import BatchGrid, leads, reduced, shared_out
 from nemo_opd.types import Batch, Last, Max, Mean, Metrics, Sum, TeacherRows, TokenRows
@@ -57,6 +60,32 @@ def test_rows_that_are_dealt_are_the_same_rows(num_rows: int) -> None:
     assert torch.equal(teacher.tokens.lengths, made.student.lengths)
     assert torch.equal(teacher.weights, made.student.lengths.float())
     assert len(grid.padded(made)) == len(grid.padded(batch))
+
+
+@settings(max_examples=60)
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12), student=st.integers(1, 4), teacher=st.integers(1, 3))
+def test_packed_rows_stay_together_and_ranks_have_equally_many(sizes: list[int], student: int, teacher: int) -> None:
+    """Bugs: a row on two ranks, a rank with fewer sequences than others, padding taken for a sequence."""
+    grid = BatchGrid(Layout(student), (Layout(teacher),))
+    batch = replace(batch_of(sum(sizes)), row=numbered(sizes))
+    row_of_length = dict(zip(batch.student.lengths.tolist(), numbered(sizes).tolist(), strict=True))
+
+    made = grid.dealt(batch)
+
+    assert made.row is not None
+    assert made.row.tolist() == numbered(made.row.bincount().tolist()).tolist(), "numbered from 0, in order"
+    lengths = made.student.lengths.tolist()
+    assert sorted(lengths) == list(range(1, sum(sizes) + 1))
+    assert len({(row_of_length[n], row) for n, row in zip(lengths, made.row.tolist(), strict=True)}) == len(sizes)
+    is_given = grid.is_given(made)
+    assert grid.padded(made).student.lengths[is_given].tolist() == lengths
+    assert not grid.padded(made).student.lengths[~is_given].any()
+    for group in (Layout(student), Layout(teacher)):
+        parts = grid.by_rank(made, group)
+        assert len({len(part) for part in parts}) == 1
+        held = [{row_of_length[n] for n in part.student.lengths.tolist() if n} for part in parts]
+        assert sum(map(len, held)) == len(sizes)
+        assert max(map(len, held)) <= -(-len(sizes) // grid.unit) * grid.unit // group.dp
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
