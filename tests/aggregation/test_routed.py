@@ -6,10 +6,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from nemo_opd.data.loader import TrainLoader, validation_batches
 from nemo_opd.data.order import BatchOrder
 from nemo_opd.errors import DataError
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
 from tests.composition import compose
@@ -53,6 +55,22 @@ def test_a_cached_sample_follows_a_new_route(tiny: Tiny, tmp_path: Path) -> None
     second = lengths(plan_of(tiny, jsonl(tmp_path, [swapped[route] for route in ROUTES])))
     for ours, theirs in zip(first, second, strict=True):
         assert all((a > 0) != (b > 0) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_windows_are_for_the_teacher_of_their_document(tiny: Tiny, tmp_path: Path) -> None:
+    """Packed rows have windows of documents for different teachers, each of which reads its own alone."""
+    plan = plan_of(tiny, jsonl(tmp_path, [*ROUTES] * 4), "train.max_length=12", "train.global_batch_size=100")
+    assert isinstance(plan.data, Corpus)
+    with plan.data.loader(plan.config) as loader:
+        batch = loader.next()
+    assert batch.row is not None
+    cross, same = (rows.tokens.lengths > 0 for rows in batch.teachers)
+    assert torch.equal(cross, ~same)
+    assert len(batch) > 4 * len(ROUTES)
+    for read in (cross, same):
+        assert read.any()
+    both = set(batch.row[cross].tolist()) & set(batch.row[same].tolist())
+    assert both, "a row with texts of both"
 
 
 @pytest.mark.world

@@ -73,6 +73,7 @@ def plan(tiny: Tiny, folder: Path) -> Configure:
             "train.max_length=256",
             "train.global_batch_size=2",
             "train.micro_batch_size=2",
+            "data.packing=false",
             *overrides,
         )
     )

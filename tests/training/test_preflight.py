@@ -30,6 +30,7 @@ from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.training import ranks as module
 from nemo_opd.training import run_directory
+from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
@@ -170,12 +171,45 @@ def test_epochs_become_steps(configure: Configure, batch: int, micro: int, epoch
             f"train.epochs={epochs}",
             f"train.global_batch_size={batch}",
             f"train.micro_batch_size={micro}",
+            "data.packing=false",
         )
     )
 
     assert len(plan.data.train) == NUM_DOCUMENTS
     assert plan.steps_per_epoch == steps_per_epoch
     assert plan.total_steps == epochs * steps_per_epoch
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.world)])
+def test_epochs_of_packed_documents_are_counted(configure: Configure, num_workers: int) -> None:
+    """Rows depend on lengths, so all documents are read; each epoch has its own order, and perhaps number of rows."""
+    plan = preflight(
+        configure(
+            "train.max_steps=null",
+            "train.epochs=3",
+            "train.global_batch_size=2",
+            "train.max_length=20",
+            f"data.num_workers={num_workers}",
+        )
+    )
+
+    assert isinstance(plan.data, Corpus)
+    with plan.data.loader(plan.config) as loader:
+        epochs = []
+        for _ in range(plan.total_steps + 1):
+            loader.next()
+            epochs.append(loader.epoch)
+    assert epochs[-2:] == [2, 3], "the last step ends the third epoch"
+    assert epochs.count(0) == plan.steps_per_epoch
+
+
+def test_steps_of_packed_documents_are_estimated_without_reading_all(configure: Configure) -> None:
+    plan = preflight(configure("train.max_steps=7", "train.global_batch_size=2", "train.max_length=20"))
+
+    assert plan.total_steps == 7
+    assert isinstance(plan.data, Corpus)
+    counted = plan.data.steps(plan.config)[0]
+    assert abs(plan.steps_per_epoch - counted) <= 0.15 * counted
 
 
 def test_max_steps_go_beyond_the_data(configure: Configure) -> None:
@@ -333,9 +367,9 @@ def test_a_dry_run_prints_the_plan_and_creates_nothing(
     assert float(rows["overlap"]) > 0.5
     assert rows["recommended loss"] == "p_kl"
     assert rows["training documents"] == str(NUM_DOCUMENTS)
-    assert rows["sequences a step"] == "4"
+    assert rows["packed rows a step"] == "4"
     assert rows["tokens at a time"].endswith(" a rank")
-    assert rows["steps an epoch"] == "6"
+    assert rows["steps an epoch"] == "about 4"
     assert rows["steps"] == "4"
     assert {"cross: hidden states handed over", "same: parameters", "all"} <= rows.keys()
 

@@ -72,7 +72,7 @@ def test_the_curve_is_the_same_and_every_length_has_one_graph(
     tiny: Tiny, tmp_path: Path, fresh: None, options: list[str]
 ) -> None:
     """Bugs: a graph for each layer, for each length, or none, where something hides the layer from the compiler."""
-    plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", *options))
+    plan = plan_of(tiny.overrides(f"train.max_steps={STEPS}", "data.packing=false", *options))
     batches = first_batches(plan, STEPS)
     student = plan.config.student.model_copy(update={"compile": True})
     with_compiler = replace(plan, config=plan.config.model_copy(update={"student": student}))

@@ -140,8 +140,11 @@ def optimizer_state(student: OpenedStudent) -> dict[str, Any]:
     return {**local, "schedule": student.scheduler.state_dict()["last_epoch"]}
 
 
+SETTINGS = ("train.micro_batch_size=1", "student.scheduler.warmup_steps=0", "data.packing=false")
+
+
 def job_of(tiny: Tiny, *overrides: str, **more: Any) -> Job:
-    plan = plan_of(tiny.overrides("train.micro_batch_size=1", "student.scheduler.warmup_steps=0", *overrides))
+    plan = plan_of(tiny.overrides(*SETTINGS, *overrides))
     batches = first_batches(plan, 3)
     return Job(plan, batches, only_on_the_last_rank(batches[1]), **more)
 

@@ -51,6 +51,7 @@ def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int, *more: str) ->
             "data.train.arrow_files=null",
             f"data.train.jsonl_files={documents}",
             "data.shuffle=false",
+            "data.packing=false",
             "data.validation.arrow_files=null",
             "train.global_batch_size=8",
             f"train.micro_batch_size={micro_batch_size}",
