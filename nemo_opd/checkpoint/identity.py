@@ -85,9 +85,14 @@ FREE_KEYS = frozenset(key for key, model, name in fields(RunConfig) if decided_i
 """Dotted keys of free settings, with `*` for the index in a list."""
 
 
+_BEFORE: dict[str, object] = {"data.packing": False}
+"""Dotted keys that older versions have not stored, with what was done then."""
+
+
 def identity(config: RunConfig) -> dict[str, object]:
     """Return the value of every setting that a run's results depend on, by dotted key."""
-    return _bound(dict(flatten(config.model_dump(mode="json"))))
+    settings = dict(flatten(config.model_dump(mode="json")))
+    return _bound({**settings, "data.packing": config.packs_documents})
 
 
 def _bound(settings: Mapping[str, object]) -> dict[str, object]:
@@ -125,7 +130,7 @@ def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, has
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
     """Raise CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
-    saved = _bound(saved)  # an older version may have stored what is free now
+    saved = _bound({**_BEFORE, **saved})  # an older version may have stored what is free now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return

@@ -142,7 +142,7 @@ def test_how_samples_are_obtained_and_judged_may_change() -> None:
         config_name="on_policy_demo",
     )
     require_same_run(identity(before), identity(after), "step_000001")
-    stored_by_an_older_version = dict(flatten(before.model_dump(mode="json")))
+    stored_by_an_older_version = dict(flatten(before.model_dump(mode="json", exclude={"data": {"packing"}})))
     require_same_run(stored_by_an_older_version, identity(after), "step_000001")
 
     other = compose(*server, "rollout.temperature=0.5", "rollout.program=sglang", config_name="on_policy_demo")
@@ -169,6 +169,16 @@ def test_a_setting_that_is_new_and_off_is_no_difference(before: RunConfig) -> No
 def save(checkpoints: CheckpointManager, step: int, config: RunConfig) -> None:
     with checkpoints.writing(Progress(step, {}, identity(config))):
         pass
+
+
+def test_a_checkpoint_from_before_rows_of_documents_is_one_without_them(before: RunConfig) -> None:
+    saved = {key: value for key, value in identity(before).items() if key != "data.packing"}
+    without = before.model_copy(update={"data": before.data.model_copy(update={"packing": False})})
+    require_same_run(saved, identity(without), "step_000005")
+    with pytest.raises(CheckpointError, match=r"data.packing=True, there False"):
+        require_same_run(saved, identity(before), "step_000005")
+    sampled = identity(compose(config_name="on_policy_demo"))
+    require_same_run({key: value for key, value in sampled.items() if key != "data.packing"}, sampled, "step_000005")
 
 
 def test_the_newest_of_the_same_run_is_found(tmp_path: Path, before: RunConfig) -> None:
