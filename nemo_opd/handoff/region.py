@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import together
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.plan import overlap
@@ -56,4 +57,5 @@ class Region:
 
     def logits(self, tokens: TrainableRows, sequences: slice, width: int) -> PackedLogits:
         """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X]."""
-        return PackedLogits(tokens, places_in_row(self.lengths[sequences], width).to(tokens.device))
+        (places,) = together([places_in_row(self.lengths[sequences], width)], tokens.device)
+        return PackedLogits(tokens, places)

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import on_host, planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, width_of
@@ -54,10 +55,10 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     block only. Where units lie across each other for too long, it ends among them, and the rows of its last units are
     in the next block as well. Processes of a share have equally many rows, up to such a stretch, equally many blocks,
     and in each as many steps as the others in theirs: what they read together in a step they read equally often.
-    Several terms wait for the device once each. Raises ConfigError for a chunk_size below 1.
+    Several terms wait for the device where the host does not know their rows. Raises ConfigError for a chunk_size
+    below 1.
     """
-    rows = terms[0].rows if len(terms) == 1 else torch.cat([term.rows for term in terms]).unique()
-    places = [_Places.of(rows, term, is_alone=len(terms) == 1) for term in terms]
+    rows, places = _planned(terms)
     index, processes = source.share
     found = list(_blocks_of_all(source, rows, places, _Lengths.of(source, terms)))
     for first in range(0, len(found), processes):
@@ -188,6 +189,27 @@ def _end_of_units_across(places: Sequence[_Places], row: int, within: int) -> in
     return end
 
 
+def _planned(terms: Sequence[Term]) -> tuple[Tensor, list[_Places]]:
+    """Return the rows that the terms need, int64 [R], and the places of each term's among them."""
+    if len(terms) == 1:
+        (term,) = terms
+        return term.rows, [_Places(term, len(term.rows), term.rows, range(len(term.rows)))]
+
+    def joined(*by_term: Tensor) -> list[Tensor]:
+        rows = torch.cat(by_term).unique()
+        return [rows, *(torch.searchsorted(rows, own) for own in by_term)]
+
+    rows, *places = planned(joined, *(term.rows for term in terms))
+    on_device = zip(terms, places, strict=True)
+    return rows, [_Places(term, len(rows), own, _listed(own)) for term, own in on_device]
+
+
+def _listed(indices: Tensor) -> list[int]:
+    known = on_host(indices)
+    found: list[int] = (indices if known is None else known).tolist()
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class _Places:
     """Places of a term's rows among those that all terms need."""
@@ -198,14 +220,6 @@ class _Places:
     on_device: Tensor
     """int64 [R]"""
     on_host: Sequence[int]
-
-    @staticmethod
-    def of(rows: Tensor, term: Term, *, is_alone: bool) -> _Places:
-        """Find the places. is_alone: the rows are the term's."""
-        if is_alone:
-            return _Places(term, len(rows), rows, range(len(rows)))
-        places = torch.searchsorted(rows, term.rows)
-        return _Places(term, len(rows), places, places.tolist())
 
     def end_of_part(self, source: LogitRows, begin: int) -> int:
         """Return the end of a step that begins at this row and holds no more of the term than allowed."""

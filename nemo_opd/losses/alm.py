@@ -16,8 +16,7 @@ from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.realised_chunks import RealisedChunks
-from nemo_opd.losses.softmax import softmax
-from nemo_opd.losses.support import FAINT
+from nemo_opd.losses.support import FAINT, without
 
 LIVE_COPIES = 3
 """Tensors of the size of a side's positions alive at a chunk's peak."""
@@ -79,18 +78,7 @@ class _LogOddsAgainst(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
-        p = logits.softmax(-1)
-        own, others = p.gather(1, targets), p.scatter_(1, targets, 0)
-        mass = 1 - own
-        # Above 1/2 the difference loses digits, and what is faint has lost them already.
-        likely = (own > 0.5).squeeze(1).nonzero().squeeze(1)
-        mass[likely] = others[likely].sum(1, keepdim=True)
-        odds_against = mass.log() - own.log()
-        faint = (torch.minimum(own, mass) < FAINT).squeeze(1).nonzero().squeeze(1)
-        if len(faint):
-            of_others, log_mass = softmax(logits[faint].scatter(1, targets[faint], torch.finfo(logits.dtype).min))
-            others[faint], mass[faint] = of_others, 1.0
-            odds_against[faint] = (log_mass - logits[faint].gather(1, targets[faint])).to(logits.dtype)
+        others, mass, odds_against = (_parted if logits.device.type == "cpu" else _without)(logits, targets)
         ctx.save_for_backward(others, mass, targets)
         return odds_against
 
@@ -99,6 +87,31 @@ class _LogOddsAgainst(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         others, mass, targets = ctx.saved_tensors
         return scaled(others, grad_output / mass).scatter_(1, targets, -grad_output), None
+
+
+def _without(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return p of the other columns, their sum, and the log of the odds against the targets [R, 1]."""
+    others, log_mass = without(logits, targets)
+    odds_against = (log_mass - logits.gather(1, targets)).to(logits.dtype)
+    return others, torch.ones_like(odds_against), odds_against
+
+
+def _parted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_without` does, up to a factor of the first two, with less traffic.
+
+    How many rows are looked at again is in their values, for which a host would wait.
+    """
+    p = logits.softmax(-1)
+    own, others = p.gather(1, targets), p.scatter_(1, targets, 0)
+    mass = 1 - own
+    # Above 1/2 the difference loses digits, and what is faint has lost them already.
+    likely = (own > 0.5).squeeze(1).nonzero().squeeze(1)
+    mass[likely] = others[likely].sum(1, keepdim=True)
+    odds_against = mass.log() - own.log()
+    faint = (torch.minimum(own, mass) < FAINT).squeeze(1).nonzero().squeeze(1)
+    if len(faint):
+        others[faint], mass[faint], odds_against[faint] = _without(logits[faint], targets[faint])
+    return others, mass, odds_against
 
 
 def _binary_cross_entropy(log_surprise_q: Tensor, log_surprise_p: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -140,9 +141,13 @@ class _Chains:
     def of(inputs: ChunkInputs, prefixes: PrefixRanges) -> _Chains:
         """Find the chains. Up to y_{n−1} the token itself continues one; at y_n any token that begins with it."""
         units = inputs.units
-        is_chain = (units.student_lengths == 1) & (units.teacher_lengths > 1)
-        lengths = (units.teacher_lengths - 1) * is_chain
-        positions = ChunkPositions.of(units.teacher_rows + 1, lengths)
+        is_chain, lengths, begins = planned(
+            lambda m, n, rows: [(m == 1) & (n > 1), (n - 1) * ((m == 1) & (n > 1)), rows + 1],
+            units.student_lengths,
+            units.teacher_lengths,
+            units.teacher_rows,
+        )
+        positions = ChunkPositions.of(begins, lengths)
         targets = positions.targets(inputs.teacher_ids)
         last = positions.place == positions.per_position(lengths) - 1
         begin = torch.where(last, prefixes.begin[targets], prefixes.place[targets])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Required, TypedDict
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
@@ -114,7 +115,9 @@ class ChunkInputs:
         check_shares(student, teacher)
         units = chunk_units(student_chunk_id, teacher_chunk_id)
         if sequence_weights is not None:
-            units = units.where(sequence_weights[units.student_rows // student.shape[1]] != 0)
+            width = student.shape[1]
+            (kept,) = planned(lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows)
+            units = units.where(kept)
         student_columns, teacher_columns = student.shape[2], teacher.shape[2]
         student_default = student_columns if projection is None else projection.student_vocab_size
         teacher_default = teacher_columns if projection is None else projection.teacher_vocab_size

@@ -9,6 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import on_host, planned
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkPositions:
@@ -25,11 +27,16 @@ class ChunkPositions:
 
     @staticmethod
     def of(first_rows: Tensor, lengths: Tensor) -> ChunkPositions:
-        """First rows [U] and lengths [U]. One `tolist`, which waits for the device."""
-        offsets = list(accumulate(lengths.tolist(), initial=0))
-        begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=offsets[-1])
-        place = torch.arange(offsets[-1], device=lengths.device) - begin
-        rows = first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place
+        """First rows [U] and lengths [U]. Waits for the device where the host does not know the lengths."""
+        known = on_host(lengths)
+        offsets = list(accumulate((lengths if known is None else known).tolist(), initial=0))
+
+        def positions(first_rows: Tensor, lengths: Tensor) -> list[Tensor]:
+            begin = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=offsets[-1])
+            place = torch.arange(offsets[-1], device=lengths.device) - begin
+            return [first_rows.repeat_interleave(lengths, output_size=offsets[-1]) + place, place]
+
+        rows, place = planned(positions, first_rows, lengths)
         return ChunkPositions(rows, place, lengths, offsets)
 
     @staticmethod

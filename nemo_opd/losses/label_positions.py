@@ -7,6 +7,7 @@ from typing import Required, TypedDict
 
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
@@ -71,8 +72,8 @@ class LabelPositions:
         check_shares(student, teacher)
         size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
         rows, weights = weighted_label_rows(mask, sequence_weights)
-        sequences = rows // mask.shape[1]
-        student_rows = sequences * student.shape[1] + rows % mask.shape[1]
+        ours, theirs = student.shape[1], mask.shape[1]
+        sequences, student_rows = planned(lambda rows: [rows // theirs, rows // theirs * ours + rows % theirs], rows)
         return LabelPositions(student, teacher, size, rows, student_rows, sequences, weights, normalizer, chunk_size)
 
     def __len__(self) -> int:

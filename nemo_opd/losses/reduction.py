@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.losses.arguments import check_same_length
 
 
@@ -30,14 +31,17 @@ class ChunkUnits:
     @property
     def have_several_tokens(self) -> Tensor:
         """bool [U]: on either side."""
-        return (self.student_lengths > 1) | (self.teacher_lengths > 1)
+        return planned(lambda m, n: [(m > 1) | (n > 1)], self.student_lengths, self.teacher_lengths)[0]
 
     def where(self, kept: Tensor) -> ChunkUnits:
-        """Select the units for which bool [U] is true. Its `nonzero` waits for the device."""
-        index = kept.nonzero().squeeze(1)
-        return ChunkUnits(
-            self.student_rows[index], self.teacher_rows[index], self.student_lengths[index], self.teacher_lengths[index]
-        )
+        """Select the units for which bool [U] is true, as `planned`."""
+
+        def selected(kept: Tensor, *fields: Tensor) -> list[Tensor]:
+            index = kept.nonzero().squeeze(1)
+            return [field[index] for field in fields]
+
+        fields = (self.student_rows, self.teacher_rows, self.student_lengths, self.teacher_lengths)
+        return ChunkUnits(*planned(selected, kept, *fields))
 
 
 def count_label_tokens(mask: Tensor) -> Tensor:
@@ -57,8 +61,12 @@ def count_chunks(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> Tensor:
 def label_rows(mask: Tensor) -> Tensor:
     """Return the logit rows, as indices [U] into [B·S], that predict the scored tokens of a mask [B, S].
 
-    One `nonzero`, which waits for the device.
+    As `planned`, like all units here.
     """
+    return planned(lambda mask: [_label_rows(mask)], mask)[0]
+
+
+def _label_rows(mask: Tensor) -> Tensor:
     row, position = (mask[:, 1:] != 0).nonzero(as_tuple=True)
     return row * mask.shape[1] + position
 
@@ -67,20 +75,24 @@ def weighted_label_rows(mask: Tensor, sequence_weights: Tensor | None) -> tuple[
     """Return `label_rows` of sequences with a weight [B] other than 0, and the weights of the rows [U]; None: all 1."""
     if sequence_weights is None:
         return label_rows(mask), None
-    rows = label_rows(mask * (sequence_weights != 0).unsqueeze(1))
+    (rows,) = planned(lambda mask, w: [_label_rows(mask * (w != 0).unsqueeze(1))], mask, sequence_weights)
     return rows, sequence_weights.index_select(0, rows // mask.shape[1])
 
 
 def chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> ChunkUnits:
-    """Return the units in chunk ids [B, S] and [B, T]. One `nonzero`, which waits for the device."""
+    """Return the units in chunk ids [B, S] and [B, T], as `planned`."""
+    return ChunkUnits(*planned(_chunk_units, student_chunk_id, teacher_chunk_id))
+
+
+def _chunk_units(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> list[Tensor]:
     is_unit, teacher_position = _first_positions(student_chunk_id, teacher_chunk_id)
     row, position = is_unit.nonzero(as_tuple=True)
-    return ChunkUnits(
+    return [
         row * student_chunk_id.shape[1] + position - 1,
         row * teacher_chunk_id.shape[1] + teacher_position[row, position] - 1,
         _chunk_lengths(student_chunk_id, student_chunk_id)[row, position],
         _chunk_lengths(teacher_chunk_id, student_chunk_id)[row, position],
-    )
+    ]
 
 
 def _first_positions(student_chunk_id: Tensor, teacher_chunk_id: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -80,8 +81,8 @@ def strict_units(
 ) -> ChunkUnits:
     """Chunks of one token a side whose two tokens are an exact pair: ids and chunk ids [B, S] and [B, T].
 
-    has_continuation: and those of several tokens on a side. Their number, `len`, is what `strict` counts as units. It
-    waits for the device twice. Raises ProjectionError for a projection without exact pairs.
+    has_continuation: and those of several tokens on a side. Their number, `len`, is what `strict` counts as units.
+    Raises ProjectionError for a projection without exact pairs.
     """
     units = chunk_units(student_chunk_id, teacher_chunk_id)
     is_unit = _are_realised_pairs(units, student_ids, teacher_ids, projection)
@@ -91,12 +92,19 @@ def strict_units(
 def _are_realised_pairs(
     units: ChunkUnits, student_ids: Tensor, teacher_ids: Tensor, projection: ProjectionMatrix
 ) -> Tensor:
-    """Test whether the realised tokens of units are exact pairs: bool [U]."""
+    """Test whether the realised tokens of units are exact pairs: bool [U], as `planned`."""
     sizes = projection.student_vocab_size, projection.teacher_vocab_size
-    partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
-    student = student_ids.flatten().index_select(0, units.student_rows + 1).long()
-    teacher = teacher_ids.flatten().index_select(0, units.teacher_rows + 1).long()
-    return ~units.have_several_tokens & (partner.index_select(0, student) == teacher)
+
+    def are_pairs(
+        student_rows: Tensor, teacher_rows: Tensor, several: Tensor, student_ids: Tensor, teacher_ids: Tensor
+    ) -> list[Tensor]:
+        partner = TokenPairs.exact(projection, *sizes, student_ids.device).partner
+        student = student_ids.flatten().index_select(0, student_rows + 1).long()
+        teacher = teacher_ids.flatten().index_select(0, teacher_rows + 1).long()
+        return [~several & (partner.index_select(0, student) == teacher)]
+
+    rows = (units.student_rows, units.teacher_rows, units.have_several_tokens)
+    return planned(are_pairs, *rows, student_ids, teacher_ids)[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+"""Every loss on the pretended GPU, as a program: prints what each asks for, and how far it is from the CPU's, as JSON.
+
+uv run python -m tests.losses.counted
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from nemo_opd.distributed.transfer import together
+from tests.losses.cases import ALL_LOSSES, Case
+from tests.pretend_gpu import DEVICE, counted
+
+MOVED = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
+
+
+@dataclass(frozen=True)
+class Found:
+    kernels: int
+    waits: dict[str, int]
+    copies: dict[str, int]
+    error: float
+    """Largest difference from the CPU's loss and gradient, as a share of their largest number."""
+
+
+def found(case: Case) -> Found:
+    """Forward and backward, in a second call: what is made once was made in the first."""
+    batch = case.batch(0, torch.float32)
+    expected = case.value_and_gradient(batch)
+    with counted() as work:
+        sent = dict(zip(MOVED, together([getattr(batch, name) for name in MOVED], DEVICE), strict=True))
+        there = replace(batch, student=batch.student.to(DEVICE), teacher=batch.teacher.to(DEVICE), **sent)
+        case.value_and_gradient(there)
+        work.clear()
+        made = case.value_and_gradient(there)
+        kernels, waits, copies = work.num_kernels, dict(work.waits), dict(work.copies)
+        pairs = [(ours.cpu(), theirs) for ours, theirs in zip(made, expected, strict=True)]
+    error = max(float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in pairs)
+    return Found(kernels, waits, copies, error)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({case.name: asdict(found(case)) for case in ALL_LOSSES}))
