@@ -64,6 +64,12 @@ class Work:
     def num_kernels(self) -> int:
         return self.kernels.total()
 
+    def taken(self) -> dict[str, Any]:
+        """Return what there is as plain values, and begin again."""
+        found = {"kernels": self.num_kernels, "waits": dict(self.waits), "copies": dict(self.copies)}
+        self.clear()
+        return found
+
     def clear(self) -> None:
         self.num_bytes = 0
         for counter in (self.kernels, self.waits, self.copies):

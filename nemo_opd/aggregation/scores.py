@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.aggregation import Score
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.rows import LogitRows, logit_rows
@@ -62,7 +63,9 @@ def sequence_scores(
     teacher = logit_rows(logits_BTW)
     check_positions(teacher.shape, ids=tokens.ids)
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
-    counted = tokens.loss_mask if score == "log_probability" else tokens.loss_mask & (tokens.num_bytes > 0)
+    counted = tokens.loss_mask
+    if score != "log_probability":
+        (counted,) = planned(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)
     rows = label_rows(counted)
     targets = tokens.ids.flatten()[rows + 1]
     # A place for every token, whose sum does not depend on the order in which a device adds.
@@ -83,7 +86,10 @@ def sequence_scores(
 
 def joined(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:
     """Return scores of consecutive sequences as those of all, on the host; of these only, where others are padding."""
-    together = [torch.cat(side).cpu() for side in zip(*map(sides, parts), strict=True)]
+    bits, num_bytes, num_tokens = torch.stack(
+        [torch.cat(side).double() for side in zip(*map(sides, parts), strict=True)]
+    ).cpu()  # in one copy, which the host waits for
+    together = bits, num_bytes.long(), num_tokens.long()
     return SequenceScores(*(side if is_given is None else side[is_given] for side in together))
 
 

@@ -40,10 +40,9 @@ class RunSummary:
     """Sharding of the student over ranks, and of the teachers where it differs."""
     total_steps: int
     batch: str
-    """Contents of an optimizer step, such as `64 packed rows`."""
+    """Contents of an optimizer step, such as `64 packed rows of 2,048 tokens`."""
     tokens_at_a_time: int
     """Tokens of a microbatch of a rank."""
-    max_length: int
     output_dir: Path
     warnings: tuple[str, ...] = ()
     """Sentences on suspicious settings."""

@@ -28,8 +28,7 @@ def header(run: RunSummary, step: int) -> Panel:
     facts.add_row("device", Text(f"{run.device}, {run.layout}"))
     continued = f", continued after step {step:,}" if step else ""
     facts.add_row("steps", Text(f"{run.total_steps:,}{continued}"))
-    batch = f"{run.batch} of up to {run.max_length:,} tokens"
-    facts.add_row("batch", Text(f"{batch}, {run.tokens_at_a_time:,} tokens at a time per rank"))
+    facts.add_row("batch", Text(f"{run.batch}, {run.tokens_at_a_time:,} tokens at a time per rank"))
     facts.add_row("output", Text(str(run.output_dir)))
     for warning in run.warnings:
         facts.add_row("warning", Text(warning, "yellow"))

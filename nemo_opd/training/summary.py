@@ -26,7 +26,8 @@ from nemo_opd.training.survey import Survey
 
 def run_summary(plan: Plan) -> RunSummary:
     """Return the facts that loggers show at the start of a run."""
-    config = plan.config
+    config, train = plan.config, plan.config.train
+    noun = "packed rows of" if config.packs_documents else "sequences of up to"
     teachers = [
         TeacherSummary(
             name=settings.name,
@@ -46,9 +47,8 @@ def run_summary(plan: Plan) -> RunSummary:
         device=_device_name(plan.device),
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
-        batch=f"{config.train.global_batch_size} {'packed rows' if config.packs_documents else 'sequences'}",
-        tokens_at_a_time=config.train.tokens_at_a_time,
-        max_length=config.train.max_length,
+        batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
+        tokens_at_a_time=train.tokens_at_a_time,
         output_dir=plan.output_dir,
         warnings=plan.warnings,
     )

@@ -1,7 +1,7 @@
-"""What losses ask of a GPU, counted on one that is none: no loss waits for it, and none copies to it but its plan.
+"""What losses ask of a GPU, counted on one that is none: none waits for it or copies to it but its plan.
 
-Cases make the masks of `same_vocab`, `tcad` and `sampled_kl` on the device, so that their units are counted there, which
-a training step does on the host (`tests/workers/test_counted.py`); `tcad` adds up its weights where no normalizer is
+Cases make the masks of `same_vocab`, `tcad` and `sampled_kl` on the device, so that their units are counted there; a
+training step does that on the host (tests/workers/test_counted.py). `tcad` adds up its weights where no normalizer is
 given. The gradient of a tensor of logits, `logits/rows.py`, has one wait; one of hidden states has none.
 """
 

@@ -1,0 +1,82 @@
+"""Training steps on the pretended GPU, as a program: prints what the third step asks for, as JSON.
+
+uv run python -m tests.workers.counted [settings]
+"""
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from nemo_opd.cluster.local import LocalCluster
+from nemo_opd.distributed import process_group
+from nemo_opd.handoff.base import Receiver, Sender
+from nemo_opd.training.models import Models
+from tests.pretend_gpu import NAME, OnDevice, counted
+from tests.tiny import make_tiny
+from tests.workers.local import first_batches, plan_of
+
+STEPS = 3
+SHARDING = "torch.distributed.fsdp._fully_shard"
+
+
+@contextmanager
+def on_the_device() -> Iterator[None]:
+    """Give the device what it lacks: a world of one rank, storages of its own, and buffers that are handed over."""
+    written, last, read = Sender.tensor, Sender.last.fget, Receiver.tensor
+    assert last is not None
+
+    def there(tensor: Tensor) -> OnDevice:
+        return tensor if isinstance(tensor, OnDevice) else OnDevice(tensor)
+
+    def join(*_: object) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+
+    patches: dict[str, Any] = {
+        f"{SHARDING}._fsdp_param.alloc_storage": lambda _: None,
+        f"{SHARDING}._fsdp_param.free_storage": lambda _: None,
+        f"{SHARDING}._fsdp_param_group.alloc_storage": lambda _: None,
+        f"{process_group.__name__}.join": join,
+        "torch.distributed.new_group": lambda *_, **__: None,
+        f"{Sender.__module__}.Sender.tensor": lambda self, *given: there(written(self, *given)),
+        f"{Sender.__module__}.Sender.last": property(lambda self: there(last(self))),
+        f"{Receiver.__module__}.Receiver.tensor": lambda self, handle: there(read(self, handle)),
+    }
+    with ExitStack() as stack:
+        for name, instead in patches.items():
+            stack.enter_context(patch(name, instead))
+        yield
+
+
+def main(settings: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder, on_the_device(), counted() as work:
+        plan = plan_of(make_tiny(Path(folder)).overrides(*settings))
+        batches = first_batches(plan, STEPS)
+        plan = replace(plan, device=NAME)
+        with (
+            LocalCluster(plan.config.cluster, device="cpu", placement=plan.placement) as cluster,
+            Models(cluster, plan) as models,
+        ):
+            for batch in batches:
+                work.clear()
+                scored = models.collect(models.submit(batch, ""))
+                of_teachers = work.taken()
+                microbatches = len(models._student_parts(scored)[0][2])
+                models.train_step(scored, 1.0)
+                of_student = work.taken()
+    return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps(main(sys.argv[1:])))

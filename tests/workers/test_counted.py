@@ -1,0 +1,79 @@
+"""What a training step asks of a GPU, counted on one that is none: the host waits once a step, whatever it reads."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.world
+
+ATTENTION = "models/packed_attention.py"
+"""Waits of each layer in fp32; in bf16 and fp16 a GPU has one kernel for sequences of all lengths (methods.md §8.4)."""
+COPIES = 12
+"""Of a microbatch of the student: its tensors, its packing, the places of teachers' tokens, and plans of losses."""
+SETTINGS = {
+    "p_kl": [],
+    "strict": ["loss=strict"],
+    "alm": ["loss=alm"],
+    "byte_prefix": ["loss=byte_prefix"],
+    "weights by sequence": ["aggregation.weights=bits_per_byte"],
+    "a sequence a document": ["data.packing=false"],
+}
+KERNELS = {
+    "p_kl": 658,
+    "strict": 590,
+    "alm": 700,
+    "byte_prefix": 730,
+    "weights by sequence": 670,
+    "a sequence a document": 660,
+}
+    "p_kl": 658,
+    "strict": 590,
+    "alm": 700,
+    "byte_prefix": 730,
+    "weights by sequence": 670,
+    "a sequence a document": 660,
+}
+"""Of a microbatch of the student, model and optimizer included; budgets, to be lowered with what is saved."""
+
+
+@pytest.fixture(scope="module", params=SETTINGS)
+def counted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    command = [sys.executable, "-m", "tests.workers.counted", *SETTINGS[request.param]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return request.param, json.loads(done.stdout)
+
+
+def waits(of: dict[str, Any]) -> dict[str, int]:
+    return {place: number for place, number in of["waits"].items() if ATTENTION not in place}
+
+
+def test_the_host_waits_for_metrics_once_a_step(counted: tuple[str, dict[str, Any]]) -> None:
+    _, found = counted
+    assert found["microbatches"] > 1
+    (place,) = waits(found["student"])
+    assert "workers/student.py" in place
+    assert waits(found["student"])[place] == 1
+
+
+def test_a_microbatch_has_few_copies(counted: tuple[str, dict[str, Any]]) -> None:
+    _, found = counted
+    copies = found["student"]["copies"]
+    assert all("distributed/transfer.py" in place for place in copies), "pinned, and not waited for"
+    assert 0 < sum(copies.values()) <= COPIES * found["microbatches"]
+
+
+def test_a_microbatch_has_no_more_kernels_than_its_budget(counted: tuple[str, dict[str, Any]]) -> None:
+    name, found = counted
+    kernels = found["student"]["kernels"] / found["microbatches"]
+    assert 0.5 * KERNELS[name] < kernels <= KERNELS[name]
+
+
+def test_teachers_wait_for_their_scores_alone(counted: tuple[str, dict[str, Any]]) -> None:
+    name, found = counted
+    assert sum(waits(found["teachers"]).values()) <= (2 if name == "weights by sequence" else 0), waits(
+        found["teachers"]
+    )
