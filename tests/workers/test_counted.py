@@ -29,13 +29,6 @@ KERNELS = {
     "weights by sequence": 670,
     "a sequence a document": 660,
 }
-    "p_kl": 658,
-    "strict": 590,
-    "alm": 700,
-    "byte_prefix": 730,
-    "weights by sequence": 670,
-    "a sequence a document": 660,
-}
 """Of a microbatch of the student, model and optimizer included; budgets, to be lowered with what is saved."""
 
 
