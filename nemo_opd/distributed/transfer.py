@@ -39,15 +39,19 @@ def together(tensors: Sequence[Tensor], device: str | torch.device) -> list[Tens
     device = torch.device(device)
     if device.type == "cpu":
         return list(tensors)
+    found = _in_one_buffer(tensors, device)
+    for there, here in zip(found, tensors, strict=True):
+        setattr(there, _KNOWN, here)
+    return found
+
+
+def _in_one_buffer(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors]
     host = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, tensor in zip(host.split(sizes), tensors, strict=True):
         _as(part, tensor).copy_(tensor)
     sent = host.to(device, non_blocking=True)
-    found = [_as(part, tensor) for part, tensor in zip(sent.split(sizes), tensors, strict=True)]
-    for there, here in zip(found, tensors, strict=True):
-        setattr(there, _KNOWN, here)
-    return found
+    return [_as(part, tensor) for part, tensor in zip(sent.split(sizes), tensors, strict=True)]
 
 
 def on_host(tensor: Tensor) -> Tensor | None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nemo_opd.distributed.transfer import moved, together
+from nemo_opd.distributed.transfer import _in_one_buffer, moved, on_host, planned, together
 from nemo_opd.types import Batch, ChunkRows, TeacherRows, TokenRows
 
 TENSORS = [
@@ -19,14 +19,37 @@ TENSORS = [
 
 def test_values_shapes_and_dtypes_are_kept() -> None:
     """In one buffer: sizes that no alignment divides, empty and scalar tensors, and views."""
-    made = together(TENSORS, "cpu")
+    made = _in_one_buffer(TENSORS, torch.device("cpu"))
 
     for found, expected in zip(made, TENSORS, strict=True):
         assert found.dtype == expected.dtype
         assert found.is_contiguous()
         assert torch.equal(found, expected)
     assert len({tensor.untyped_storage().data_ptr() for tensor in made if tensor.numel()}) == 1
-    assert not together([], "cpu")
+    assert not _in_one_buffer([], torch.device("cpu"))
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    assert all(ours is given for ours, given in zip(together(TENSORS, "cpu"), TENSORS, strict=True))
+    assert on_host(TENSORS[0]) is TENSORS[0]
+
+
+def test_what_was_sent_is_known_and_what_is_made_of_it_there_is_not() -> None:
+    (ids,) = together([torch.arange(4)], "meta")
+    assert torch.equal(on_host(ids), torch.arange(4))
+    assert on_host(ids + 1) is None
+
+
+def test_a_plan_of_known_values_is_made_on_the_host() -> None:
+    """On meta tensors there are no values: a plan made there would fail."""
+    ids, mask = together([torch.arange(4), torch.tensor([True, False, True, True])], "meta")
+    (kept,) = planned(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids, mask)
+    assert kept.device.type == "meta"
+    assert on_host(kept).tolist() == [0, 2, 3]
+    (again,) = planned(lambda kept: [kept + 1], kept)
+    assert on_host(again).tolist() == [1, 3, 4]
+    with pytest.raises(NotImplementedError):
+        planned(lambda ids, mask: [ids[mask.nonzero().squeeze(1)]], ids + 1, mask)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
