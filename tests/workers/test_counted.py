@@ -16,16 +16,12 @@ COPIES = 12
 SETTINGS = {
     "p_kl": [],
     "strict": ["loss=strict"],
-    "alm": ["loss=alm"],
-    "byte_prefix": ["loss=byte_prefix"],
     "weights by sequence": ["aggregation.weights=bits_per_byte"],
     "a sequence a document": ["data.packing=false"],
 }
 KERNELS = {
     "p_kl": 658,
     "strict": 590,
-    "alm": 700,
-    "byte_prefix": 730,
     "weights by sequence": 670,
     "a sequence a document": 660,
 }
