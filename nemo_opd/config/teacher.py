@@ -19,7 +19,9 @@ class TeacherBase(Model):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights and of the forward pass."""
     micro_batch_tokens: int | None = Field(None, ge=2)
-    """Tokens of this teacher in one forward pass of a rank; by default those of as many texts as the student's has."""
+    """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
+    longest sequence of this teacher.
+    """
     offload: Literal[True, False, "auto"] = "auto"
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
     does not fit otherwise, the largest teacher first.

@@ -13,11 +13,11 @@ class Train(Settings):
     global_batch_size: int = Field(64, ge=1)
     """Sequences in an optimizer step, over all ranks; with `data.packing` rows of `max_length` tokens, of several."""
     micro_batch_size: int = Field(1, ge=1)
-    """Sequences of `max_length` in one forward and backward pass of a rank; of shorter ones there are more."""
+    """Sequences of `max_length` in one forward and backward pass of a rank; more of shorter ones."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens in one forward and backward pass of a rank; by default `micro_batch_size` · `max_length`.
 
-    A longer sequence is alone. Padding counts for models that read it.
+    A sequence longer than this is a microbatch by itself. Padding counts for models that read it.
     """
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several."""

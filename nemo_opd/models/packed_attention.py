@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 
+from nemo_opd.distributed.transfer import on_host
+
 _PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
 """Names in transformers of attention within sequences, and of one that only notes how it is called."""
 _REPLACED = "sdpa"
@@ -32,9 +34,12 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 def is_packable(model: PreTrainedModel) -> bool:
     """Return whether the model reads packed sequences as it reads each alone.
 
-    Its layers must pass the bounds of sequences on to an attention that can be replaced and has nothing but a scale,
-    dropout and a sliding window, and mix tokens in no other way. A copy without weights is called once.
+    It must take positions, counted from 0. Its layers must pass the bounds of sequences on to an attention that can be
+    replaced and has nothing but a scale, dropout and a sliding window, and mix tokens in no other way. A copy without
+    weights is called once.
     """
+    if "position_ids" not in inspect.signature(model.forward).parameters or _counts_from_padding(model):
+        return False
     config = model.config.get_text_config()
     kinds: list[str] | None = getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None)
@@ -47,8 +52,14 @@ def is_packable(model: PreTrainedModel) -> bool:
         windows = [window if kind == "sliding_attention" else None for kind in kinds]
     try:
         return _windows_of_calls(model) == windows
-    except (RuntimeError, TypeError, ValueError):  # what families raise for arguments or a device unknown to them
+    except Exception:  # families raise their own for arguments or a device unknown to them
         return False
+
+
+def _counts_from_padding(model: PreTrainedModel) -> bool:
+    """Return whether positions begin behind the id of padding, as those of RoBERTa do."""
+    tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    return any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables)
 
 
 def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
@@ -185,7 +196,9 @@ def _by_length(
     """Compute the attention of consecutive sequences of one length at a time."""
     if (repeated := query.shape[1] // key.shape[1]) > 1:
         key, value = key.repeat_interleave(repeated, 1), value.repeat_interleave(repeated, 1)
-    runs = [(length, len(list(equal))) for length, equal in groupby(ends.diff().tolist())]
+    known = on_host(ends)
+    lengths = (ends if known is None else known).diff().tolist()
+    runs = [(length, len(list(equal))) for length, equal in groupby(lengths)]
     sizes = [length * number for length, number in runs]
     parts = zip(*(tensor.squeeze(0).split(sizes, 1) for tensor in (query, key, value)), strict=True)
     made = []

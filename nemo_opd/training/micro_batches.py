@@ -14,7 +14,7 @@ _MOST_POSITIONS = 16
 def dealt(rows: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
     """Return an order of rows in which consecutive parts of `sizes` cost about the same.
 
-    The dearest goes first to the part that has cost least; in a part the dearest come first. rows: tokens of the
+    The dearest goes first to the part that has cost least; within each part the dearest come first. rows: tokens of the
     sequences of each.
     """
     costs = [sum(map(_cost, lengths)) for lengths in rows]
@@ -36,8 +36,8 @@ def _cost(length: int) -> float:
 def micro_batches(by_rank: Sequence[Sequence[int]], budget: int, *, is_packed: bool) -> list[list[slice]]:
     """Cut the sequences of each rank, of these lengths, into consecutive microbatches of no more tokens than `budget`.
 
-    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. All ranks have as many
-    sequences and get as many microbatches.
+    A longer sequence is alone, an empty one has length 0. is_packed: padding does not count. All ranks have
+    the same number of sequences and get the same number of microbatches.
     """
     found = [_cut(lengths, budget, is_packed) for lengths in by_rank]
     number = max(map(len, found))

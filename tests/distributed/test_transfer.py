@@ -68,3 +68,11 @@ def test_rows_are_the_same_rows_there(device: str) -> None:
         assert torch.equal(made.teachers[0].chunks.teacher, chunks.teacher)
         assert torch.equal(made.teachers[1].weights, batch.teachers[1].weights)
         assert torch.equal(made.student.loss_mask, tokens.loss_mask)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_arrive_on_a_gpu() -> None:
+    for found, expected in zip(together(TENSORS, "cuda"), TENSORS, strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found.cpu(), expected)

@@ -1,12 +1,14 @@
 """Sequences that are packed into one row are read as each is alone, in every family of models."""
 
 from copy import deepcopy
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import (
+    BartConfig,
     DeepseekV3Config,
     FalconH1Config,
     Gemma2Config,
@@ -21,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3MoeConfig,
+    RobertaConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -66,6 +69,24 @@ OTHERS: dict[str, PretrainedConfig] = {
     ),
     "llama4, chunks": Llama4TextConfig(**SIZES, head_dim=8, num_local_experts=1, attention_chunk_size=WINDOW),
     "lfm2, convolutions": Lfm2Config(**SIZES, layer_types=["conv", "full_attention"]),
+    "bart, positions of the whole row": BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        decoder_attention_heads=2,
+        decoder_ffn_dim=24,
+        is_decoder=True,
+        is_encoder_decoder=False,
+    ),
+    "roberta, positions behind the padding's": RobertaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=24,
+        is_decoder=True,
+    ),
     "falcon-h1, states": FalconH1Config(**SIZES, mamba_d_ssm=16, mamba_n_heads=4, mamba_d_state=4, mamba_expand=1),
 }
 
@@ -203,3 +224,25 @@ def test_flash_attention_can_be_compiled_into_a_layer(monkeypatch: pytest.Monkey
             **packed_attention.bounds(packing_of(4, 2).bounds.to("meta"), longest=4),
         )
     assert made.shape == hidden.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1)])
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_flash_attention_of_a_gpu_is_that_by_length(
+    key_heads: int, window: int | None, lengths: tuple[int, ...]
+) -> None:
+    """The kernel itself, forward and backward, against one call of SDPA for each length."""
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    torch.manual_seed(0)
+    given = [torch.randn(1, heads, sum(lengths), 16, device="cuda") for heads in (4, key_heads, key_heads)]
+    outputs = []
+    for attend, dtype in ((packed_attention._flash, torch.bfloat16), (packed_attention._by_length, torch.float32)):
+        query, key, value = (tensor.to(dtype).requires_grad_() for tensor in given)
+        made = attend(query, key, value, ends, max(lengths), 0.25, 0.0, window)
+        made.float().square().sum().backward()
+        outputs.append([made, query.grad, key.grad, value.grad])
+    for ours, reference in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours.float(), reference, rtol=0.03, atol=0.03)

@@ -9,8 +9,6 @@ import pytest
 
 pytestmark = pytest.mark.world
 
-ATTENTION = "models/packed_attention.py"
-"""Waits of each layer in fp32; in bf16 and fp16 a GPU has one kernel for sequences of all lengths (methods.md §8.4)."""
 COPIES = 12
 """Of a microbatch of the student: its tensors, its packing, the places of teachers' tokens, and plans of losses."""
 SETTINGS = {
@@ -36,16 +34,12 @@ def counted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     return request.param, json.loads(done.stdout)
 
 
-def waits(of: dict[str, Any]) -> dict[str, int]:
-    return {place: number for place, number in of["waits"].items() if ATTENTION not in place}
-
-
 def test_the_host_waits_for_metrics_once_a_step(counted: tuple[str, dict[str, Any]]) -> None:
     _, found = counted
     assert found["microbatches"] > 1
-    (place,) = waits(found["student"])
+    ((place, number),) = found["student"]["waits"].items()
     assert "workers/student.py" in place
-    assert waits(found["student"])[place] == 1
+    assert number == 1
 
 
 def test_a_microbatch_has_few_copies(counted: tuple[str, dict[str, Any]]) -> None:
@@ -63,6 +57,5 @@ def test_a_microbatch_has_no_more_kernels_than_its_budget(counted: tuple[str, di
 
 def test_teachers_wait_for_their_scores_alone(counted: tuple[str, dict[str, Any]]) -> None:
     name, found = counted
-    assert sum(waits(found["teachers"]).values()) <= (2 if name == "weights by sequence" else 0), waits(
-        found["teachers"]
-    )
+    scores = 2 if name == "weights by sequence" else 0
+    assert sum(found["teachers"]["waits"].values()) == scores, found["teachers"]["waits"]

@@ -62,7 +62,8 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     work = setup.work(config.student, train.longest_at_a_time, train.max_length, c)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
-    before = after if train.global_batch_size > setup.layout.dp * train.longest_at_a_time else after - gradients
+    at_a_time = max(1, train.tokens_at_a_time // train.max_length)
+    before = after if train.global_batch_size > setup.layout.dp * at_a_time else after - gradients
     saved = saved_activations(size, work, checkpointing=checkpointing)
     recomputed = max(layer_bytes(layer, work) for layer in size.layers) if checkpointing else 0
     working = recomputed + working_bytes(size, work)
