@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.base import YEAR_S
 from nemo_opd.errors import RolloutError
 from nemo_opd.rewards import equivalence as equivalence_module
@@ -184,7 +185,7 @@ def kill_the_child_of(made: Equivalence) -> None:
     assert made._process is not None
     (child,) = psutil.Process(made._process.pid).children()
     child.kill()
-    wait_until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, "its end", every_s=0.01)
+    wait_until(lambda: has_ended(child), "its end", every_s=0.01)
 
 
 def test_a_child_that_is_killed_between_two_questions_costs_none() -> None:
