@@ -1,7 +1,8 @@
 """A GPU that is none, which counts what a real one would be asked for: kernels, bytes, copies, and waits of the host.
 
-Its tensors say `pretend:0` and hold their values in host memory, where they are computed. Operations on tensors of both
-devices are refused, as CUDA refuses them. It knows no streams, no speed and no limits of CUDA's kernels.
+Its tensors say `pretend:0` and hold their values in host memory, where they are computed; or only their shapes, which
+takes no memory and no time, for programs that never read a value back. Operations on tensors of both devices are
+refused, as CUDA refuses them. It knows no streams, no speed and no limits of CUDA's kernels.
 
 Use it in a process of its own: PyTorch has one place for devices that it does not know, and keeps what is put there.
 """
@@ -14,12 +15,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+from torch.utils.flop_counter import flop_registry
+
+from nemo_opd.losses.fused import Fused
 
 NAME = "pretend"
 WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
@@ -44,46 +49,65 @@ FILLS = {
     "zeros",
     "zeros_like",
 }
+GATHERS = {"index_select", "gather", "index", "embedding"}
+"""Operations that read as much as they make."""
+SCATTERS = {"scatter_add_", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "_index_put_impl_"}
+"""Operations that read and write as much as they are given besides."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call of an operation."""
+
+    name: str
+    num_bytes: int
+    """Read and written, none of it from a cache."""
+    flops: int
+    """Of matrix products and attention."""
 
 
 @dataclass
 class Work:
     """Work that the pretended GPU was given."""
 
-    kernels: Counter[str] = field(default_factory=Counter)
-    """Number of calls by operation."""
-    num_bytes: int = 0
-    """Read and written by kernels, none of it from a cache."""
+    kernels: list[Kernel] = field(default_factory=list)
     waits: Counter[str] = field(default_factory=Counter)
     """Times that the host needs a value, by operation and place."""
     copies: Counter[str] = field(default_factory=Counter)
     """Copies from the host, by place."""
 
     @property
-    def num_kernels(self) -> int:
-        return self.kernels.total()
+    def num_bytes(self) -> int:
+        return sum(kernel.num_bytes for kernel in self.kernels)
 
     def taken(self) -> dict[str, Any]:
         """Return what there is as plain values, and begin again."""
-        found = {"kernels": self.num_kernels, "waits": dict(self.waits), "copies": dict(self.copies)}
+        found = {
+            "kernels": len(self.kernels),
+            "bytes": self.num_bytes,
+            "waits": dict(self.waits),
+            "copies": dict(self.copies),
+        }
         self.clear()
         return found
 
     def clear(self) -> None:
-        self.num_bytes = 0
-        for counter in (self.kernels, self.waits, self.copies):
-            counter.clear()
+        for each in (self.kernels, self.waits, self.copies):
+            each.clear()
 
 
 @contextmanager
-def counted() -> Iterator[Work]:
-    """Inside, the device is there; yield what it is asked for."""
-    mode = _Mode()
+def counted(*, has_values: bool = True) -> Iterator[Work]:
+    """Inside, the device is there; yield what it is asked for.
+
+    has_values: False for a device that knows shapes only, of which the host reads ones.
+    """
+    mode = _Mode(torch.device("cpu" if has_values else "meta"))
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) is a copy from the host
     try:
-        with mode:
+        with mode, patch.object(Fused, "as_compiled", lambda *given, **more: mode.fused(*given, **more)):
             yield mode.work
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)
@@ -177,9 +201,23 @@ class OnDevice(Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    def __init__(self) -> None:
+    def __init__(self, holder: torch.device) -> None:
+        """holder: device of the tensors that are held."""
         super().__init__()
         self.work = Work()
+        self._holder = holder
+        self._fusing: _Fusing | None = None
+
+    def fused(self, function: Fused[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that would be compiled, and count one kernel."""
+        self._fusing = fusing = _Fusing()
+        try:
+            made = function.function(*args, **kwargs)
+        finally:
+            self._fusing = None
+        written = sum(_size(each) for each in tree_iter(made) if id(each) in fusing.inner)
+        self.work.kernels.append(Kernel(f"compiled {function.function.__name__}", fusing.num_bytes + written, 0))
+        return made
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(not issubclass(each, OnDevice | torch.nn.Parameter) and each is not Tensor for each in types):
@@ -200,34 +238,52 @@ class _Mode(TorchDispatchMode):
         others = [each for each in given if ours and each.dim() and not isinstance(each, OnDevice)]
         if namespace not in COLLECTIVES:
             self._look(name, args, kwargs, others)
+        if name == "_local_scalar_dense" and self._holder.type == "meta":
+            return torch.ones((), dtype=args[0].dtype).item()
         if is_made_here:
-            kwargs["device"] = torch.device("cpu")
-        made = function(*tree_map(_held, args), **tree_map(_held, kwargs))
-        self._count(name, given, [each for each in tree_iter(made) if isinstance(each, Tensor)])
-        return _returned(function, args, kwargs, made, ours)
+            kwargs["device"] = self._holder
+        held_args, held_kwargs = tree_map(self._held, args), tree_map(self._held, kwargs)
+        made = function(*held_args, **held_kwargs)
+        flops = _flops(function, held_args, held_kwargs, made)
+        if self._fusing is None:
+            self._count(name, given, [each for each in tree_iter(made) if isinstance(each, Tensor)], flops)
+            return _returned(function, args, kwargs, made, ours)
+        returned = _returned(function, args, kwargs, made, ours)
+        self._fusing.note(name, ours, [each for each in tree_iter(returned) if isinstance(each, OnDevice)])
+        return returned
 
     def _copied(self, function: Any, source: Tensor, kwargs: dict[str, Any]) -> Tensor:
         wanted = kwargs.pop("device", None)
         target = source.device.type if wanted is None else torch.device(wanted).type
         for name in ("pin_memory", "non_blocking"):
             kwargs.pop(name, None)
-        held = function(_held(source), **kwargs)
+        held = function(self._held(source), **kwargs)
         if target != NAME:
             self.work.waits[f"to the host, {_place()}"] += 1
-            return held
-        if isinstance(source, OnDevice):
-            self._count("_to_copy", [source], [held])
-        else:
+            return torch.ones_like(held, device="cpu") if held.is_meta else held
+        made = OnDevice(held.clone() if held is source else held)
+        if not isinstance(source, OnDevice):
             self.work.copies[_place()] += 1
-        return OnDevice(held.clone() if held is source else held)
+        elif self._fusing is None:
+            self._count("_to_copy", [source], [made])
+        else:
+            self._fusing.note("_to_copy", [source], [made])
+        return made
 
     def _copied_into(self, target: Tensor, source: Tensor, *_: object) -> Tensor:
         if isinstance(target, OnDevice):
             self.work.copies[_place()] += 1
         else:
             self.work.waits[f"to the host, {_place()}"] += 1
-        _held(target).copy_(_held(source))
+        held = self._held(source)
+        self._held(target).copy_(torch.ones_like(held, device="cpu") if held.is_meta else held)
         return target
+
+    def _held(self, value: Any) -> Any:
+        if isinstance(value, OnDevice):
+            return value.held
+        is_of_another = isinstance(value, Tensor) and value.dim() and self._holder.type == "meta"
+        return value.to("meta") if is_of_another else value
 
     def _look(self, name: str, args: Any, kwargs: dict[str, Any], others: list[Tensor]) -> None:
         """Count a wait for the device. Raises RuntimeError where tensors are on two devices."""
@@ -243,18 +299,69 @@ class _Mode(TorchDispatchMode):
         if name in WAITS or is_masked or has_unknown_size or is_checked:
             self.work.waits[f"{name}, {_place()}"] += 1
 
-    def _count(self, name: str, given: list[Tensor], made: list[Tensor]) -> None:
+    def _count(self, name: str, given: list[Tensor], made: list[Tensor], flops: int = 0) -> None:
         if name in VIEWS:
             return
         read = [] if name in FILLS else [each for each in given if not _is_expanded(each)]
-        if name in ("index_select", "gather", "index", "embedding"):
+        if name in GATHERS:
             read = [*made, *(each for each in given if not each.is_floating_point())]
-        self.work.kernels[name] += 1
-        self.work.num_bytes += sum(each.numel() * each.element_size() for each in (*read, *made))
+        elif name in SCATTERS:
+            read, made = [*given[1:], *given[1:]], []
+        elif name == "copy_":
+            read = given[1:]
+        num_bytes = sum(map(_size, (*read, *made)))
+        self.work.kernels.append(Kernel(name, num_bytes, flops))
 
 
-def _held(value: Any) -> Any:
-    return value.held if isinstance(value, OnDevice) else value
+class _Fusing:
+    """What compiled code would read and write, while the function is called as it is.
+
+    Each argument is read twice: for sums along its rows, and again with these. Gathers read what they take.
+    """
+
+    def __init__(self) -> None:
+        self.inner: dict[int, OnDevice] = {}
+        """Tensors that the function has made, by id."""
+        self._gathered = 0
+        self._whole: Counter[tuple[Any, ...]] = Counter()
+        self._sizes: dict[tuple[Any, ...], int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return self._gathered + sum(min(times, 2) * self._sizes[key] for key, times in self._whole.items())
+
+    def note(self, name: str, given: list[OnDevice], made: list[OnDevice]) -> None:
+        outer = [each for each in given if id(each) not in self.inner]
+        if name in VIEWS:
+            self.inner |= {} if outer else {id(each): each for each in made}
+            return
+        if name in GATHERS:
+            self._gathered += sum(map(_size, made)) if outer else 0
+            outer = [each for each in outer if not each.is_floating_point()]
+        for each in outer:
+            storage = each.held.untyped_storage()._cdata
+            key = (storage, each.storage_offset(), tuple(each.shape), tuple(each.stride()))
+            self._whole[key] += 1
+            self._sizes[key] = 0 if _is_expanded(each) else _size(each)
+        # An argument that is written to is among `outer`, once as what is read and once as what is written.
+        written = [each for each in made if any(each is one for one in outer)]
+        for each in made:
+            if not any(each is one for one in written):
+                self.inner[id(each)] = each
+
+
+def _flops(function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> int:
+    formula = flop_registry.get(function.overloadpacket)
+    if formula is None:
+        return 0
+    is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    # Their formulas know no dtype of the result.
+    given = [each for each in args if isinstance(each, Tensor)] if is_product else args
+    return int(formula(*given, out_val=made, **({} if is_product else kwargs)))
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -29,7 +29,10 @@ FREE: dict[type[BaseModel], str] = {
     RunConfig: "evaluation",
     Data: "validation num_workers cache",
     Run: "name output_dir resume dry_run",
-    Train: "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last max_skipped_steps",
+    Train: (
+        "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last compile_losses "
+        "max_skipped_steps"
+    ),
     Student: "offload activation_checkpointing compile",
     TeacherBase: "offload micro_batch_tokens",
     Lora: "export",

@@ -29,6 +29,11 @@ class Train(Settings):
     """Newest checkpoints that are kept."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient."""
+    compile_losses: bool | None = None
+    """Compile the parts of losses that read whole rows of logits with `torch.compile`; by default on GPUs.
+
+    It takes some seconds at the start. On a CPU it needs a C++ compiler.
+    """
     max_skipped_steps: int = Field(5, ge=1)
     """Number of consecutive steps, skipped because loss or gradient is not finite, after which the run fails."""
 

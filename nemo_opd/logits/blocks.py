@@ -15,10 +15,12 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Term, width_of
 
-BLOCK_BYTES = 256 * 2**20
-"""Budget for the temporaries of a loss, and for the logits that a head makes at once: enough rows to fill a GPU."""
 CPU_BLOCK_BYTES = 64 * 2**20
-"""The same on a CPU, where what is worked on should stay near its cache."""
+"""Budget on a CPU, where what is worked on should stay near its cache."""
+LEAST_BLOCK_BYTES = 256 * 2**20
+"""Budget of any other device."""
+_SHARE_OF_DEVICE = 32
+"""Part of a device's memory that a budget takes. Each block reads the heads once and launches every kernel once."""
 LONGEST = 4
 """Times the rows that fit the budget, within which a block looks for a row that no unit lies across."""
 
@@ -89,6 +91,14 @@ def own_share(source: LogitRows, items: Sequence[Item], empty: Item) -> Iterator
         yield items[first + index] if first + index < len(items) else empty
 
 
+def block_bytes(device: str, memory: int | None = None) -> int:
+    """Return the budget for the temporaries of a loss, and for the logits that a head makes at once.
+
+    device: its type. memory: its bytes, where they are known.
+    """
+    return CPU_BLOCK_BYTES if device == "cpu" else max(LEAST_BLOCK_BYTES, (memory or 0) // _SHARE_OF_DEVICE)
+
+
 def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
     """Bytes of logits that each of the sides may make at once: the student, and whoever is read ahead."""
     others = sum(term.ahead is not None and term.ahead.is_worth_while for term in terms)
@@ -96,7 +106,7 @@ def rows_budget(source: LogitRows, terms: Sequence[Term]) -> int:
 
 
 def _budget(source: LogitRows) -> int:
-    return CPU_BLOCK_BYTES if source.device.type == "cpu" else BLOCK_BYTES
+    return source.block_bytes or block_bytes(source.device.type)
 
 
 def _fitting(source: LogitRows, cells: Sequence[int], chunk_size: int | None, start: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.blocks import Block, blocks, rows_budget
-from nemo_opd.logits.rows import LogitRows, TrainableRows
+from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
 from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Term, width_of
 
@@ -57,11 +57,9 @@ class _BlockwiseSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums, gradients = _zeros(source, terms), source.gradients()
         for block in blocks(source, terms):
-            of_block = _BlockGradient(terms, block)
+            of_block = _BlockGradient(terms, block, gradients)
             for i, part, places, logits in _parts(source, terms, block):
-                found, gradient = terms[i].sums_and_gradient(logits, part, coefficients[i])
-                sums[i] += found
-                of_block.add(places, gradients.pull_back(logits, gradient))
+                sums[i] += of_block.add(terms[i], coefficients[i], part, places, logits)
             gradients.add(block.rows, of_block.total(), onto=block.overlaps)
         saved = gradients.sums()
         ctx.dtypes = [None if gradient is None else leaf.dtype for leaf, gradient in zip(leaves, saved, strict=True)]
@@ -99,30 +97,53 @@ def _parts(
 class _BlockGradient:
     """Gradient with respect to the rows of a block [R, X], while it is put together."""
 
-    def __init__(self, terms: Sequence[Term], block: Block) -> None:
-        self._shape = (len(block.rows), width_of(terms))
-        # One term has each row once, so that what it leaves needs no zeros to be added to.
-        self._is_put = len(terms) == 1
-        self._is_one = self._is_put and len(block.steps) == 1
+    def __init__(self, terms: Sequence[Term], block: Block, gradients: Gradients) -> None:
+        self._shape, self._gradients = (len(block.rows), width_of(terms)), gradients
+        self._first = terms[0] if len(terms) == 1 or _first_covers(terms, block) else None
+        """Term that puts what others add to, so that no zeros are needed."""
+        self._is_one = len(terms) == len(block.steps) == 1
         self._total: Tensor | None = None
 
-    def add(self, places: slice | Tensor, gradient: Tensor) -> None:
+    def add(self, term: Term, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
+        """Add the gradient of coefficient · a term's units, and return their sums [2]."""
+        is_direct = term.closed_form is not None and not self._gradients.pulls_back
+        if is_direct and isinstance(places, slice):
+            onto = self._columns(logits)[places]
+            return term.add_gradient(logits, part, coefficient, onto, is_first=term is self._first)
+        sums, gradient = term.sums_and_gradient(logits, part, coefficient)
+        self._add(places, self._gradients.pull_back(logits, gradient), is_first=term is self._first)
+        return sums
+
+    def _add(self, places: slice | Tensor, gradient: Tensor, *, is_first: bool) -> None:
         if self._is_one:
             self._total = gradient
-            return
-        if self._total is None:
-            self._total = (gradient.new_empty if self._is_put else gradient.new_zeros)(self._shape)
-        columns = self._total.narrow(1, 0, gradient.shape[1])
-        if isinstance(places, Tensor):
-            columns.index_add_(0, places, gradient)
-        elif self._is_put:
-            columns[places] = gradient
+        elif isinstance(places, Tensor):
+            self._columns(gradient).index_add_(0, places, gradient)
+        elif is_first:
+            self._columns(gradient)[places] = gradient
         else:
-            columns[places] += gradient
+            self._columns(gradient)[places] += gradient
+
+    def _columns(self, like: Tensor) -> Tensor:
+        """Return as many columns of the total as a tensor [·, width] has."""
+        if self._total is None:
+            self._total = (like.new_zeros if self._first is None else like.new_empty)(self._shape)
+        return self._total.narrow(1, 0, like.shape[1])
 
     def total(self) -> Tensor:
         assert self._total is not None
         return self._total
+
+
+def _first_covers(terms: Sequence[Term], block: Block) -> bool:
+    """Return whether the first term has all rows and columns of a block, each row before another term has it."""
+    first = terms[0]
+    return (
+        all(term.begins is None for term in terms)
+        and first.width == width_of(terms)
+        and first.num_units > 0
+        and first.span(block.units(0)).stop - first.span(block.units(0)).start == len(block.rows)
+    )
 
 
 def _totals(source: LogitRows, sums: Tensor, coefficients: Sequence[float]) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.logits.product import linear, product, product_dtype
+from nemo_opd.logits.product import add_product, linear, product, product_dtype
 from nemo_opd.logits.rows import Gradients, TrainableRows, kept_dtype, new_leaf
 
 _LARGEST_FP16_EXPONENT = 14
@@ -90,14 +90,16 @@ class _HeadGradients(Gradients):
 
     def __init__(self, hidden: Tensor, head: Head) -> None:
         self._head, self._hidden = head, hidden.detach().flatten(0, 1)
+        self.pulls_back = head.soft_cap is not None or head.scale != 1
         self._shape = hidden.shape
         is_one = hidden.dtype == head.weight.dtype
         self._operand = hidden.dtype if is_one else product_dtype(hidden.dtype, head.weight.dtype)
         self.dtype = kept_dtype(self._operand)
         of_hidden = self._hidden.to(kept_dtype(hidden.dtype))
         self._of_hidden = torch.zeros_like(of_hidden) if hidden.requires_grad else None
-        self._of_weight = _fp32_zeros(head.weight)
-        self._of_bias = None if head.bias is None else _fp32_zeros(head.bias)
+        self._of_weight: Tensor | None = None
+        """fp32 [X, D]; None: nothing has been added."""
+        self._of_bias = None if head.bias is None or not head.bias.requires_grad else _fp32_zeros(head.bias)
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         width = gradient.shape[1]
@@ -112,8 +114,22 @@ class _HeadGradients(Gradients):
             of_rows = _product(gradient, weight, factor).to(self._of_hidden.dtype)
             put = self._of_hidden.index_add_ if onto else self._of_hidden.index_copy_
             put(0, rows, of_rows)
-        if self._of_weight is not None:
-            _add_product(self._of_weight[:width], gradient.t(), self._hidden.index_select(0, rows), factor)
+        if self._head.weight.requires_grad:
+            self._add_of_weight(gradient.t(), self._hidden.index_select(0, rows), factor)
+
+    def _add_of_weight(self, gradient: Tensor, hidden: Tensor, factor: Tensor | None) -> None:
+        """Add the product [width, R] @ [R, D] to the leading rows."""
+        width, is_whole = len(gradient), len(gradient) == len(self._head.weight)
+        if self._of_weight is None and not is_whole:
+            self._of_weight = _fp32_zeros(self._head.weight)
+        total = None if self._of_weight is None else self._of_weight[:width]
+        if factor is None:
+            made = add_product(total, gradient, hidden)
+        else:
+            made = _product(gradient, hidden, factor)
+            made = made if total is None else total.add_(made)
+        if self._of_weight is None:
+            self._of_weight = made
 
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         if self._head.soft_cap is not None:
@@ -122,7 +138,10 @@ class _HeadGradients(Gradients):
 
     def sums(self) -> tuple[Tensor | None, ...]:
         hidden = None if self._of_hidden is None else self._of_hidden.view(self._shape)
-        weight = None if self._of_weight is None else self._of_weight.to(kept_dtype(self._head.weight.dtype))
+        weight = None
+        if self._head.weight.requires_grad:
+            of_weight = _fp32_zeros(self._head.weight) if self._of_weight is None else self._of_weight
+            weight = of_weight.to(kept_dtype(self._head.weight.dtype))
         if self._head.bias is None:
             return hidden, weight
         return hidden, weight, None if self._of_bias is None else self._of_bias.to(kept_dtype(self._head.bias.dtype))
@@ -143,15 +162,5 @@ def _product(left: Tensor, right: Tensor, factor: Tensor | None) -> Tensor:
     return made if factor is None else made.mul_(factor)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor, factor: Tensor | None) -> None:
-    """Add a product; where the types agree, without a matrix for it."""
-    if factor is None and total.dtype == left.dtype == right.dtype:
-        total.addmm_(left, right)
-    else:
-        total += _product(left, right, factor)
-
-
-def _fp32_zeros(leaf: Tensor) -> Tensor | None:
-    if not leaf.requires_grad:
-        return None
+def _fp32_zeros(leaf: Tensor) -> Tensor:
     return torch.zeros(leaf.shape, dtype=torch.promote_types(leaf.dtype, torch.float32), device=leaf.device)

@@ -69,9 +69,9 @@ class PackedLogits(TrainableRows):
     Losses read no rows of padding; they would be those of the sequence's last token.
     """
 
-    def __init__(self, source: TrainableRows, places: Tensor) -> None:
+    def __init__(self, source: TrainableRows, places: Tensor, block_bytes: int | None = None) -> None:
         """places: int64 [B, S], from `places_in_row`, on the source's device."""
-        self.source, self._places = source, places.flatten()
+        self.source, self._places, self.block_bytes = source, places.flatten(), block_bytes
         self.leaves, self.share = source.leaves, source.share
         self.shape = (*places.shape, source.shape[2])
         self.device, self.dtype, self.is_product = source.device, source.dtype, source.is_product
@@ -89,7 +89,7 @@ class PackedLogits(TrainableRows):
 class _PackedGradients(Gradients):
     def __init__(self, of_source: Gradients, places: Tensor) -> None:
         self._of_source, self._places = of_source, places
-        self.dtype = of_source.dtype
+        self.dtype, self.pulls_back = of_source.dtype, of_source.pulls_back
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         self._of_source.add(self._places[rows], gradient, onto=onto)

@@ -41,7 +41,7 @@ class VocabParallelLogits(TrainableRows):
 class _VocabParallelGradients(Gradients):
     def __init__(self, source: VocabParallelLogits) -> None:
         self._source, self._local = source, source.local.gradients()
-        self.dtype = self._local.dtype
+        self.dtype, self.pulls_back = self._local.dtype, self._local.pulls_back
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards

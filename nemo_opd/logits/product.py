@@ -36,6 +36,23 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return _upcast_product(left.to(dtype), right)
 
 
+def add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    """Compute total + left @ right, in place; total: fp32 at least, None: 0.
+
+    Sums are formed in fp32. Where a device has no such product of bf16 or fp16, each product is rounded to these first.
+    """
+    dtype = product_dtype(left.dtype, right.dtype)
+    if left.dtype != right.dtype or _is_native(left.device.type, left.dtype):
+        if total is None:
+            return product(left, right)
+        if left.dtype == right.dtype != dtype:
+            return torch.addmm(total, left, right, out_dtype=dtype, out=total)
+        return total.add_(product(left, right))
+    if total is None:
+        return (left @ right).to(dtype)
+    return total.addmm_(left, right) if left.dtype == dtype else total.add_(left @ right)
+
+
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Rows [R, D], weight [X, D] and bias [X] → W h + bias [R, X] in the `product_dtype`."""
     if hidden.dtype == weight.dtype == product_dtype(hidden.dtype, weight.dtype):
@@ -49,7 +66,8 @@ def _is_native(device: str, dtype: torch.dtype) -> bool:
     """Asked of the device itself: not every build of PyTorch for GPUs has it."""
     one = torch.ones(1, 1, dtype=dtype, device=device)
     try:
-        torch.mm(one, one, out_dtype=torch.float32)
+        total = torch.mm(one, one, out_dtype=torch.float32)
+        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
     except RuntimeError:
         return False
     return True

@@ -22,6 +22,8 @@ class LogitRows(ABC):
     """Which of how many processes this is, where several compute one loss together, each some of its parts."""
     is_product: bool = False
     """Rows are made by a product with a head, which is worth while for many at a time."""
+    block_bytes: int | None = None
+    """Budget of a block, the same in all processes of a share; None: the least of the device."""
 
     @abstractmethod
     def read(self, rows: Tensor, width: int) -> Tensor:
@@ -55,6 +57,8 @@ class Gradients(ABC):
 
     dtype: torch.dtype
     """Dtype to which `add` may round its argument."""
+    pulls_back: bool = False
+    """Whether `pull_back` changes anything."""
 
     @abstractmethod
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:

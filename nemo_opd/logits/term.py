@@ -19,6 +19,33 @@ A unit may have several rows. There may be no unit at all.
 
 
 @dataclass(frozen=True, slots=True)
+class Onto:
+    """A place for the gradient of Σ factor · loss over units of one row each."""
+
+    total: Tensor
+    """[u, X], to be added to."""
+    factors: Tensor
+    """[u, 1]"""
+    is_first: bool
+    """Nothing has been put there yet."""
+
+    def over(self, temperature: float) -> Onto:
+        """Return the place for the gradient with respect to logits/τ."""
+        return self if temperature == 1 else replace(self, factors=self.factors / temperature)
+
+    def add(self, gradient: Tensor) -> None:
+        """Add the gradient [u, X] of the losses."""
+        if self.is_first:
+            torch.mul(gradient, self.factors, out=self.total)
+        else:
+            self.total.addcmul_(gradient, self.factors)
+
+
+ClosedForm = Callable[[Tensor, slice, Onto], Tensor]
+"""(logits [u, X] in the compute dtype, which units they are of, where their gradient goes) → losses of units, [u]."""
+
+
+@dataclass(frozen=True, slots=True)
 class Term:
     """Σ factor · weight · loss over units."""
 
@@ -39,6 +66,8 @@ class Term:
     """Units taken at a time; None: as many as fit a byte budget."""
     ahead: ReadAhead | None = None
     """Other rows that `loss_of` reads, in the order of units, and is told of each block of them."""
+    closed_form: ClosedForm | None = None
+    """Computes loss and gradient at once, where a unit has one row; None: the gradient is formed by autograd."""
 
     @property
     def num_units(self) -> int:
@@ -53,10 +82,19 @@ class Term:
 
     def sums(self, logits: Tensor, part: slice) -> Tensor:
         """Weighted and unweighted: [2]."""
-        losses = self.loss_of(logits, part)
+        return self._sums_of(self.loss_of(logits, part), part)
+
+    def _sums_of(self, losses: Tensor, part: slice) -> Tensor:
         unweighted = losses.sum()
         total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
         return torch.stack([total, unweighted]) * self.factor
+
+    def add_gradient(self, logits: Tensor, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
+        """Return sums [2], and add the gradient of `sums_and_gradient` to a tensor [u, X] by the closed form."""
+        assert self.closed_form is not None
+        factor, weights = coefficient * self.factor, None if self.weights is None else self.weights[part].unsqueeze(1)
+        factors = logits.new_full((len(logits), 1), factor) if weights is None else factor * weights.to(logits.dtype)
+        return self._sums_of(self.closed_form(logits, part, Onto(total, factors, is_first)), part)
 
     def sums_and_gradient(self, logits: Tensor, part: slice, coefficient: float) -> tuple[Tensor, Tensor]:
         """Sums [2], and the gradient of coefficient · the first with respect to logits [R, X].

@@ -14,7 +14,7 @@ from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, Term, unit_cells
+from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Term, unit_cells
 from nemo_opd.losses.arguments import (
     check_positions,
     check_same_length,
@@ -58,6 +58,9 @@ Compare = Callable[[Tensor, Tensor, slice], Tensor]
 Logits are those of the chunks' first positions, cut to the vocabularies, in the compute dtype; the teacher's carry no
 gradient.
 """
+
+CompareOnto = Callable[[Tensor, Tensor, slice, Onto], Tensor]
+"""The same, which adds the gradient with respect to the student's logits/τ as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +170,20 @@ class ChunkInputs:
         begins: Sequence[int] | None = None,
         *,
         ahead: ReadAhead | None = None,
+        closed_form: ClosedForm | None = None,
     ) -> Term:
         """Return a sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
-        size, weights, at_a_time = self.student_size, self.weights, self.chunk_size
-        return Term(rows, loss_of, cells, size, begins, weights, chunk_size=at_a_time, ahead=ahead)
+        return Term(
+            rows,
+            loss_of,
+            cells,
+            self.student_size,
+            begins,
+            self.weights,
+            chunk_size=self.chunk_size,
+            ahead=ahead,
+            closed_form=closed_form,
+        )
 
     def planned(self, terms: Sequence[Term], num_units: int | None = None) -> PlannedLoss:
         """Return Σ terms / normalizer with the metric `kd`, a mean over `num_units`, by default all units."""
@@ -184,19 +197,27 @@ def first_position_term(
     *,
     cells_per_unit: int,
     positions: tuple[Sequence[int], int] | None = None,
+    compare_onto: CompareOnto | None = None,
 ) -> Term:
     """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
-    it takes besides, see `unit_cells`.
+    it takes besides, see `unit_cells`. compare_onto: the same as `compare`, in closed form.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
 
+    def teacher_of(part: slice) -> Tensor:
+        return over(ahead.of(part).to(inputs.dtype), temperature)
+
     def loss_of(student: Tensor, part: slice) -> Tensor:
-        teacher = ahead.of(part).to(inputs.dtype)
-        return compare(over(student, temperature), over(teacher, temperature), part)
+        return compare(over(student, temperature), teacher_of(part), part)
+
+    def closed_form(student: Tensor, part: slice, onto: Onto) -> Tensor:
+        assert compare_onto is not None
+        return compare_onto(over(student, temperature), teacher_of(part), part, onto.over(temperature))
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
-    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead)
+    closed = None if compare_onto is None else closed_form
+    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed)
     return term.times(temperature**2)

@@ -4,10 +4,10 @@ from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import Onto, Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows
-from nemo_opd.losses.surprise import LIVE_COPIES, surprise
+from nemo_opd.losses.surprise import LIVE_COPIES, add_surprise, surprise
 
 
 @Loss
@@ -35,5 +35,9 @@ def cross_entropy(
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return surprise(logits, targets[part])
 
-    term = Term(rows, loss_of, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
+    def closed_form(logits: Tensor, part: slice, onto: Onto) -> Tensor:
+        return add_surprise(logits, targets[part], onto)
+
+    cells = unit_cells(len(rows), LIVE_COPIES * size)
+    term = Term(rows, loss_of, cells, size, chunk_size=chunk_size, closed_form=closed_form)
     return PlannedLoss.of("ce", student, [term], len(rows), normalizer)

@@ -15,6 +15,8 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.saved import scaled
+from nemo_opd.logits.term import Onto
+from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
 KINDS = ("forward_kl", "reverse_kl", "jsd", "mixed", "tvd")
@@ -54,6 +56,10 @@ class Divergence:
         """Compare log-probabilities: [..., X] and [..., X] → [...]; see `divergence`."""
         return _Divergence.apply(*_in_one_dtype(log_t, log_s), self)
 
+    def add_of_logits(self, teacher: Tensor, student: Tensor, onto: Onto) -> Tensor:
+        """Compute the same of logits/τ [U, X] and add its gradient, in one go."""
+        return _add_comparison(*_in_one_dtype(teacher, student), self, onto.total, onto.factors, onto.is_first)
+
     def of_logits(self, teacher: Tensor, student: Tensor) -> Tensor:
         """Compare the softmax of logits/τ [..., X] and [..., X]: faster, with a gradient for the logits."""
         return _DivergenceOfLogits.apply(*_in_one_dtype(teacher, student), self)
@@ -75,7 +81,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_t: Tensor, log_s: Tensor, of: Divergence) -> Tensor:
-        value, gradient = _formula(of)(_Cells(log_t.exp(), log_s.exp(), log_t - log_s))
+        value, gradient = _compare(log_t, log_s, of)
         ctx.save_for_backward(gradient)
         return value
 
@@ -91,15 +97,57 @@ class _DivergenceOfLogits(_Divergence):
 
     @staticmethod
     def forward(ctx: Any, teacher: Tensor, student: Tensor, of: Divergence) -> Tensor:
-        t, log_sum_t = softmax(teacher)
-        s, log_sum_s = softmax(student)
-        # Rounded after the two are taken from each other, or its error would be that of every cell.
-        shift = (log_sum_t - log_sum_s).to(student.dtype)
-        value, gradient = _formula(of)(_Cells(t, s, (teacher - student).sub_(shift)))
-        if of.forward_share != 1:  # There g is s − t, of sum 0.
-            gradient.addcmul_(s, gradient.sum(-1, keepdim=True), value=-1)
+        value, gradient = _compare_logits(teacher, student, of)
         ctx.save_for_backward(gradient)
         return value
+
+
+@fused
+def _compare(log_t: Tensor, log_s: Tensor, of: Divergence) -> tuple[Tensor, Tensor]:
+    """Return the value [...], and its gradient with respect to log_s [..., X]."""
+    return _formula(of)(_Cells(log_t.exp(), log_s.exp(), log_t - log_s))
+
+
+@fused
+def _compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> tuple[Tensor, Tensor]:
+    """Return the value [...] and its gradient with respect to the student's logits [..., X]."""
+    comparison = compare_logits(teacher, student, of)
+    return comparison.value, comparison.gradient
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Comparison of logits/τ, closed in form."""
+
+    value: Tensor
+    """[...]"""
+    gradient: Tensor
+    """[..., X]: with respect to the student's logits."""
+    s: Tensor
+    """[..., X]: the student's probabilities."""
+    log_sum: Tensor
+    """float64 [..., 1]: log Σ exp of the student's logits."""
+
+
+def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> Comparison:
+    """Compare the softmax of logits/τ [..., X] and [..., X], in one dtype."""
+    t, log_sum_t = softmax.function(teacher)
+    s, log_sum_s = softmax.function(student)
+    # Rounded after the two are taken from each other, or its error would be that of every cell.
+    shift = (log_sum_t - log_sum_s).to(student.dtype)
+    value, gradient = _formula(of)(_Cells(t, s, (teacher - student).sub_(shift)))
+    if of.forward_share != 1:  # There g is s − t, of sum 0.
+        gradient.addcmul_(s, gradient.sum(-1, keepdim=True), value=-1)
+    return Comparison(value, gradient, s, log_sum_s)
+
+
+@fused
+def _add_comparison(
+    teacher: Tensor, student: Tensor, of: Divergence, total: Tensor, factors: Tensor, is_first: bool
+) -> Tensor:
+    comparison = compare_logits(teacher, student, of)
+    Onto(total, factors, is_first).add(comparison.gradient)
+    return comparison.value
 
 
 def _in_one_dtype(teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
-from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 
 _MERGES = ("first", "mean", "observed")
@@ -36,13 +36,21 @@ class Merge:
         if self.kind not in _MERGES:
             raise ConfigError(f"merge={self.kind!r}: there is no such merge; choose from {', '.join(_MERGES)}")
 
-    def term(self, inputs: ChunkInputs, compare: Compare, *, cells_per_unit: int) -> Term:
+    def term(
+        self,
+        inputs: ChunkInputs,
+        compare: Compare,
+        *,
+        cells_per_unit: int,
+        compare_onto: CompareOnto | None = None,
+    ) -> Term:
         """Make `first_position_term`, or the like for merged positions.
 
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
-        term_of = first_position_term if self.kind == "first" else self._merged_term
-        return term_of(inputs, compare, cells_per_unit=cells_per_unit)
+        if self.kind == "first":
+            return first_position_term(inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto)
+        return self._merged_term(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:
         """Rows of [B·T] that are compared: int64 [R]."""

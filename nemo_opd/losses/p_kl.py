@@ -13,14 +13,15 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import unit_cells
+from nemo_opd.logits.term import Onto, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
-from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.divergence import Divergence, compare_logits
+from nemo_opd.losses.fused import fused
 from nemo_opd.losses.merge import Merge
-from nemo_opd.losses.softmax import log_sum_exp
-from nemo_opd.losses.sparse_projection import SparseProjection
+from nemo_opd.losses.softmax import log_sum_exp, softmax
+from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
 from nemo_opd.losses.support import truncated
 
 if TYPE_CHECKING:
@@ -76,14 +77,55 @@ def p_kl(
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
 
+    def unit_loss_onto(student: Tensor, teacher: Tensor, part: slice, onto: Onto) -> Tensor:
+        log_covered, shares = project(student, sparse)
+        value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)
+        more = onto.total, onto.factors, onto.is_first
+        uncovered = _add_uncovered(student, gradient, shares, sparse, coverage, *more) - log_sum
+        return value + coverage * uncovered.squeeze(1).to(value.dtype)
+
     if compat is not None:
         how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
     term = how.term(
         inputs,
         unit_loss if compat is None else kept_only,
         cells_per_unit=_cells_per_unit(sparse, inputs),
+        compare_onto=unit_loss_onto if compat is None and cells.kept is None else None,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
+
+
+@fused
+def _compare_covered(
+    teacher: Tensor, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return divergence [U], log Σ exp of the covered columns [U, 1], and the gradient with respect to them [U, X].
+
+    The gradient is that of divergence − coverage · log Σ exp.
+    """
+    found = compare_logits(teacher.index_select(1, columns), log_covered, of)
+    return found.value, found.log_sum, found.gradient.sub_(found.s, alpha=coverage)
+
+
+@fused
+def _add_uncovered(
+    student: Tensor,
+    of_covered: Tensor,
+    shares: Tensor,
+    sparse: SparseProjection,
+    coverage: float,
+    total: Tensor,
+    factors: Tensor,
+    is_first: bool,
+) -> Tensor:
+    """Add the gradient with respect to logits/τ [U, V], given that of the covered columns [U, X].
+
+    Return log Σ exp of the logits/τ [U, 1].
+    """
+    p, log_sum = softmax.function(student)
+    gradient = pull_back.function(of_covered, shares, sparse)
+    Onto(total, factors, is_first).add(gradient.add_(p, alpha=coverage))
+    return log_sum
 
 
 @dataclass(frozen=True, slots=True)

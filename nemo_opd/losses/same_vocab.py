@@ -6,7 +6,7 @@ from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import Onto, Term, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
@@ -47,11 +47,17 @@ def same_vocab(
 
     ahead = places.teacher_ahead()
 
-    def loss_of(logits: Tensor, part: slice) -> Tensor:
-        teacher_logits = ahead.of(part).to(logits.dtype)
-        return columns.compare(of, over(teacher_logits, temperature), over(logits, temperature))
+    def teacher_of(part: slice, like: Tensor) -> Tensor:
+        return over(ahead.of(part).to(like.dtype), temperature)
 
-    besides = 0 if columns.takes_all(size) else LIVE_ROWS * size
+    def loss_of(logits: Tensor, part: slice) -> Tensor:
+        return columns.compare(of, teacher_of(part, logits), over(logits, temperature))
+
+    def closed_form(logits: Tensor, part: slice, onto: Onto) -> Tensor:
+        return of.add_of_logits(teacher_of(part, logits), over(logits, temperature), onto.over(temperature))
+
+    takes_all = columns.takes_all(size)
+    besides = 0 if takes_all else LIVE_ROWS * size
     cells = unit_cells(len(places), LIVE_COPIES * columns.num_cells(size) + besides)
     term = Term(
         places.student_rows,
@@ -62,5 +68,6 @@ def same_vocab(
         factor=temperature**2,
         chunk_size=places.chunk_size,
         ahead=ahead,
+        closed_form=closed_form if takes_all else None,
     )
     return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)

@@ -48,23 +48,20 @@ class Segments:
 
     def each(self, cells: Tensor, of_segments: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Views of [U, M] and [U, Y], group by group: cells [U, length, number] and segments [U, number]."""
-        cell = segment = 0
-        for length, number in self.groups:
-            own = cells.narrow(1, cell, length * number).unflatten(1, (length, number))
-            yield own, of_segments.narrow(1, segment, number)
-            cell += length * number
-            segment += number
+        numbers = [number for _, number in self.groups]
+        yield from zip(self._groups(cells), of_segments.split(numbers, 1), strict=True)
 
     def max(self, cells: Tensor) -> Tensor:
         """Take the maximum of each segment: [U, M] → [U, Y]."""
-        result = cells.new_empty(len(cells), len(self.order))
-        for own, peak in self.each(cells, result):
-            torch.amax(own, 1, out=peak)
-        return result
+        return torch.cat([cells[:, :0], *(own.amax(1) for own in self._groups(cells))], 1)
 
     def sum(self, cells: Tensor) -> Tensor:
         """Sum each segment: [U, M] → [U, Y]; padding is added too."""
-        result = cells.new_empty(len(cells), len(self.order))
-        for own, total in self.each(cells, result):
-            torch.sum(own, 1, out=total)
-        return result
+        return torch.cat([cells[:, :0], *(own.sum(1) for own in self._groups(cells))], 1)
+
+    def _groups(self, cells: Tensor) -> Iterator[Tensor]:
+        """Views of [U, M], group by group: [U, length, number]."""
+        cell = 0
+        for length, number in self.groups:
+            yield cells.narrow(1, cell, length * number).unflatten(1, (length, number))
+            cell += length * number

@@ -7,8 +7,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.saved import scaled
+from nemo_opd.losses.fused import fused
 
 
+@fused
 def softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return probabilities p of logits [..., X], and log Σ exp [..., 1] in fp64: log p = logits − log Σ exp.
 

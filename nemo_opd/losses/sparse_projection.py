@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.segments import Segments
 
@@ -112,31 +113,44 @@ class _LogProject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_mass: Tensor, sparse: SparseProjection) -> Tensor:
-        block = sparse.block
-        cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
-        # A column whose cells are all −inf would give −inf − −inf.
-        peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
-        for own, peak in block.by_column.each(cells, peaks):
-            own.sub_(peak.unsqueeze(1))
-        totals = block.by_column.sum(cells.exp_())
-        if ctx.needs_input_grad[0]:
-            # The sum is 1 at least, since the peak is in it, or 0 where all are −inf.
-            for own, total in block.by_column.each(cells, totals.clamp(min=1)):
-                own.div_(total.unsqueeze(1))
-            ctx.save_for_backward(cells)
+        log_covered, shares = project(log_mass, sparse, ctx.needs_input_grad[0])
+        ctx.save_for_backward(shares)
         ctx.sparse = sparse
-        return log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, totals.log_().add_(peaks))
+        return log_covered
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         (shares,) = ctx.saved_tensors
-        block = ctx.sparse.block
-        of_cells = shares.clone()
-        for own, of_column in block.by_column.each(of_cells, grad_output.index_select(1, block.columns)):
-            own.mul_(of_column.unsqueeze(1))
-        of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
-        return grad_output.index_select(1, ctx.sparse.target).index_copy_(1, block.tokens, of_tokens), None
+        return pull_back(grad_output, shares, ctx.sparse), None
+
+
+@fused
+def project(log_mass: Tensor, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
+    """Return log(Rᵀ exp(log_mass)) [U, X], and the share of each cell of the block in its column [U, M], or [U, 0]."""
+    block = sparse.block
+    cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
+    # A column whose cells are all −inf would give −inf − −inf.
+    peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
+    for own, peak in block.by_column.each(cells, peaks):
+        own.sub_(peak.unsqueeze(1))
+    totals = block.by_column.sum(cells.exp_())
+    # The sum is 1 at least, since the peak is in it, or 0 where all are −inf.
+    for own, total in block.by_column.each(cells, totals.clamp(min=1)) if has_shares else ():
+        own.div_(total.unsqueeze(1))
+    covered = log_mass.index_select(1, sparse.source).index_copy_(1, block.columns, totals.log_().add_(peaks))
+    return covered, cells if has_shares else cells[:, :0]
+
+
+@fused
+def pull_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
+    """Turn the gradient with respect to log-mass of columns [U, X] into that of tokens [U, V]."""
+    block = sparse.block
+    of_cells = shares.clone()
+    for own, of_column in block.by_column.each(of_cells, gradient.index_select(1, block.columns)):
+        own.mul_(of_column.unsqueeze(1))
+    of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
+    return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, of_tokens)
 
 
 def _build(

@@ -48,6 +48,8 @@ class _LogitSource(ABC):
     """Columns of the vocabulary that this rank computes."""
     reads_packed: bool
     """Whether the model reads the sequences of a call in one row, without padding."""
+    block_bytes: int | None = None
+    """Budget for a block of the logits, the same on all ranks; None: the least of the device."""
 
     def __init__(
         self, model: PreTrainedModel, width: int, *, mesh: DeviceMesh | None, parallelism: Parallelism | None
@@ -116,7 +118,7 @@ class _LogitSource(ABC):
             source = VocabParallelLogits(made, self._tensor.get_group())
         if self._context is not None:
             source = ContextParallelLogits(source, self._context.get_group())
-        return PackedLogits(source, packing.places)
+        return PackedLogits(source, packing.places, self.block_bytes)
 
     def backward(self, made: _OwnLogits, gradient: Tensor, packing: Packing) -> None:
         """Go backward from the gradient of the first leaf of `made` to those of all parameters.

@@ -32,6 +32,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.fused import compiling
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
@@ -109,11 +110,13 @@ class StudentWorker:
         teacher_vocab_sizes: Sequence[int],
         device: str,
         transport: str,
+        block_bytes: int,
         end_ids: Collection[int] = (),
     ) -> None:
         """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
 
-        projections: None for a teacher with the student's tokenizer. end_ids: tokens that end a sampled sequence.
+        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits,
+        the same on all ranks. end_ids: tokens that end a sampled sequence.
         """
         self.config = config
         self.parts = build_parts(
@@ -149,6 +152,7 @@ class StudentWorker:
             self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
         else:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
+        self.logit_rows.block_bytes = block_bytes
         self.exports = Exports(config.student, self.model, self.adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
@@ -212,7 +216,7 @@ class StudentWorker:
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
             made = self.logit_rows(micro.batch.student.ids, micro.packing)
-        with self.phases("loss"), needs_memory(LOSS):
+        with self.phases("loss"), needs_memory(LOSS), compiling(self.config.train.compile_losses):
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
             leaf = made.cut_off()
             losses = self._losses(self.logit_rows.whole(leaf, micro.packing), micro, step, objectives)
@@ -297,7 +301,7 @@ class StudentWorker:
         self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
-        with self._with_model():
+        with self._with_model(), compiling(self.config.train.compile_losses):
             for micro in self._micro_batches(step):
                 made = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(made, micro.packing)

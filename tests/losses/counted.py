@@ -18,6 +18,7 @@ MOVED = ("student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
 @dataclass(frozen=True)
 class Found:
     kernels: int
+    bytes: int
     waits: dict[str, int]
     copies: dict[str, int]
     error: float

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, MemoryEstimate, ModelSetup, Phase, estimate, model_size
 from nemo_opd.training.memory.estimate import variants
@@ -92,6 +93,7 @@ def held(case: Case, config: RunConfig) -> int:
         teacher_vocab_sizes=[],
         device="cpu",
         transport="shared_memory",
+        block_bytes=block_bytes("cpu"),
     )
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)

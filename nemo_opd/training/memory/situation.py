@@ -13,7 +13,7 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.logits.blocks import BLOCK_BYTES, CPU_BLOCK_BYTES
+from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.training.memory.activations import Work
 from nemo_opd.training.memory.size import ModelSize, cut_numel, shard_numel
 
@@ -44,8 +44,8 @@ class Machine:
 
     @property
     def block_bytes(self) -> int:
-        """Budget for a block of logits, and for the temporaries of a loss."""
-        return BLOCK_BYTES if self.device == "cuda" else CPU_BLOCK_BYTES
+        """Budget for a block of the student's logits, and for the temporaries of a loss."""
+        return block_bytes(self.device, self.device_bytes)
 
 
 @dataclass(frozen=True, slots=True)

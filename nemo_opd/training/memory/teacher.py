@@ -9,6 +9,7 @@ import torch
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sampling_parts
@@ -55,8 +56,7 @@ class TeacherJob:
     config: RunConfig
     settings: Teacher
     setup: ModelSetup
-    block_bytes: int
-    """Budget for a block of logits in scoring."""
+    device: str
 
     @property
     def item_bytes(self) -> int:
@@ -93,7 +93,7 @@ class TeacherJob:
         if self.config.handoff.type == "logits":
             end += self.setup.logits(work.tokens) * t * (3 if size.has_soft_cap else 1)
         if self.config.aggregation.score is not None:
-            end += self.block_bytes
+            end += block_bytes(self.device)
         return max(working_bytes(size, work), end)
 
     def handed_over(self) -> tuple[Part, ...]:
@@ -111,7 +111,7 @@ class TeacherJob:
 
 def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
     return [
-        TeacherJob(config, settings, setup, situation.machine.block_bytes)
+        TeacherJob(config, settings, setup, situation.machine.device)
         for settings, setup in zip(config.active_teachers, situation.teachers, strict=True)
     ]
 

@@ -1,0 +1,76 @@
+"""Functions that are compiled into few kernels, which read their arguments about once (methods.md §8.1)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import update_wrapper
+from typing import Generic, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._dynamo import config, maybe_mark_dynamic
+from torch._dynamo.exc import TorchDynamoException
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+_MOST_VARIANTS = 64
+"""Forms of one function that are compiled: for each teacher's projection, with and without something to add to."""
+_is_on: bool | None = None
+"""Whether functions are compiled; None: on all devices but CPUs."""
+
+
+@contextmanager
+def compiling(is_on: bool | None) -> Iterator[None]:
+    """Compile `fused` functions inside, on any device, or none of them; None: on all devices but CPUs."""
+    global _is_on
+    before, _is_on = _is_on, is_on
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
+class Fused(Generic[Parameters, Result]):
+    """A function that `compiling` decides on. Its first argument is a tensor [R, ...]."""
+
+    def __init__(self, function: Callable[Parameters, Result]) -> None:
+        self.function = function
+        """The function as it is written, for others to call that are compiled themselves."""
+        self.is_compilable = True
+        self._compiled = torch.compile(function, fullgraph=True)
+        update_wrapper(self, function)
+
+    def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        rows = args[0]
+        assert isinstance(rows, Tensor)
+        is_on = rows.device.type != "cpu" if _is_on is None else _is_on
+        # For no row or one, code of its own would be compiled.
+        if not is_on or not self.is_compilable or len(rows) < 2:
+            return self.function(*args, **kwargs)
+        for each in args:
+            if isinstance(each, Tensor) and each.dim() and len(each) == len(rows):
+                maybe_mark_dynamic(each, 0)
+        try:
+            with config.patch(recompile_limit=_MOST_VARIANTS):
+                return self.as_compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            self.is_compilable = False
+            reason = " ".join(str(error).split("\n")[:2]).strip()
+            warnings.warn(
+                f"{self.function.__name__}, a part of losses, could not be compiled and runs as it is, more slowly: "
+                f"{type(error).__name__}: {reason}; train.compile_losses=false leaves all of them as they are",
+                stacklevel=2,
+            )
+            return self.function(*args, **kwargs)
+
+    def as_compiled(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        """Call what it is compiled to. Raises TorchDynamoException where it cannot be compiled."""
+        return self._compiled(*args, **kwargs)
+
+
+def fused(function: Callable[Parameters, Result]) -> Fused[Parameters, Result]:
+    """Let a function be compiled where `compiling` says so, by default on GPUs."""
+    return Fused(function)

@@ -1,0 +1,84 @@
+"""Losses are the same compiled as they are written, and run where they cannot be compiled."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+
+from nemo_opd.losses import fused
+from nemo_opd.losses.softmax import softmax
+from tests.losses.cases import LOSSES, Case
+
+CASES = [each for case in LOSSES for each in ([case] if case.name != "same_vocab" else case.divergences())]
+
+
+@pytest.fixture
+def traced() -> Iterator[None]:
+    """Functions traced as for a GPU, as one graph without side effects, which is then run as it is."""
+
+    @cache
+    def traced(function: fused.Fused[..., Any]) -> Callable[..., Any]:
+        return torch.compile(function.function, fullgraph=True, backend="aot_eager")
+
+    with (
+        patch.object(fused.Fused, "as_compiled", lambda self, *args, **more: traced(self)(*args, **more)),
+        fused.compiling(True),
+    ):
+        yield
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("error:.*could not be compiled")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_traced_loss_is_the_one_that_is_written(case: Case, traced: None) -> None:
+    batch = case.batch(0, torch.float64)
+    found = case.value_and_gradient(batch)
+    with fused.compiling(False):
+        expected = case.value_and_gradient(batch)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.world
+@pytest.mark.filterwarnings("error:.*could not be compiled")
+@pytest.mark.parametrize("name", ["p_kl", "same_vocab-jsd"])
+def test_a_compiled_loss_is_the_one_that_is_written(name: str) -> None:
+    """The compiler for CPUs writes C++."""
+    (case,) = (case for case in CASES if case.name == name)
+    batch = case.batch(0, torch.float32)
+    with fused.compiling(True):
+        found = case.value_and_gradient(batch)
+    for ours, theirs in zip(found, case.value_and_gradient(batch), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_one_form_is_compiled_for_any_number_of_rows() -> None:
+    forms = CompileCounter()
+    counted = torch.compile(softmax.function, fullgraph=True, backend=forms)
+    with patch.object(softmax, "as_compiled", counted), fused.compiling(True):
+        for number in (7, 3, 2, 1, 0, 64):
+            softmax(torch.randn(number, 5))
+    assert forms.frame_count == 1
+
+
+def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once() -> None:
+    @fused.fused
+    def asks_the_user(rows: torch.Tensor) -> torch.Tensor:
+        print("a side effect that a graph has no place for", rows.sum().item())
+        return rows * 2
+
+    rows = torch.ones(3, 2)
+    with fused.compiling(True):
+        with pytest.warns(UserWarning, match=r"asks_the_user.*could not be compiled.*train\.compile_losses=false"):
+            assert torch.equal(asks_the_user(rows), rows * 2)
+        assert torch.equal(asks_the_user(rows), rows * 2)
+
+
+def test_by_default_nothing_is_compiled_on_a_cpu() -> None:
+    called = fused.Fused(lambda rows: rows)
+    with patch.object(fused.Fused, "as_compiled", side_effect=AssertionError):
+        called(torch.ones(3, 2))

@@ -1,0 +1,130 @@
+"""Losses at the size of real models, on a pretended GPU that knows shapes only: prints what each asks for, as JSON.
+
+uv run python -m tests.losses.traffic
+
+A student of the shape of Llama-3.2-1B learns from heads of the shapes of Llama-3.2-3B and Qwen3-4B, in bf16, at 2,048
+positions; two of three tokens of its vocabulary have a partner in the other.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nemo_opd.distributed.transfer import together
+from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.planned import PlannedLoss, compute_together
+from nemo_opd.losses import cross_entropy, gold, p_kl, same_vocab, shared_prefix, strict
+from nemo_opd.projection import ProjectionMatrix
+from tests.pretend_gpu import DEVICE, Work, counted
+
+POSITIONS = 2048
+STUDENT, SAME, CROSS = (2048, 128_256), (3072, 128_256), (2560, 151_936)
+"""Width and vocabulary of each model."""
+LONGEST_ROW = 4
+MEMORY = 80 * 2**30
+"""Of the device."""
+
+
+def projection(seed: int = 0) -> ProjectionMatrix:
+    """Two thirds of the student's tokens in pairs, the others spelled by up to `LONGEST_ROW` tokens."""
+    generator = np.random.default_rng(seed)
+    size, others = STUDENT[1], CROSS[1]
+    indices = np.full((size, LONGEST_ROW), -1, np.int32)
+    is_pair = generator.random(size) < 2 / 3
+    partners = generator.permutation(others)[: int(is_pair.sum())]
+    indices[is_pair, 0] = partners
+    rest = np.flatnonzero(~is_pair)
+    lengths = generator.integers(1, LONGEST_ROW + 1, len(rest))
+    starts = generator.integers(0, others - LONGEST_ROW, len(rest))
+    for slot in range(LONGEST_ROW):
+        kept = slot < lengths
+        indices[rest[kept], slot] = starts[kept] + slot
+    weights = (indices >= 0) / np.maximum((indices >= 0).sum(1, keepdims=True), 1)
+    first = np.full(others, -1)
+    first[partners] = np.arange(len(partners))
+    shared = {"student_shared_prefix": generator.integers(0, len(partners), size), "teacher_shared_prefix": first}
+    return ProjectionMatrix(indices, weights.astype(np.float32), is_pair, teacher_vocab_size=others, **shared)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What losses read of a microbatch on the device."""
+
+    student: HeadLogits
+    same: HeadLogits
+    cross: HeadLogits
+    ids: Tensor
+    """int64 [1, S]"""
+    teacher_ids: Tensor
+    """int64 [1, S]: their partners in the other vocabulary."""
+    mask: Tensor
+    chunks: Tensor
+    projection: ProjectionMatrix
+
+    @staticmethod
+    def made() -> "Sides":
+        places = torch.arange(POSITIONS).unsqueeze(0)
+        pairs = torch.from_numpy((between := projection()).shared_pairs[:POSITIONS].astype(np.int64))
+        own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
+        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), places], DEVICE)
+        student, same, cross = (_logits(*sizes) for sizes in (STUDENT, SAME, CROSS))
+        student.block_bytes = block_bytes("cuda", MEMORY)
+        for leaf in student.leaves:
+            leaf.requires_grad_()
+        return Sides(student, same, cross, ids, teacher_ids, mask, chunks, between)
+
+    @property
+    def across(self) -> dict[str, Any]:
+        """Arguments of a loss between two tokenizers."""
+        return {
+            "student_ids": self.ids,
+            "teacher_ids": self.teacher_ids,
+            "student_chunk_id": self.chunks,
+            "teacher_chunk_id": self.chunks,
+            "projection": self.projection,
+        }
+
+
+def _logits(width: int, vocabulary: int) -> HeadLogits:
+    hidden = torch.empty(1, POSITIONS, width, dtype=torch.bfloat16, device=DEVICE)
+    return HeadLogits(hidden, Head(torch.empty(vocabulary, width, dtype=torch.bfloat16, device=DEVICE)))
+
+
+Plan = Callable[[Sides], PlannedLoss]
+PLANS: dict[str, Plan] = {
+    "cross_entropy": lambda of: cross_entropy.plan(of.student, of.ids, mask=of.mask),
+    **{
+        f"same_vocab, {kind}": lambda of, kind=kind: same_vocab.plan(of.student, of.same, mask=of.mask, divergence=kind)
+        for kind in ("forward_kl", "reverse_kl", "mixed", "jsd", "tvd")
+    },
+    **{
+        loss.__name__: lambda of, loss=loss: loss.plan(of.student, of.cross, **of.across)
+        for loss in (p_kl, gold, strict, shared_prefix)
+    },
+}
+TOGETHER = ("cross_entropy", "same_vocab, forward_kl", "p_kl")
+
+
+def found(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
+    """Forward and backward of these losses together, in a second call: what is made once was made in the first."""
+    for _ in range(2):
+        work.clear()
+        compute_together([PLANS[name](sides) for name in names]).loss.backward()
+    return work.taken()
+
+
+def main() -> dict[str, Any]:
+    with counted(has_values=False) as work:
+        sides = Sides.made()
+        alone = {name: found(work, sides, name) for name in PLANS}
+        return alone | {"together": found(work, sides, *TOGETHER)}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
