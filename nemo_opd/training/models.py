@@ -280,7 +280,7 @@ def _student_group(cluster: Cluster, plan: Plan) -> Group:
             "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
             "device": plan.device,
             "transport": plan.transport,
-            "block_bytes": plan.block_bytes,
+            "block_bytes": plan.memory.block_bytes,
             "end_ids": plan.data.student.end_ids if isinstance(plan.data, Prompts) else (),
         },
         plan.placement.student,

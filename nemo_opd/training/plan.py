@@ -48,8 +48,6 @@ class Plan:
     """Steps of the first epoch; an estimate where documents are packed and `train.epochs` is not set."""
     total_steps: int
     memory: MemoryEstimate
-    block_bytes: int
-    """Budget for a block of the student's logits."""
 
     @property
     def grid(self) -> BatchGrid:

@@ -107,7 +107,6 @@ def preflight(config: RunConfig) -> Plan:
         steps_per_epoch=steps[0],
         total_steps=total_steps,
         memory=memory,
-        block_bytes=machine.block_bytes,
     )
 
 

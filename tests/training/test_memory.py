@@ -110,7 +110,18 @@ def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
         settled, made = settle_memory(config, situation(sizes, gib=gib))
         assert offloaded(settled) == flags
         assert made.fits
-        assert made == estimate(settled, situation(sizes, gib=gib))
+        assert made == estimate(settled, replace(situation(sizes, gib=gib), small_blocks=True))
+
+
+def test_small_blocks_come_before_offloading(sizes: list[ModelSize]) -> None:
+    """Of the memory that small ones need, the 32nd part that large ones take is missing."""
+    config = configure()
+    smallest = needed(config, sizes, False, False, False)
+    tight, ample = (settle_memory(config, situation(sizes, gib=gib)) for gib in (smallest, 1.1 * smallest))
+
+    assert offloaded(tight[0]) == offloaded(ample[0]) == (False, False, False)
+    assert tight[1].block_bytes == 256 * 2**20
+    assert ample[1].block_bytes == int(1.1 * smallest * GIB) // 32
 
 
 def test_what_is_set_stays_set(sizes: list[ModelSize]) -> None:
@@ -242,9 +253,9 @@ def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
     assert total(headless, "student: logits and their gradients", Phase.LOSS) == 0
     assert total(headless, "student: gradient of the head", Phase.LOSS) == vocabulary * width * (4 + 2)
     assert total(headless, "student: gradients of hidden states", Phase.LOSS) == tokens * width * 2
-    # Of three heads, whose rows share the budget; the student's have a gradient.
+    # Of three heads, whose rows share the budget, a 32nd part of the GPU; the student's have a gradient.
     rows = total(headless, "student: rows of logits and their gradient", Phase.LOSS)
-    assert rows == 256 * 2**20 // 3 * (3 + 1)
+    assert rows == 80 * GIB // 32 // 3 * (3 + 1)
     assert headless.memories[0].peak < whole.memories[0].peak
 
 

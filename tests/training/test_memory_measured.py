@@ -166,7 +166,7 @@ def test_the_peak_on_a_gpu(tiny: Tiny, tmp_path: Path, plan: Configure, checkpoi
         teacher_vocab_sizes=[],
         device="cuda",
         transport=settled.transport,
-        block_bytes=settled.block_bytes,
+        block_bytes=settled.memory.block_bytes,
     )
     (batch,) = first_batches(settled, 1)
     step = StudentStep(batch, (), student.parts.normalizers(batch), 1.0)

@@ -29,19 +29,22 @@ def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, M
     """Return the settings with every `offload: auto` decided, and their estimate.
 
     The smallest set that fits: none, then teachers, the largest first, then the student's parameters and optimizer. On
-    CPU, with separate devices and where the GPU's memory is unknown: none. Raises ConfigError where nothing fits and
-    an `auto` was left to decide, unless the run is a dry one; explicit settings are not overruled.
+    CPU, with separate devices and where the GPU's memory is unknown: none. Small blocks of logits come before anything
+    is offloaded. Raises ConfigError where nothing fits and an `auto` was left to decide, unless the run is a dry one;
+    explicit settings are not overruled.
     """
     undecided = [i for i, teacher in enumerate(config.active_teachers) if teacher.offload == "auto"]
     undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
     undecided += [_STUDENT] if config.student.offload == "auto" else []
+    frugal = replace(situation, small_blocks=True)
     is_shared = situation.machine.device == "cuda" and config.cluster.placement == "colocated"
     for number in range(1 + (len(undecided) if is_shared else 0)):
         chosen = _with_offload(config, frozenset(undecided[:number]))
-        estimated = estimate(chosen, situation)
-        if estimated.fits:
-            return chosen, estimated
-    estimated = replace(estimated, advice=tuple(advice(chosen, situation)))
+        for around in (situation, frugal):
+            estimated = estimate(chosen, around)
+            if estimated.fits:
+                return chosen, estimated
+    estimated = replace(estimated, advice=tuple(advice(chosen, frugal)))
     if undecided and situation.machine.device == "cuda" and not config.run.dry_run:
         raise ConfigError(_complaint(estimated))
     return chosen, estimated
@@ -95,7 +98,8 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
         memories.append(("main memory for each GPU", host, machine.host_share))
     there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
-    return MemoryEstimate(tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories))
+    found = tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories)
+    return MemoryEstimate(found, situation.block_bytes)
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:

@@ -99,6 +99,8 @@ class MemoryEstimate:
 
     memories: tuple[Memory, ...]
     """Memories of devices, then of the host."""
+    block_bytes: int
+    """Budget that they count for a block of the student's logits, and for the temporaries of a loss."""
     advice: tuple[Advice, ...] = ()
     """Settings that save memory where the run does not fit, largest saving first."""
 

@@ -42,11 +42,6 @@ class Machine:
     def host_share(self) -> int | None:
         return None if self.host_bytes is None else self.host_bytes // self.ranks_per_node
 
-    @property
-    def block_bytes(self) -> int:
-        """Budget for a block of the student's logits, and for the temporaries of a loss."""
-        return block_bytes(self.device, self.device_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class ModelSetup:
@@ -113,6 +108,13 @@ class Situation:
     machine: Machine
     arriving: int = 0
     """Bytes of output from other nodes that a rank of the student keeps."""
+    small_blocks: bool = False
+    """Blocks of logits are as small as on a GPU with little memory."""
+
+    @property
+    def block_bytes(self) -> int:
+        """Budget for a block of the student's logits, and for the temporaries of a loss."""
+        return block_bytes(self.machine.device, None if self.small_blocks else self.machine.device_bytes)
 
 
 def teachers_ahead(config: RunConfig) -> int:

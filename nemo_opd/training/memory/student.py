@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nemo_opd.config.run import RunConfig
+from nemo_opd.losses import surprise
 from nemo_opd.training.memory.activations import layer_bytes, saved_activations, working_bytes
 from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import rollout_parts
@@ -85,11 +86,12 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     A soft cap keeps the tanh of whole logits, in backward twice. Context-parallel ranks have gathered hidden states.
     The head's gradient is in fp32, and at first also in a lower compute precision. All heads share the block's budget.
     """
-    setup, budget, num_teachers = situation.student, situation.machine.block_bytes, len(situation.teachers)
+    setup, budget, num_teachers = situation.student, situation.block_bytes, len(situation.teachers)
     rows, length = config.train.longest_at_a_time, config.train.max_length
     positions, tokens = rows * length, rows * -(-length // setup.layout.cp)
     widest = max(each.vocab_size for each in (setup, *situation.teachers))
-    chunk = part(_OWNER, "chunk of a loss", min(budget, _COPIES * positions * widest * FP32), Phase.LOSS)
+    copies = _COPIES if situation.teachers else surprise.LIVE_COPIES
+    chunk = part(_OWNER, "chunk of a loss", min(budget, copies * positions * widest * FP32), Phase.LOSS)
     if config.handoff.type == "logits":
         one, capped = c * setup.logits(tokens), setup.size.has_soft_cap
         logits = {Phase.LOSS: (2 + capped) * one, Phase.BACKWARD: (2 + 2 * capped) * one}
