@@ -22,7 +22,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import step_flops
 import torch
 from demo import ROOT, commit, hardware
 from losses_texts import DEMO_PAIR
@@ -35,8 +34,10 @@ from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.config import RunConfig
 from nemo_opd.models.load import load_tokenizer
+from nemo_opd.training import flops
+from nemo_opd.training.summary import device_name
 
-FORMULA = "\n".join((step_flops.__doc__ or "").splitlines()[2:])
+FORMULA = "\n".join((flops.__doc__ or "").splitlines()[2:])
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--checkpointing", action="store_true", help="of activations, in both trainers")
     parser.add_argument("--warmup", type=int, default=2, help="steps that do not count")
     parser.add_argument("--rounds", type=int, default=5, help="steps that do")
-    parser.add_argument("--peak", type=float, help=f"FLOP/s of a device; on a GPU {step_flops.DENSE_BF16_PEAK:g}")
+    parser.add_argument("--peak", type=float, help="FLOP/s of a device, where its name does not tell")
     parser.add_argument("--without-gold", action="store_true", help="also where TRL is installed")
     parser.add_argument("--gold-limit", type=float, default=120, metavar="SECONDS", help="for a step of GOLD")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -223,7 +224,7 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     options = arguments()
-    peak = options.peak or (step_flops.DENSE_BF16_PEAK if options.device == "cuda" else None)
+    peak = options.peak or flops.peak_flops(device_name(options.device))
     cases: list[Case] = []
     text = ""
     for student, teacher in zip(options.student, options.teacher, strict=True):

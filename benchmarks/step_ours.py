@@ -11,13 +11,14 @@ from typing import Any, Self
 import psutil
 import yaml
 from omegaconf import OmegaConf
-from step_flops import Flops, StepWork
+from step_flops import StepWork
 
 from nemo_opd.aggregation import build_parts
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
 from nemo_opd.models.load import load_config
+from nemo_opd.training.flops import Flops
 from nemo_opd.training.lookahead import Lookahead
 from nemo_opd.training.memory import Memory, model_size
 from nemo_opd.training.models import ScoredBatch

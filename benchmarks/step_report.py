@@ -7,11 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from alignment import Grid
-from step_flops import Flops, StepWork
+from step_flops import StepWork
 from step_gold import NOTES as GOLD_NOTES
 from step_ours import MemoryFound
 
 from nemo_opd.logging.step_time import shares, step_parts
+from nemo_opd.training.flops import Flops
 
 OURS, GOLD = "nemo_opd", "TRL GOLD"
 TERA = 1e12

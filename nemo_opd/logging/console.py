@@ -30,6 +30,7 @@ _TRAINING: _Fields = (
     ("tok/s", "perf/tokens_per_s", amount),
     ("lr", "train/lr", "{:.2g}".format),
     ("s/step", "perf/step_s", figure),
+    ("MFU", "perf/mfu", "{:.0%}".format),
     ("GB", "perf/peak_memory_gb", "{:.1f}".format),
 )
 _VALIDATION: _Fields = (

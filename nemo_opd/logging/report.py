@@ -10,7 +10,7 @@ import yaml
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
 from nemo_opd.logging.facts import Records, correct_reward, read_hardware, run_facts, run_name, teacher_facts
-from nemo_opd.logging.formats import amount, clock
+from nemo_opd.logging.formats import amount, clock, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import PLOTS
@@ -76,6 +76,8 @@ def _progress_tiles(records: Records) -> Iterable[_Tile]:
         ("student tokens", "train/student_tokens", sum, amount),
         ("in training steps", "perf/step_s", sum, clock),
         ("tokens / second", "perf/tokens_per_s", statistics.median, amount),
+        ("MFU", "perf/mfu", statistics.median, "{:.0%}".format),
+        ("of positions are tokens", "perf/useful_positions", statistics.median, share),
         ("GB at the peak", "perf/peak_memory_gb", max, "{:.1f}".format),
     ):
         known = [record[key] for record in trained if key in record and record[key] == record[key]]

@@ -102,6 +102,11 @@ class _LogitSource(ABC):
         made = result(output.logits)
         return made[:, :num_tokens] if missing else made
 
+    def num_positions(self, packing: Packing) -> int:
+        """Return the positions, padding included, that the model reads of these sequences."""
+        rows, width = (1, len(packing.tokens)) if self.reads_packed else packing.places.shape
+        return rows * (width + self._missing(width))
+
     def _missing(self, length: int) -> int:
         """Return the positions by which a length must grow for the layout."""
         return -length % self._multiple

@@ -54,6 +54,8 @@ class ScoredBatch:
     """Windows on each teacher's output, by rank of the student."""
     seconds: tuple[float, ...]
     """Time of each teacher's slowest rank."""
+    positions: tuple[int, ...]
+    """Positions, padding included, that each teacher has read."""
     about: str
 
 
@@ -126,7 +128,11 @@ class Models:
         self._links.transfer(by_teacher_and_reader, in_flight.about)
         by_student_rank = list(zip(*by_teacher_and_reader, strict=True)) or [()] * self._grid.student.size
         seconds = tuple(max(output.seconds for output in by_rank) for by_rank in by_teacher)
-        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, in_flight.about)
+        positions = tuple(
+            sum(by_rank[rank].positions for rank in leads(layout))
+            for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
+        )
+        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, in_flight.about)
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
         """Return each teacher's scores for the rows of the batch; None for a teacher that gives none."""

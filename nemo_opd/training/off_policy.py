@@ -10,8 +10,9 @@ from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.launch import driving
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.session import Session
-from nemo_opd.training.step_metrics import objective_values, step_times
+from nemo_opd.training.step_metrics import objective_values, step_times, useful_positions
 from nemo_opd.training.summary import print_plan
+from nemo_opd.workers.student import POSITIONS
 
 
 def distil(config: RunConfig) -> None:
@@ -52,17 +53,20 @@ def train_step(session: Session) -> dict[str, float]:
     with timer.span("step_s"):
         scored = session.lookahead.next(timer)
         metrics = session.models.train_step(scored, scale, compare_gradients=session.compares_gradients)
-    peak_memory = metrics.pop("peak_memory_gb").value()
+    peak_memory, positions = metrics.pop("peak_memory_gb").value(), metrics.pop(POSITIONS).value()
     record = objective_values(session.config, metrics, scale, "train")
     session.count_step(metrics)
     teachers = dict(zip(session.config.active_names, scored.seconds, strict=True))
     times = step_times(timer.take(), metrics, teachers)
+    seconds = times["perf/step_s"]
     return {
         "epoch": session.lookahead.epoch,
         **record,
         "train/kd_scale": scale,
         "train/skipped_steps": session.skipped.total,
-        "perf/tokens_per_s": record["train/student_tokens"] / times["perf/step_s"],
+        "perf/tokens_per_s": record["train/student_tokens"] / seconds,
+        **session.plan.utilization.values(scored.batch, seconds),
+        **useful_positions(scored, positions, session.config.active_names),
         **times,
         "perf/peak_memory_gb": peak_memory,
     }

@@ -10,6 +10,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.delivery import Delivery
+from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.survey import Survey
@@ -48,6 +49,7 @@ class Plan:
     """Steps of the first epoch; an estimate where documents are packed and `train.epochs` is not set."""
     total_steps: int
     memory: MemoryEstimate
+    utilization: Utilization
 
     @property
     def grid(self) -> BatchGrid:

@@ -17,6 +17,7 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
+from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.launch import require_processes
 from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
 from nemo_opd.training.model_info import ModelInfo, read_model_info
@@ -29,6 +30,7 @@ from nemo_opd.training.ranks import (
     resolve_placement,
 )
 from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, require_not_beyond, resolve_output_dir
+from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.workers.student import compute_dtype
@@ -107,6 +109,12 @@ def preflight(config: RunConfig) -> Plan:
         steps_per_epoch=steps[0],
         total_steps=total_steps,
         memory=memory,
+        utilization=Utilization(
+            student.size,
+            tuple(teacher.size for teacher in teachers),
+            len(placement.devices),
+            peak_flops(device_name(device)),
+        ),
     )
 
 

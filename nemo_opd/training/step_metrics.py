@@ -1,13 +1,14 @@
 """Logged values of a global step: the objective (methods.md §7.3), the scale of KD, and times."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from nemo_opd.aggregation import PART, SHARE, kd_of
 from nemo_opd.config.loss import GRPOLoss, Objective
 from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.metrics import values
 from nemo_opd.logging.step_time import OTHER, step_parts
+from nemo_opd.training.models import ScoredBatch
 from nemo_opd.types import Mean, Metric, Metrics
 from nemo_opd.workers.phases import PREFIX as PHASE
 from nemo_opd.workers.terms import IS_TAKEN
@@ -73,6 +74,17 @@ class KDScale:
 
 def _has_units(metrics: Iterable[Metric]) -> bool:
     return any(metric.count > 0 for metric in metrics if isinstance(metric, Mean))
+
+
+def useful_positions(scored: ScoredBatch, by_student: float, names: Sequence[str]) -> dict[str, float]:
+    """Return the share of positions that are tokens: `perf/useful_positions` of the student, and of each teacher.
+
+    by_student: positions that it has read. names: of the teachers.
+    """
+    found = {"perf/useful_positions": int(scored.batch.student.lengths.sum()) / by_student}
+    for name, rows, positions in zip(names, scored.batch.teachers, scored.positions, strict=True):
+        found[f"perf/useful_positions/{name}"] = int(rows.tokens.lengths.sum()) / positions
+    return found
 
 
 _STUDENT = ("forward", "backward")

@@ -44,7 +44,7 @@ def run_summary(plan: Plan) -> RunSummary:
         name=config.run.name,
         student=without_secrets(config.student.model),
         teachers=tuple(teachers),
-        device=_device_name(plan.device),
+        device=device_name(plan.device),
         layout=_layout_of(plan),
         total_steps=plan.total_steps,
         batch=f"{train.global_batch_size} {noun} {train.max_length:,} tokens",
@@ -71,7 +71,8 @@ def _layout_of(plan: Plan) -> str:
     return f"{student}; teachers {_describe_placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
 
 
-def _device_name(device: str) -> str:
+def device_name(device: str) -> str:
+    """Return the name of the GPU or CPU in this machine; without that GPU, the kind of device."""
     if device == "cuda" and torch.cuda.is_available():
         return torch.cuda.get_device_name()
     return _cpu_name() if device == "cpu" else device

@@ -75,6 +75,8 @@ class StudentStep:
     """Whether to form the KD and the CE gradient separately and log how they compare."""
 
 
+POSITIONS = "positions"
+"""Name of the metric of a step: positions, padding included, that the student has read."""
 _Objective = Literal["kd", "ce", "policy"]
 _OBJECTIVES: tuple[_Objective, ...] = ("kd", "ce", "policy")
 
@@ -227,7 +229,7 @@ class StudentWorker:
             gradient = leaf.leaves[0].grad
             assert gradient is not None
             self.logit_rows.backward(made, gradient, micro.packing)
-        return output.metrics
+        return output.metrics | {POSITIONS: Sum(self.logit_rows.num_positions(micro.packing))}
 
     def _losses(
         self, logits: LogitRows, micro: _MicroBatch, step: StudentStep, objectives: Iterable[_Objective]

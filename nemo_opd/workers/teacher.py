@@ -52,6 +52,8 @@ class TeacherOutput:
     """Scores on the host; None where the aggregation needs none."""
     seconds: float
     """Time from the call until the output can be read."""
+    positions: int
+    """Positions, padding included, that the model has read."""
 
 
 class TeacherWorker:
@@ -136,17 +138,18 @@ class TeacherWorker:
         with needs_memory(self._forward_task), self._with_model():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
-            written = 0
+            written = positions = 0
             for micro, packing in self._packed(tokens, micro_batches):
                 made = self.logit_rows(micro.ids, packing)
                 self.writer.write(written, made)
                 written += len(packing.tokens)
+                positions += self.logit_rows.num_positions(packing)
                 if self.score is not None:
                     whole = self.logit_rows.whole(made, packing)
                     scores.append(sequence_scores(whole, micro, score=self.score, vocab_size=self.vocab_size))
             # Waits for the device, so that the host's clock measures the device's work.
             handle = self.writer.handle()
-        return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin)
+        return TeacherOutput(handle, joined(scores) if scores else None, time.perf_counter() - begin, positions)
 
     def _packed(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Iterator[tuple[TokenRows, Packing]]:
         for sequences in micro_batches:

@@ -162,6 +162,19 @@ def test_other_families_read_padded_rows(family: str) -> None:
     check(model)
 
 
+@pytest.mark.parametrize("family", ["mistral, window", "falcon-h1, states"])
+def test_positions_are_those_that_the_model_reads(family: str) -> None:
+    model = model_of((PACKABLE | OTHERS)[family])
+    read: list[int] = []
+    model.get_input_embeddings().register_forward_hook(lambda _, given, __: read.append(given[0].numel()))
+    ids, packing = nn.utils.rnn.pad_sequence(sequences(), batch_first=True), packing_of(*LENGTHS)
+    source = Headless(model, key="student.model")
+
+    source(ids, packing)
+
+    assert source.num_positions(packing) == sum(read)
+
+
 def test_layers_that_are_run_again_attend_within_sequences_too() -> None:
     """Bug: the backward pass recomputes a layer after its attention was put back."""
     model = model_of(PACKABLE["mistral, window"])

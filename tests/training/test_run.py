@@ -20,6 +20,7 @@ TRAIN_KEYS = {
     *(f"train/{name}" for name in ("loss", "kd", "ce", "kd/cross", "kd/same", "kd_scale", "grad_norm", "lr")),
     "train/student_tokens",
     *(f"perf/{name}" for name in ("tokens_per_s", "step_s", "teacher_s/cross", "teacher_s/same", "peak_memory_gb")),
+    *(f"perf/{name}" for name in ("tflops_per_s", *(f"useful_positions{of}" for of in ("", "/cross", "/same")))),
 }
 TIMES = ["perf/data_wait_s", "perf/teacher_s", *STUDENT_TIMES, "perf/other_s"]
 VAL_KEYS = {"step", "val/loss", "val/kd", "val/ce", "val/bits_per_byte"}
