@@ -16,7 +16,7 @@ from nemo_opd.config.data import Data
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
 from nemo_opd.config.lora import Lora
-from nemo_opd.config.model import Student
+from nemo_opd.config.model import Model, Student
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
@@ -33,7 +33,8 @@ FREE: dict[type[BaseModel], str] = {
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last compile_losses "
         "max_skipped_steps"
     ),
-    Student: "offload activation_checkpointing compile",
+    Model: "compile attn_implementation",
+    Student: "offload activation_checkpointing",
     TeacherBase: "offload micro_batch_tokens",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel",

@@ -75,6 +75,8 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
     Raises CheckpointError, naming the folder, where it cannot be read or holds what is not finite.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
+    groups: Any = optimizer_state["param_groups"]
+    own_kernels = [group.get("fused") for group in groups]
     try:
         read_sharded({"model": weights, "optimizer": optimizer_state}, folder)
         own = folder / rank_file(dist.get_rank())
@@ -85,6 +87,9 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
         raise _unreadable(folder, error) from error
     if (found := not_finite_in(weights, optimizer_state)) is not None:
         raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
+    # Fused kernels are this machine's choice, and where AdamW's step counters are depends on it.
+    for group, fused in zip(groups, own_kernels, strict=True):
+        group["fused"] = fused
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
     try:
         scheduler.load_state_dict(rest["scheduler"])
@@ -109,7 +114,7 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 
 
 def not_finite_in(weights: dict[str, Any], optimizer_state: dict[str, Any]) -> NotFinite | None:
-    """Find values that are not finite in weights and moments; AdamW's step counters, in host memory, are left out."""
+    """Find values that are not finite in weights and moments; AdamW's step counters are left out."""
     moments = {
         f"{key} of {name}": value
         for name, entries in optimizer_state["state"].items()

@@ -1,6 +1,6 @@
 """Settings of the student, and those that it shares with teachers."""
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,32 @@ class Model(Settings):
     """Arguments of the template in addition to the conversation, such as `enable_thinking: false`."""
     parallelism: Parallelism = Field(default_factory=Parallelism)
     """Parallel layout of the model."""
+    attn_implementation: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] | None = None
+    """Attention of transformers; by default the one that it takes, as a rule sdpa. Flash attention is a package of its
+    own (flash-attn, flash-attn-3) and needs a GPU; sdpa has PyTorch's.
+    """
+    compile: bool = False
+    """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
+
+    @model_validator(mode="after")
+    def attn_implementation_needs_cp_1(self) -> Self:
+        cp = self.parallelism.cp
+        if self.attn_implementation is not None and cp > 1:
+            raise ValueError(
+                f"attn_implementation={self.attn_implementation} with parallelism.cp={cp}: ranks that share positions "
+                "have ring attention; leave attn_implementation out, or set parallelism.cp=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compile_needs_tp_1(self) -> Self:
+        tp = self.parallelism.tp
+        if self.compile and tp > 1:
+            raise ValueError(
+                f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
+                "share, for sequences of every length; set compile=false or parallelism.tp=1"
+            )
+        return self
 
     @property
     def tokenizer_source(self) -> tuple[str, str]:
@@ -39,8 +65,6 @@ class Student(Model):
     """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
     memory for long sequences.
     """
-    compile: bool = False
-    """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
     lora: Lora | None = None
     """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they
     are computed with; null: train all weights.
@@ -49,16 +73,6 @@ class Student(Model):
     """Optimizer of all weights that are trained."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
     """Learning rate over the steps of the run."""
-
-    @model_validator(mode="after")
-    def compile_needs_tp_1(self) -> "Student":
-        tp = self.parallelism.tp
-        if self.compile and tp > 1:
-            raise ValueError(
-                f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
-                "share, for sequences of every length; set student.compile=false or student.parallelism.tp=1"
-            )
-        return self
 
     @model_validator(mode="after")
     def lora_needs_cp_1(self) -> "Student":

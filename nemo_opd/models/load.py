@@ -92,27 +92,35 @@ def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
         )
 
 
-def build_on_meta(config: PretrainedConfig, reference: str, *, key: str, **options: Any) -> PreTrainedModel:
+def build_on_meta(
+    config: PretrainedConfig, reference: str, *, key: str, attn_implementation: str | None = None, **options: Any
+) -> PreTrainedModel:
     """Build the model without its weights. Raises ModelError, naming `key`, where that is impossible."""
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
     try:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False, **options)
     except Exception as error:  # whatever each architecture's own code raises for numbers that do not fit
+        chosen = "" if attn_implementation is None else f" and with attn_implementation={attn_implementation}"
         raise ModelError(
-            f"{key}={reference}: no model can be built as its config.json says ({reason(error)}); copy the file there "
-            "again, or name another model"
+            f"{key}={reference}: no model can be built as its config.json says{chosen} ({reason(error)}); copy the "
+            f"file there again, {'leave attn_implementation out, ' if chosen else ''}or name another model"
         ) from error
     return model
 
 
-def load_model(reference: str, dtype: torch.dtype, *, key: str) -> PreTrainedModel:
-    """Load a whole causal language model on the CPU in `dtype`.
+def load_model(
+    reference: str, dtype: torch.dtype, *, key: str, attn_implementation: str | None = None
+) -> PreTrainedModel:
+    """Load a whole causal language model on the CPU in `dtype`, with an attention of transformers or its default.
 
     Raises ModelError naming `key` where weights are unreadable, or missing, which transformers would draw at random.
     """
+    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(reference), dtype=dtype, output_loading_info=True, trust_remote_code=False
+            resolve(reference), dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own
         raise unreadable(reference, error, key=key) from error

@@ -21,6 +21,8 @@ _PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
 """Names in transformers of attention within sequences, and of one that only notes how it is called."""
 _REPLACED = "sdpa"
 """Name in transformers of the attention that it stands for."""
+_KNOW_SEQUENCES = {"flash_attention_2", "flash_attention_3"}
+"""Those of which each takes the bounds of sequences itself."""
 _KINDS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which tokens see each other by attention alone."""
 _WITHOUT_EFFECT = {"position_ids", "cu_seq_lens_k", "max_length_k"}
@@ -34,16 +36,16 @@ _GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn
 def is_packable(model: PreTrainedModel) -> bool:
     """Return whether the model reads packed sequences as it reads each alone.
 
-    It must take positions, counted from 0. Its layers must pass the bounds of sequences on to an attention that can be
-    replaced and has nothing but a scale, dropout and a sliding window, and mix tokens in no other way. A copy without
-    weights is called once.
+    It must take positions, counted from 0. Its layers must pass the bounds of sequences on to an attention that takes
+    them or can be replaced, and that has nothing but a scale, dropout and a sliding window, and mix tokens in no other
+    way. A copy without weights is called once.
     """
     if "position_ids" not in inspect.signature(model.forward).parameters or _counts_from_padding(model):
         return False
     config = model.config.get_text_config()
     kinds: list[str] | None = getattr(config, "layer_types", None)
     window: int | None = getattr(config, "sliding_window", None)
-    if model.config._attn_implementation != _REPLACED or not _KINDS.issuperset(kinds or ()):
+    if model.config._attn_implementation not in {_REPLACED, *_KNOW_SEQUENCES} or not _KINDS.issuperset(kinds or ()):
         return False
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return False
@@ -91,14 +93,15 @@ def _windows_of_calls(model: PreTrainedModel) -> list[int | None]:
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
     AttentionInterface.register(_PROBE, note)
+    config = deepcopy(model.config)
+    config._attn_implementation = _PROBE
     with torch.device("meta"):
         # In bfloat16 experts of mixtures can be called on meta.
-        copy: Any = type(model)(deepcopy(model.config)).eval()
+        copy: Any = type(model)(config).eval()
         copy.to(torch.bfloat16)
         ids = torch.zeros(1, 3, dtype=torch.int64)
         ends = torch.tensor([0, 2, 3], dtype=torch.int32)
-        with _attention(copy, _PROBE):
-            copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds(ends, longest=2))
+        copy(input_ids=ids, position_ids=ids, use_cache=False, **bounds(ends, longest=2))
     return windows
 
 
@@ -113,7 +116,8 @@ def bounds(ends: Tensor, longest: int) -> dict[str, Any]:
 @contextmanager
 def packed_attention(model: PreTrainedModel) -> Iterator[None]:
     """Let a packable model attend within the sequences of `bounds` inside, forward and backward."""
-    with _attention(model, _PACKED):
+    own = model.config._attn_implementation
+    with _attention(model, own if own in _KNOW_SEQUENCES else _PACKED):
         yield
 
 

@@ -77,6 +77,7 @@ def load_sharded(
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
     adapters: Adapters | None = None,
+    attn_implementation: str | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model with weights in `dtype`, cut over `mesh`, with this rank's shard on `device`.
 
@@ -85,9 +86,9 @@ def load_sharded(
     before they are cut, where they are quantised, not in safetensors, or fused or split by transformers.
 
     key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained in place of the
-    weights, to which `dtype` then applies; the model's state has adapters alone. Raises ModelError naming `key` where
-    weights are unreadable or missing, on all ranks where one of them is NaN or infinite, and `….parallelism.tp` where
-    the model cannot be cut.
+    weights, to which `dtype` then applies; the model's state has adapters alone. attn_implementation: of transformers,
+    whose default is None. Raises ModelError naming `key` where weights are unreadable or missing, on all ranks where
+    one of them is NaN or infinite, and `….parallelism.tp` where the model cannot be cut.
     """
 
     def cut(model: PreTrainedModel) -> None:
@@ -102,9 +103,9 @@ def load_sharded(
         parallelize(model, mesh, parallelism, compute_dtype=compute_dtype, key=key.removesuffix(".model"))
 
     try:
-        model = _streamed(reference, dtype, cut, device, key)
+        model = _streamed(reference, dtype, cut, device, key, attn_implementation)
     except _NotPiecewiseError:
-        model = load_model(reference, dtype, key=key)
+        model = load_model(reference, dtype, key=key, attn_implementation=attn_implementation)
         cut(model)
         model.to(device)  # type: ignore[arg-type]
     if adapters is not None:
@@ -116,10 +117,15 @@ def load_sharded(
 
 
 def _streamed(
-    reference: str, dtype: torch.dtype, cut: Callable[[PreTrainedModel], None], device: str, key: str
+    reference: str,
+    dtype: torch.dtype,
+    cut: Callable[[PreTrainedModel], None],
+    device: str,
+    key: str,
+    attn_implementation: str | None,
 ) -> PreTrainedModel:
     config = load_config(reference, key=key)
-    model = build_on_meta(config, reference, key=key, dtype=dtype)
+    model = build_on_meta(config, reference, key=key, attn_implementation=attn_implementation, dtype=dtype)
     _require_piecewise(model, dtype)
     stored = _whole(model, reference, key)
     _require_equal_ties(model, stored)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from nemo_opd.alignment import Pieces, pieces_of
 from nemo_opd.alignment.pieces import HOLE
@@ -20,6 +21,11 @@ from nemo_opd.training.memory import ModelSize, size_of
 
 _NO_LIMIT = 1 << 30
 """Tokens; more than any text has."""
+_FLASH = {
+    "flash_attention_2": (is_flash_attn_2_available, "flash-attn"),
+    "flash_attention_3": (is_flash_attn_3_available, "flash-attn-3"),
+}
+"""Whether each is installed, and its package."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +57,15 @@ class ModelInfo:
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
     """Read a model's configuration and tokenizer.
 
-    Raises ModelError where either is not readable, the two do not belong together, or `parallelism` does not fit.
+    Raises ModelError where either is not readable, the two do not belong together, or `parallelism` or
+    `attn_implementation` does not fit.
     """
     config = load_config(settings.model, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
     lora = settings.lora if isinstance(settings, Student) else None
     adapters = None if lora is None else Adapters(lora, settings.model, seed=0)
-    model = build_on_meta(config, settings.model, key=f"{key}.model")
+    _check_attention(settings, key, device)
+    model = build_on_meta(config, settings.model, key=f"{key}.model", attn_implementation=settings.attn_implementation)
     check_weights(model, settings.model, key=f"{key}.model")
     size = size_of(model, adapters)
     if not size.layers:
@@ -85,3 +93,20 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
         positions=max_positions(config),
         has_rotary_positions=bool(rotary),
     )
+
+
+def _check_attention(settings: Student | Teacher, key: str, device: str) -> None:
+    """Raise ModelError for flash attention where there is none."""
+    chosen = settings.attn_implementation
+    if chosen not in _FLASH:
+        return
+    is_installed, package = _FLASH[chosen]
+    if device == "cpu":
+        why = f"it needs a GPU, and cluster.device is {device}"
+    elif settings.dtype == "float32":
+        why = f"it knows bfloat16 and float16 alone, and {key}.dtype is float32"
+    elif not is_installed():
+        why = f"the package {package} is not installed"
+    else:
+        return
+    raise ModelError(f"{key}.attn_implementation={chosen}: {why}; leave it out, for PyTorch's own attention")

@@ -155,7 +155,7 @@ def resident(
 
 
 def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
-    """Move the model and the optimizer's state, except AdamW's step counters, which stay on the host."""
+    """Move the model and the optimizer's state, except AdamW's step counters, which stay where they are."""
     model.to(device)
     for state in {} if optimizer is None else optimizer.state.values():
         for name, value in state.items():

@@ -147,6 +147,7 @@ class StudentWorker:
                 activation_checkpointing=config.student.activation_checkpointing,
                 compile_layers=config.student.compile,
                 adapters=self.adapters,
+                attn_implementation=config.student.attn_implementation,
             )
         self.logit_rows: Headless | WithHead
         """Map from ids [B, S] to this rank's part of the logits of their tokens; `whole` makes what losses read."""
@@ -156,7 +157,7 @@ class StudentWorker:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
         self.logit_rows.block_bytes = block_bytes
         self.exports = Exports(config.student, self.model, self.adapters)
-        self.optimizer = build_optimizer(config.student.optimizer, self.model)
+        self.optimizer = build_optimizer(config.student.optimizer, self.model, fused=device == "cuda" or None)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
         _, receiver = TRANSPORTS[transport]

@@ -108,6 +108,8 @@ class TeacherWorker:
                 compute_dtype=dtype,
                 device="cpu" if self.offload else device,
                 trainable=False,
+                compile_layers=settings.compile,
+                attn_implementation=settings.attn_implementation,
             )
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]

@@ -58,9 +58,9 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def new() -> Trained:
+def new(*, fused: bool | None = None) -> Trained:
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
     model(torch.rand(4, 3)).sum().backward()
     optimizer.step()
     return Trained(model, optimizer, ConstantLR(optimizer))
@@ -85,6 +85,24 @@ def test_a_state_without_harm_comes_back(tmp_path: Path) -> None:
     for mine, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert second.optimizer.state_dict()["param_groups"] == first.optimizer.state_dict()["param_groups"]
+
+
+@pytest.mark.parametrize(("written", "read"), [(True, None), (None, True)])
+def test_the_optimizers_kernels_are_those_of_the_machine_that_reads(
+    tmp_path: Path, written: bool | None, read: bool | None
+) -> None:
+    """Bug: a state from a CPU turns fused kernels off on a GPU."""
+    first, second = new(fused=written), new(fused=read)
+    first.save(tmp_path / "state")
+    second.load(tmp_path / "state")
+    for each in (first, second):
+        for parameter in each.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        each.optimizer.step()
+
+    assert second.optimizer.param_groups[0]["fused"] is read
+    for mine, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_the_index_is_read_as_torch_reads_it(saved: Path) -> None:

@@ -10,6 +10,14 @@ from tests.composition import compose
     ("overrides", "message"),
     [
         (["student.compile=true", "student.parallelism.tp=2"], "student.compile=true with parallelism.tp=2: "),
+        (
+            ["teachers.0.compile=true", "teachers.0.parallelism.tp=2"],
+            "teachers.0.compile=true with parallelism.tp=2: ",
+        ),
+        (
+            ["student.attn_implementation=eager", "student.parallelism.cp=2"],
+            "student.attn_implementation=eager with parallelism.cp=2: ",
+        ),
         (["student.lora={rank:2}", "student.parallelism.cp=2"], "student: lora with parallelism.cp=2: "),
     ],
 )

@@ -25,6 +25,7 @@ from transformers import (
     Qwen3MoeConfig,
     RobertaConfig,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from nemo_opd.models import packed_attention
@@ -186,6 +187,25 @@ def test_layers_that_are_run_again_attend_within_sequences_too() -> None:
 def test_attention_that_is_not_transformers_default_is_left() -> None:
     model = model_of(FAMILIES["qwen2, biases"], _attn_implementation="eager")
     assert not is_packable(model)
+
+
+@pytest.mark.parametrize("family", ["mistral, window", "qwen2, biases"])
+def test_flash_attention_of_a_package_is_given_the_bounds(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under its own name, and not replaced by PyTorch's."""
+    model, name = model_of(PACKABLE[family]), "flash_attention_2"
+    expected = alone(model)
+    calls: list[int] = []
+
+    def flash(*given: Any, **bounds: Any) -> Any:
+        calls.append(bounds["max_length_q"])
+        return ALL_ATTENTION_FUNCTIONS["nemo_opd_packed"](*given, **bounds)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, name, flash)
+    model.config._attn_implementation = name
+
+    torch.testing.assert_close(in_one_row(model), expected, rtol=1e-4, atol=1e-4)
+    assert calls == [max(LENGTHS)] * model.config.num_hidden_layers
+    assert model.config._attn_implementation == name
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])

@@ -86,3 +86,16 @@ def test_the_curve_is_the_same_and_every_length_has_one_graph(
     for expected, actual in zip([*plain.curve, plain.evaluation], [*compiled.curve, compiled.evaluation], strict=True):
         for name in expected.keys() & {"ce", "kd/cross", "kd/same", "grad_norm", "bits_per_byte"}:
             assert actual[name] == pytest.approx(expected[name], rel=RTOL), name
+
+
+def test_teachers_are_compiled_too(tiny: Tiny, tmp_path: Path, fresh: None) -> None:
+    plan = plan_of(tiny.overrides("train.max_steps=1", "data.packing=false"))
+    batches = first_batches(plan, 1)
+    teachers = tuple(teacher.model_copy(update={"compile": True}) for teacher in plan.config.teachers)
+    with_compiler = replace(plan, config=plan.config.model_copy(update={"teachers": teachers}))
+
+    plain, compiled = in_world(1, train, [Job(plan, batches), Job(with_compiler, batches)], tmp_path)
+
+    assert plain.graphs[0] == 0 < compiled.graphs[0]
+    for name in ("kd/cross", "kd/same", "grad_norm"):
+        assert compiled.curve[0][name] == pytest.approx(plain.curve[0][name], rel=RTOL), name

@@ -27,9 +27,9 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     # With adapters, which are in fp32, the frozen weights are in the compute precision.
     parameters = c * setup.shard + FP32 * trained if setup.size.adapters else FP32 * setup.shard
     optimizer = _MOMENTS * trained
-    # AdamW takes the root of the second moment of all parameters at once on a GPU, of one at a time on a CPU.
+    # On a CPU AdamW takes the root of the second moment of one parameter at a time; fused, on a GPU, of a number.
     tensors = [shard_numel((shape,), setup.layout) for shape in setup.size.trained_shapes]
-    rooted = trained if situation.machine.device == "cuda" else max(tensors)
+    rooted = 0 if situation.machine.device == "cuda" else max(tensors)
     # Before the first step the optimizer has no state.
     here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
     at_first = (Phase.LOADING,) if offload else (Phase.LOADING, Phase.ANSWERS)
