@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from nemo_opd.data.order import DocumentOrder, Drawn, State
 from nemo_opd.data.packing import Lengths, packed_rows
-from nemo_opd.data.samples import Sample
+from nemo_opd.data.samples import Sample, Tokens
 
 BLOCK = 4096
 """Windows among which rows are made up: fewer leave more room in rows, more are held in memory."""
+BLOCK_TOKENS, BLOCK_ROWS = 2**21, 64
+"""Tokens of the student, or rows if those are more, after which a block of long windows ends."""
 _AT_A_TIME = 16
 """Documents read at a time."""
 
@@ -24,8 +26,9 @@ Windows = tuple[Sample, ...]
 class PackedOrder(DocumentOrder):
     """Batches of `batch_size` rows, each made up of windows of documents; the last of an epoch may be short.
 
-    An epoch is cut into blocks of consecutive documents with `BLOCK` windows; rows are made up within a block. So a
-    batch is the same whatever reads it, and is reached by reading the documents of its block alone.
+    An epoch is cut into blocks of consecutive documents with `BLOCK` windows, or fewer long ones; rows are made up
+    within a block. So a batch is the same whatever reads it, and is reached by reading the documents of its block
+    alone.
     """
 
     limits: tuple[int, ...] = ()
@@ -39,6 +42,7 @@ class PackedOrder(DocumentOrder):
             **{name: int(value) for name, value in own.items()},
             **{f"limit_{i}": limit for i, limit in enumerate(limits)},
             "block": BLOCK,
+            "block_tokens": self._block_tokens,
         }
 
     @property
@@ -86,10 +90,11 @@ class PackedOrder(DocumentOrder):
         order, first, rows = self.of_epoch(epoch).tolist(), 0, 0
         while first < self.num_documents:
             parts: list[Lengths] = []
-            num_windows = 0
-            while first < self.num_documents and num_windows < BLOCK:
+            num_windows = num_tokens = 0
+            while first < self.num_documents and self._fullness(num_windows, num_tokens) < 1:
                 parts.append(lengths[order[first]])
                 num_windows += len(parts[-1])
+                num_tokens += int(parts[-1][:, 0].sum())
                 first += 1
             rows += len(packed_rows(np.concatenate(parts), self.limits))
         return -(-rows // self.batch_size)
@@ -105,10 +110,23 @@ class PackedOrder(DocumentOrder):
         }
 
     def _read(self, block: _Block, documents: Iterator[Windows], share: float) -> None:
-        """Read documents of a block until it has this share of the windows it may have."""
-        while len(block.windows) < share * BLOCK and block.first + block.num_documents < self.num_documents:
-            block.windows += next(documents)
+        """Read documents of a block until it is full to this share."""
+        while (
+            self._fullness(len(block.windows), block.num_tokens) < share
+            and block.first + block.num_documents < self.num_documents
+        ):
+            windows = next(documents)
+            block.windows += windows
+            block.num_tokens += sum(_length(window.student) for window in windows)
             block.num_documents += 1
+
+    def _fullness(self, num_windows: int, num_tokens: int) -> float:
+        """Return how full a block is; it ends with the document that brings it to 1."""
+        return max(num_windows / BLOCK, num_tokens / self._block_tokens)
+
+    @property
+    def _block_tokens(self) -> int:
+        return max(BLOCK_TOKENS, BLOCK_ROWS * self.limits[0])
 
     def _after(self, block: _Block) -> _Block:
         """Return the block behind one that was read, without windows."""
@@ -133,6 +151,8 @@ class _Block:
     """Place of the first document in the epoch's order."""
     num_documents: int = 0
     """Documents read so far."""
+    num_tokens: int = 0
+    """The student's tokens of these."""
     windows: list[Sample] = field(default_factory=list)
 
 
@@ -142,12 +162,13 @@ def lengths_of(windows: Sequence[Sample]) -> Lengths:
     """
     return np.array(
         [
-            [max(1, len(window.student))]
-            + [
-                max(1, len(teacher.tokens)) if window.route in (None, i) else 1
-                for i, teacher in enumerate(window.teachers)
-            ]
+            [_length(window.student)]
+            + [_length(teacher.tokens) if window.route in (None, i) else 1 for i, teacher in enumerate(window.teachers)]
             for window in windows
         ],
         np.int64,
     )
+
+
+def _length(tokens: Tokens) -> int:
+    return max(1, len(tokens))

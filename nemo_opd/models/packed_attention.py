@@ -22,7 +22,7 @@ _PACKED, _PROBE = "nemo_opd_packed", "nemo_opd_probe"
 _REPLACED = "sdpa"
 """Name in transformers of the attention that it stands for."""
 _KNOW_SEQUENCES = {"flash_attention_2", "flash_attention_3"}
-"""Those of which each takes the bounds of sequences itself."""
+"""Names of those that take the bounds of sequences themselves."""
 _KINDS = {"full_attention", "sliding_attention"}
 """Kinds of layers in which tokens see each other by attention alone."""
 _WITHOUT_EFFECT = {"position_ids", "cu_seq_lens_k", "max_length_k"}

@@ -78,7 +78,7 @@ def peak_flops(device: str) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class Utilization:
-    """What the models of a run do on its devices."""
+    """Work of a run's models, and the devices that do it."""
 
     student: ModelSize
     teachers: tuple[ModelSize, ...]

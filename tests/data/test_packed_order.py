@@ -1,6 +1,6 @@
 """Batches of packed rows: a function of the data, the settings and the place, with every window once an epoch."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 
@@ -87,16 +87,53 @@ def test_every_epoch_has_every_window_once_in_rows_that_fit(three: list[list[Bat
     assert first != second != third
 
 
-def test_rows_are_of_one_block(three: list[list[Batch]]) -> None:
-    """Documents of a row are near each other in the epoch's order: a block is all that has to be read to go on."""
-    place = {number + 1: i for i, number in enumerate(order_of().of_epoch(0).tolist())}
-    spans = []
-    for batch in three[0]:
+def blocks_of(order: list[int], is_full: Callable[[list[Sample]], bool]) -> list[set[int]]:
+    """The documents of each block, numbered from 1: consecutive ones, up to that with which it is full."""
+    blocks: list[set[int]] = [set()]
+    windows: list[Sample] = []
+    for number in order:
+        if is_full(windows):
+            blocks.append(set())
+            windows = []
+        blocks[-1].add(number + 1)
+        windows += windows_of(str(number + 1))
+    return blocks
+
+
+def check_rows_are_of_one_block(
+    batches: list[Batch], order: PackedOrder, is_full: Callable[[list[Sample]], bool]
+) -> None:
+    """Each block's rows come together, and one block after the other, so that no other has to be read to go on."""
+    blocks = blocks_of(order.of_epoch(0).tolist(), is_full)
+    found = []
+    for batch in batches:
         for row in rows(batch):
-            places = [place[window // 10] for window in row]
-            spans.append(max(places) - min(places))
-    assert max(spans) < BLOCK
-    assert max(spans) > 1
+            own = {window // 10 for window in row}
+            (block,) = (i for i, documents in enumerate(blocks) if own & documents)
+            assert own <= blocks[block]
+            found.append(block)
+    assert found == sorted(found)
+    assert set(found) == set(range(len(blocks)))
+    assert len(blocks) > 2
+
+
+def test_rows_are_of_one_block(three: list[list[Batch]]) -> None:
+    check_rows_are_of_one_block(three[0], order_of(), lambda windows: len(windows) >= BLOCK)
+
+
+def test_a_block_of_long_windows_ends_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: at 32,768 tokens a window, 4,096 windows took 13 minutes to tokenize before the first step."""
+    monkeypatch.setattr(packed_order, "BLOCK", 1000)
+    monkeypatch.setattr(packed_order, "BLOCK_TOKENS", 100)
+    monkeypatch.setattr(packed_order, "BLOCK_ROWS", 8)
+    with loader_of() as loader:
+        first = next(epochs(loader))
+
+    check_rows_are_of_one_block(
+        first, order_of(), lambda windows: sum(len(window.student) for window in windows) >= 8 * LIMITS[0]
+    )
+    lengths = [lengths_of(windows) for windows in made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 0)]
+    assert order_of().num_batches(0, lengths) == len(first)
 
 
 def test_the_number_of_batches_is_known_from_lengths(three: list[list[Batch]]) -> None:
