@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
@@ -28,7 +29,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class DocumentOrder:
+class DocumentOrder(ABC):
     """Endless epochs over `num_documents`, each in its own order."""
 
     num_documents: int
@@ -37,18 +38,24 @@ class DocumentOrder:
     shuffle: bool
 
     @property
+    @abstractmethod
+    def start(self) -> State:
+        """The place before the first batch."""
+
+    @property
     def settings(self) -> dict[str, int]:
         """All that the batches depend on but the data."""
         return {name: int(value) for name, value in asdict(self).items()}
 
     def require_same(self, state: State) -> None:
         """Raise CheckpointError for a state of another order."""
-        for name, value in self.settings.items():
-            if state.get(name) != value:
+        own = self.settings
+        for name in (*own, *(state.keys() - self.start.keys())):
+            if state.get(name) != own.get(name):
+                before, now = ("none" if value is None else value for value in (state.get(name), own.get(name)))
                 raise CheckpointError(
-                    f"the checkpoint's data order has {name}={state.get(name)}, this run has {name}={value}, so the"
-                    " next batch is not defined; restore the data settings, or set run.resume=never and a new"
-                    " run.output_dir"
+                    f"the checkpoint's data order has {name}={before}, this run has {name}={now}, so the next batch is"
+                    " not defined; restore the data settings, or set run.resume=never and a new run.output_dir"
                 )
 
     def of_epoch(self, epoch: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import pytest
 
 from nemo_opd.data import packed_order
 from nemo_opd.data.loader import TrainLoader, made_of_all
+from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.packed_order import PackedOrder, lengths_of
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError
@@ -180,7 +181,9 @@ def test_another_seed_and_no_shuffling(three: list[list[Batch]]) -> None:
     assert begins[0] == 1
 
 
-@pytest.mark.parametrize("changed", ["limit_0", "limit_1", "block", "batch_size", "num_documents", "seed", "shuffle"])
+@pytest.mark.parametrize(
+    "changed", ["limit_0", "limit_1", "block", "block_tokens", "batch_size", "num_documents", "seed", "shuffle"]
+)
 def test_a_state_of_other_rows_is_refused(changed: str) -> None:
     with loader_of() as loader:
         state = loader.state_dict()
@@ -190,8 +193,16 @@ def test_a_state_of_other_rows_is_refused(changed: str) -> None:
 
 def test_a_state_without_packing_is_refused() -> None:
     plain = {"num_batches": 1, "num_documents": NUM_DOCUMENTS, "batch_size": ROWS, "seed": 5, "shuffle": 1}
-    with loader_of() as loader, pytest.raises(CheckpointError, match=r"limit_0=None"):
+    with loader_of() as loader, pytest.raises(CheckpointError, match=r"limit_0=none"):
         loader.load_state_dict(plain)
+
+
+def test_a_state_with_packing_is_refused_without() -> None:
+    with loader_of() as loader:
+        state = loader.state_dict()
+    plain = BatchOrder(NUM_DOCUMENTS, ROWS, seed=5, shuffle=True)
+    with pytest.raises(CheckpointError, match=r"has \w+=\d+, this run has \w+=none"):
+        plain.require_same(state)
 
 
 def test_the_next_block_is_read_while_rows_are_drawn() -> None:

@@ -18,17 +18,21 @@ SEGMENTS = st.integers(1, 3).flatmap(
 )
 
 
-def best_fit_decreasing(lengths: list[list[int]], limits: list[int]) -> list[list[int]]:
-    """Written for reading."""
-    by_size = sorted(
+def by_size(lengths: list[list[int]], limits: list[int]) -> list[int]:
+    """The largest share of a limit first."""
+    return sorted(
         range(len(lengths)), key=lambda i: -max(n / limit for n, limit in zip(lengths[i], limits, strict=True))
     )
+
+
+def best_fit_decreasing(lengths: list[list[int]], limits: list[int]) -> list[list[int]]:
+    """Written for reading."""
     rows: list[list[int]] = []
 
     def room(row: list[int]) -> list[int]:
         return [limit - sum(lengths[i][m] for i in row) for m, limit in enumerate(limits)]
 
-    for i in by_size:
+    for i in by_size(lengths, limits):
         having_room = [row for row in rows if all(n <= left for n, left in zip(lengths[i], room(row), strict=True))]
         if having_room:
             min(having_room, key=lambda row: room(row)[0]).append(i)
@@ -54,6 +58,27 @@ def test_rows_are_those_of_best_fit_decreasing(case: tuple[list[list[int]], list
         assert sorted(sum(lengths[i][0] for i in row) for row in rows) == sorted(
             sum(lengths[i][0] for i in row) for row in expected
         )
+
+
+@settings(max_examples=100)
+@given(case=SEGMENTS)
+def test_each_segment_goes_where_it_leaves_least_room(case: tuple[list[list[int]], list[int]]) -> None:
+    """For the student, among the rows that have room for every model; a new row only where none has."""
+    lengths, limits = case
+    row_of = {int(i): number for number, row in enumerate(packed_rows(np.array(lengths), limits)) for i in row}
+    room: dict[int, list[int]] = {}
+
+    for i in by_size(lengths, limits):
+        left = {
+            row: after
+            for row, before in room.items()
+            if min(after := [have - n for have, n in zip(before, lengths[i], strict=True)]) >= 0
+        }
+        own = row_of[i]
+        assert (own in left) == bool(left)
+        if left:
+            assert left[own][0] == min(after[0] for after in left.values())
+        room[own] = left.get(own, [limit - n for limit, n in zip(limits, lengths[i], strict=True)])
 
 
 def test_rows_of_web_pages_have_hardly_room_left() -> None:
