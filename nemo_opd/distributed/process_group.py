@@ -4,6 +4,7 @@ import os
 import socket
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -29,9 +30,15 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def join(store: dist.Store, rank: int, world_size: int, device: str, timeout_s: float) -> None:
-    """Join the group's world; every rank must call it."""
+    """Join the group's world, on GPUs with the present one; every rank must call it."""
     dist.init_process_group(
-        BACKENDS[device], store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+        BACKENDS[device],
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        # Without it NCCL guesses the GPU from the rank, in the first collective.
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None,
     )
 
 

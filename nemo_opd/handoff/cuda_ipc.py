@@ -15,7 +15,8 @@ do. It stays only where all of them are killed.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -46,7 +47,8 @@ class _DeviceMemory:
 class CudaIpcSender(Sender):
     def _allocate(self, num_bytes: int) -> tuple[Tensor, tuple[object, ...]]:
         try:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+            with _mappable_memory():
+                buffer = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         except torch.OutOfMemoryError as error:
             raise HandoffError(
                 f"no {num_bytes / 2**30:.2f} GiB of GPU memory for a teacher's output; lower "
@@ -60,6 +62,28 @@ class CudaIpcSender(Sender):
 
     def _flush(self) -> None:
         torch.cuda.synchronize()
+
+
+@contextmanager
+def _mappable_memory() -> Iterator[None]:
+    """Allocate inside from memory that other processes can map, which expandable segments often are not.
+
+    A pool of its own keeps free blocks of such segments from being used.
+    """
+    if not _has_expandable_segments():
+        yield
+        return
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
+            yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _has_expandable_segments() -> bool:
+    settings = (os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    return any("expandable_segments:true" in setting.lower().replace(" ", "") for setting in settings)
 
 
 class CudaIpcReceiver(Receiver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,30 @@ def require_processes(cluster: Settings, placement: Placement) -> None:
             f"there are {num_processes}; start the command with `torchrun --nproc-per-node={num_ranks}`, or write "
             f"cluster.{key}={num_processes}"
         )
+
+
+def require_shared_gpus(cluster: Settings, device: str, placement: Placement) -> None:
+    """Raise ConfigError where several processes would use a GPU of this machine that takes one alone."""
+    number = placement.groups_per_device
+    if device == "cpu" or cluster.launcher == "local" or cluster.address is not None or number == 1:
+        return
+    for line in _compute_modes():
+        index, _, mode = line.partition(", ")
+        if mode.startswith("Exclusive"):
+            raise ConfigError(
+                f"cluster.placement={cluster.placement}: GPU {index} is in the compute mode {mode}, in which one "
+                f"process can use it, and the run has {number} on each; set the mode with `nvidia-smi -i {index} -c "
+                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local"
+            )
+
+
+def _compute_modes() -> list[str]:
+    """Return lines such as `0, Default`, one for each GPU; none where the driver's tool does not tell."""
+    command = ["nvidia-smi", "--query-gpu=index,compute_mode", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def open_cluster(plan: Plan) -> Cluster:

@@ -18,7 +18,7 @@ from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
-from nemo_opd.training.launch import require_processes
+from nemo_opd.training.launch import require_processes, require_shared_gpus
 from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
@@ -44,6 +44,7 @@ def preflight(config: RunConfig) -> Plan:
     device = resolve_device(config.cluster)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
+    require_shared_gpus(config.cluster, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     transport = transport_for(config.handoff, device)

@@ -1,5 +1,6 @@
 """Worker groups on Ray: a bundle for each device of a placement, an actor for each rank."""
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from nemo_opd.cluster.base import Call, Cluster, Group
 from nemo_opd.cluster.placement import Placement, Places, num_cores
 from nemo_opd.cluster.ray.calls import RayCall, gather
+from nemo_opd.cluster.ray.environment import forwarded_secrets
 from nemo_opd.cluster.ray.nodes import choose_nodes, reserve
 from nemo_opd.cluster.ray.privacy import LOOPBACK
 from nemo_opd.cluster.ray.progress import ANSWER_S, ProgressMonitor
@@ -118,7 +120,8 @@ class RayGroup(Group):
     def _actor(self, rank: int, place: Place) -> Any:
         cluster = self.cluster
         remote = ray.remote(max_restarts=0, **cluster.options(place))(RankActor)
-        return remote.remote(rank, self.size, cluster.device, cluster.threads, cluster.timeout_s, cluster.host)
+        secrets = forwarded_secrets(os.environ)
+        return remote.remote(rank, self.size, cluster.device, cluster.threads, cluster.timeout_s, cluster.host, secrets)
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> RayCall:
         per_rank = [()] * self.size if arguments is None else arguments

@@ -1,5 +1,7 @@
 """The process of one rank: joins its group's world, holds a worker, runs its methods."""
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -14,9 +16,23 @@ class RankActor:
     """Ray actor of one rank."""
 
     def __init__(
-        self, rank: int, world_size: int, device: str, threads: int, timeout_s: float, host: str | None
+        self,
+        rank: int,
+        world_size: int,
+        device: str,
+        threads: int,
+        timeout_s: float,
+        host: str | None,
+        secrets: Mapping[str, str],
     ) -> None:
-        """host: address of the store where all ranks are on this machine; None where they are on several."""
+        """host: address of the store where all ranks are on this machine; None where they are on several. secrets:
+        environment variables of the driver.
+        """
+        os.environ.update(secrets)
+        # Ray shows an actor its own GPU alone.
+        os.environ["LOCAL_RANK"] = "0"
+        if device == "cuda":
+            torch.cuda.set_device(0)
         torch.set_num_threads(threads)
         if host is not None:
             process_group.stay_on_this_machine()

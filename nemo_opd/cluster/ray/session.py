@@ -1,6 +1,7 @@
 """A Ray session: one that is started on this machine and ended with the run, or a running cluster that is joined."""
 
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import AuthenticationError, RayError
 
+from nemo_opd.cluster.ray.environment import forwarded
 from nemo_opd.cluster.ray.privacy import LOOPBACK, forget, private_start, require_token
 from nemo_opd.cluster.ray.services import Services, end, in_new_session, processes_of_sessions
 from nemo_opd.cluster.ray.session_folder import SessionFolder
@@ -85,7 +87,7 @@ class RaySession:
             probe(address)
             self._is_connected = True
             with _keep_signal_handlers():
-                ray.init(address=address, **_QUIET)
+                ray.init(address=address, runtime_env={"env_vars": forwarded(os.environ)}, **_QUIET)
         except AuthenticationError as error:
             raise ClusterError(
                 f"cluster.address={address}: the cluster asks for a token that this process does not have; set "

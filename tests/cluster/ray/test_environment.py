@@ -1,0 +1,35 @@
+"""Workers of a running cluster get what the driver's machine sets, and its secrets by another way."""
+
+import pytest
+import ray
+
+from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray.environment import forwarded, forwarded_secrets
+from nemo_opd.cluster.ray.services import Services
+from nemo_opd.cluster.ray.session import RaySession
+
+ENVIRONMENT = {
+    "HF_HOME": "/models",
+    "HF_TOKEN": "hf_secret",
+    "NCCL_SOCKET_IFNAME": "eth1",
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    "HOME": "/root",
+    "WANDB_API_KEY": "secret",
+}
+
+
+def test_what_everyone_can_read_has_no_secrets() -> None:
+    assert forwarded(ENVIRONMENT).keys() == {"HF_HOME", "NCCL_SOCKET_IFNAME", "PYTORCH_ALLOC_CONF"}
+    assert forwarded_secrets(ENVIRONMENT) == {"HF_TOKEN": "hf_secret"}
+
+
+def test_a_cluster_that_is_joined_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, dict[str, dict[str, str]]] = {}
+    monkeypatch.setenv("HF_HOME", "/models")
+    monkeypatch.setattr(session, "probe", lambda _: None)
+    monkeypatch.setattr(ray, "init", lambda **options: given.update(options))
+    monkeypatch.setattr(Services, "elsewhere", Services)
+
+    RaySession("auto", num_cpus=1)
+
+    assert given["runtime_env"]["env_vars"]["HF_HOME"] == "/models"
