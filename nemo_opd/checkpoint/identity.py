@@ -34,10 +34,10 @@ FREE: dict[type[BaseModel], str] = {
         "max_skipped_steps"
     ),
     Model: "compile attn_implementation",
-    Student: "offload activation_checkpointing",
+    Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens",
     Lora: "export",
-    Parallelism: "tp cp sequence_parallel",
+    Parallelism: "tp cp sequence_parallel reshard_after_forward",
     handoff.HandoffBase: "transport",
     rollout.HFRollout: "batch_size",
     # Where a server is and how it is reached. Its program is bound: each has its own numerics.

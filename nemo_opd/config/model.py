@@ -65,6 +65,10 @@ class Student(Model):
     """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
     memory for long sequences.
     """
+    sync_each_micro_batch: bool = True
+    """Reduce gradients over ranks after each microbatch (FSDP). false: a rank keeps them whole, in fp32, and they are
+    reduced once a step.
+    """
     lora: Lora | None = None
     """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they
     are computed with; null: train all weights.

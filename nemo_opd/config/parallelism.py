@@ -15,6 +15,11 @@ class Parallelism(Settings):
     sequence_parallel: bool = False
     """Whether each rank holds only a part of the positions between attention and feed-forward blocks; with tp."""
 
+    reshard_after_forward: bool = True
+    """Free the gathered weights of a layer after its forward pass (FSDP). false: a rank keeps all weights whole, and
+    gathers them once a step instead of twice a microbatch; those of a teacher once.
+    """
+
     @model_validator(mode="after")
     def sequence_parallel_needs_tp(self) -> "Parallelism":
         if self.sequence_parallel and self.tp == 1:

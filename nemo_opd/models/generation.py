@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
@@ -17,6 +16,7 @@ from nemo_opd.distributed.mesh import context_axis, tensor_axis
 from nemo_opd.distributed.shards import local
 from nemo_opd.logits.product import linear
 from nemo_opd.models.head import replaced_forward
+from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.models.tensor_styles import whole_positions
 
 _WHOLE_SEQUENCES = "sdpa"
@@ -24,14 +24,20 @@ _WHOLE_SEQUENCES = "sdpa"
 
 
 @contextmanager
-def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits: bool = False) -> Iterator[None]:
+def generating(
+    model: PreTrainedModel,
+    mesh: DeviceMesh | None,
+    *,
+    rounds_logits: bool = False,
+    reshard_after_forward: bool = True,
+) -> Iterator[None]:
     """Let each rank call the model's `generate` inside; afterwards modes and shards are restored.
 
     The model is from `load_sharded` over `mesh`, possibly with adapters, checkpointed activations and compiled layers,
     or a plain one, with None. Inside it is in eval mode, records no gradients, runs layers uncompiled, and computes in
     FSDP2's `param_dtype`. Parameters must not change. Its logits have the precision of those that losses compute from
     hidden states, since ratios of probabilities are taken between the two; rounds_logits: the precision of the
-    model's own, which losses read with handoff=logits.
+    model's own, which losses read with handoff=logits. reshard_after_forward: that of the model.
 
     Communicates an all-gather of all parameters on entering, which each rank then holds whole in `param_dtype`;
     tensor-parallel ones stay cut over their group. Inside, data- and context-parallel ranks run independently, each
@@ -46,7 +52,7 @@ def generating(model: PreTrainedModel, mesh: DeviceMesh | None, *, rounds_logits
         if mesh is not None and context_axis(mesh) is not None:
             inside.callback(model.set_attn_implementation, model.config._attn_implementation)
             model.set_attn_implementation(_WHOLE_SEQUENCES)
-        inside.enter_context(_gathered_parameters(model))
+        inside.enter_context(_gathered_parameters(model, reshard_after_forward))
         if not rounds_logits:
             inside.enter_context(_fp32_logits(model))
         if mesh is not None and (tensor := tensor_axis(mesh)) is not None:
@@ -64,10 +70,9 @@ def _disable_compilation(model: PreTrainedModel, until: ExitStack) -> None:
 
 
 @contextmanager
-def _gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
+def _gathered_parameters(model: PreTrainedModel, reshard_after_forward: bool) -> Iterator[None]:
     """Hold FSDP2's parameters whole inside, so that forward passes communicate none."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    outermost: Any = model
+    units = sharded_units(model)
     try:
         for unit in units:
             unit.set_reshard_after_forward(False, recurse=False)
@@ -75,8 +80,7 @@ def _gathered_parameters(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         for unit in units:
-            # The default of `fully_shard`: the outermost is needed first in backward.
-            unit.set_reshard_after_forward(unit is not outermost, recurse=False)
+            unit.set_reshard_after_forward(reshard_after_forward and unit is not units[0], recurse=False)
             unit.reshard()
 
 

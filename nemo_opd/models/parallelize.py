@@ -3,8 +3,9 @@
 import warnings
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_opd.config.parallelism import Parallelism
@@ -43,14 +44,17 @@ def parallelize(
     if tensor is not None:
         shared = parallelism.sequence_parallel
         cut_over_ranks(model, tensor, sequence_parallel=shared, key=f"{key}.parallelism.tp")
-    shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype)
+    reshards = parallelism.reshard_after_forward
+    shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshards)
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype) -> None:
+def shard(
+    model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool = True
+) -> None:
     """Shard parameters, gradients and optimizer state over a one-dimensional `mesh`, a decoder layer at a time.
 
-    Communicates an all-gather of one layer's parameters before its forward and before its backward, and a
-    reduce-scatter (fp32, mean over ranks) of its gradients.
+    Communicates an all-gather of one layer's parameters before its forward and, with reshard_after_forward, before its
+    backward, and a reduce-scatter (fp32, mean over ranks) of its gradients.
     """
     # Only in-place operations on what a module returns would be wrong, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
@@ -59,8 +63,14 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtyp
     layers = set(model._no_split_modules or ())
     for module in model.modules():
         if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    # What is outside of the layers is needed first in backward, so it stays whole until then.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def sharded_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the modules whose parameters FSDP2 gathers together, the outermost first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def checkpoint_activations(model: PreTrainedModel) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from nemo_opd.errors import ClusterError, OPDError
+from nemo_opd.models.parallelize import sharded_units
 
 _UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
 _REQUESTED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
@@ -156,6 +157,8 @@ def resident(
 
 def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
     """Move the model and the optimizer's state, except AdamW's step counters, which stay where they are."""
+    for unit in sharded_units(model):
+        unit.reshard()  # a gathered copy would stay
     model.to(device)
     for state in {} if optimizer is None else optimizer.state.values():
         for name, value in state.items():

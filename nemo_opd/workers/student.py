@@ -37,6 +37,7 @@ from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.lora import Adapters
+from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -214,7 +215,18 @@ class StudentWorker:
 
     def _gradient(self, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         """Accumulate the gradient of these objectives over all microbatches and return their metrics."""
-        return merge(self._accumulate(micro, step, objectives) for micro in self._micro_batches(step))
+        found, last = [], len(step.micro_batches) - 1
+        for i, micro in enumerate(self._micro_batches(step)):
+            self._communicate_gradients(is_last=i == last)
+            found.append(self._accumulate(micro, step, objectives))
+        return merge(found)
+
+    def _communicate_gradients(self, *, is_last: bool) -> None:
+        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one."""
+        student, outermost = self.config.student, sharded_units(self.model)[0]
+        outermost.set_is_last_backward(is_last)
+        outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch)
+        outermost.set_reshard_after_backward(is_last or student.parallelism.reshard_after_forward)
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
@@ -292,7 +304,12 @@ class StudentWorker:
             batch_size=rollout.batch_size,
             device=self.device,
         )
-        ready = generating(self.model, self.mesh, rounds_logits=self.config.handoff.type == "logits")
+        ready = generating(
+            self.model,
+            self.mesh,
+            rounds_logits=self.config.handoff.type == "logits",
+            reshard_after_forward=self.config.student.parallelism.reshard_after_forward,
+        )
         with needs_memory(ROLLOUT), self._with_model(), ready:
             return sampler.generate(requests, sampling, version)
 
@@ -315,6 +332,8 @@ class StudentWorker:
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
                 parts.append(compute_together(planned).metrics)
+        for unit in sharded_units(self.model):
+            unit.reshard()
         return _on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:

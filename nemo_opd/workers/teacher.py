@@ -94,7 +94,7 @@ class TeacherWorker:
         dtype = getattr(torch, settings.dtype)
         parallelism = settings.parallelism
         mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
-        self._mesh = mesh
+        self._mesh, self._reshard_after_forward = mesh, parallelism.reshard_after_forward
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
         self._answers_task = teacher_answers(teacher, settings.name)
@@ -183,7 +183,7 @@ class TeacherWorker:
         sampler = Sampler(
             self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
         )
-        ready = generating(self.model, self._mesh)
+        ready = generating(self.model, self._mesh, reshard_after_forward=self._reshard_after_forward)
         with needs_memory(self._answers_task), self._with_model(), ready:
             return sampler.generate(requests, sampling, version=0)
 

@@ -139,6 +139,8 @@ def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, Run
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str, object]]:
     """Yield sections, keys and values; some may be refused."""
     train, rollout, questions = config.train, config.rollout, config.evaluation
+    if not config.student.sync_each_micro_batch:
+        yield "student", "sync_each_micro_batch", True
     if not config.student.activation_checkpointing:
         yield "student", "activation_checkpointing", True
     if train.micro_batch_tokens is not None:

@@ -80,6 +80,10 @@ class ModelSetup:
         layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
         return self.rest + layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
 
+    def kept(self, model: Student | Teacher) -> int:
+        """Return the number of parameters that are gathered at a time, or of those that stay so."""
+        return self.gathered if model.parallelism.reshard_after_forward else self.whole
+
     @property
     def trained_head(self) -> int:
         """Number of the head's parameters on a tensor-parallel rank that get a gradient."""

@@ -131,9 +131,10 @@ def _process(job: TeacherJob, *, answers: bool) -> Process:
     offload = job.settings.offload is True
     working = (Phase.ANSWERS, Phase.TEACHERS) if answers else (Phase.TEACHERS,)
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
-    # FSDP2 keeps embedding and head gathered until the model moves.
+    # FSDP2 keeps embedding and head gathered until the model moves, or all of it.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
-    gathered = {Phase.TEACHERS: t * setup.gathered, **dict.fromkeys(left, t * setup.rest)}
+    stays = setup.rest if job.settings.parallelism.reshard_after_forward else setup.whole
+    gathered = {Phase.TEACHERS: t * setup.kept(job.settings), **dict.fromkeys(left, t * stays)}
     device = (
         part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
         Part(name, "gathered parameters", gathered),

@@ -1,0 +1,113 @@
+"""Weights that stay gathered and gradients that are reduced once a step change what is sent, and nothing else."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch
+from tests.tiny import Tiny
+from tests.workers.local import (
+    RTOL,
+    WEIGHT_ATOL,
+    evaluate,
+    first_batches,
+    in_world,
+    opened,
+    plan_of,
+    train_step,
+    weights,
+)
+
+pytestmark = pytest.mark.world
+
+KEPT = tuple(f"{model}.parallelism.reshard_after_forward=false" for model in ("student", "teachers.0", "teachers.1"))
+ONCE = ("student.sync_each_micro_batch=false",)
+OPTIONS = {"default": (), "kept": KEPT, "once": ONCE, "both": (*KEPT, *ONCE)}
+MICRO_BATCHES = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    plan: Plan
+    batches: list[Batch]
+
+
+@dataclass(frozen=True)
+class Result:
+    curve: list[dict[str, float]]
+    evaluations: list[dict[str, float]]
+    weights: dict[str, Tensor]
+    gathers: list[int]
+    """Number of all-gathers in each step, the teachers' included."""
+    reductions: list[int]
+    """Number of reduce-scatters in each step."""
+
+
+class Sent(TorchDispatchMode):
+    """Counts the collectives inside, by their names in torch.ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[operator.name().partition(".")[0]] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def train(job: Job) -> Result:
+    curve, evaluations, gathers, reductions = [], [], [], []
+    with opened(job.plan) as models:
+        for batch in job.batches:
+            with Sent() as sent:
+                curve.append(train_step(models, batch))
+            gathers.append(sent.calls["c10d::_allgather_base_"])
+            reductions.append(sent.calls["c10d::_reduce_scatter_base_"])
+            # Without an update in between, and with weights that were just updated.
+            evaluations.append(evaluate(models, batch))
+        return Result(curve, evaluations, weights(models), gathers, reductions)
+
+
+@pytest.fixture(scope="module")
+def results(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    def job(options: Sequence[str]) -> Job:
+        plan = plan_of(tiny.overrides("train.global_batch_size=8", "train.micro_batch_size=1", *options))
+        return Job(plan, first_batches(plan, 3))
+
+    jobs = [job(options) for options in OPTIONS.values()]
+    found = in_world(2, train, jobs, tmp_path_factory.mktemp("communication") / "world")
+    return dict(zip(OPTIONS, found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["kept", "once", "both"])
+def test_the_same_is_learned(results: dict[str, Result], name: str) -> None:
+    """Bugs: weights of before an update, in the next step or in an evaluation; gradients that are lost or doubled."""
+    expected, found = results["default"], results[name]
+    pairs = zip([*expected.curve, *expected.evaluations], [*found.curve, *found.evaluations], strict=True)
+    for wanted, actual in pairs:
+        assert actual == pytest.approx(wanted, rel=RTOL)
+    for key, value in expected.weights.items():
+        torch.testing.assert_close(found.weights[key], value, rtol=RTOL, atol=WEIGHT_ATOL, msg=key)
+
+
+def test_gradients_are_reduced_once_a_step(results: dict[str, Result]) -> None:
+    each, once = results["default"].reductions, results["once"].reductions
+    assert [MICRO_BATCHES * number for number in once] == each
+    assert min(once) > 0
+    assert results["kept"].reductions == each
+
+
+def test_weights_are_gathered_once_a_step(results: dict[str, Result]) -> None:
+    """The teachers' only before the first one."""
+    units = results["once"].reductions
+    kept = results["kept"].gathers
+    assert kept[1:] == units[1:]
+    assert units[0] < kept[0] < results["default"].gathers[0]
+    assert results["both"].gathers == kept
