@@ -97,12 +97,12 @@ class Ours:
             [teacher.projection for teacher in self.plan.teachers],
             student_vocab_size=self.plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in self.plan.teachers],
-        )
+        ).parts
         return [
             StepWork(
                 tuple(batch.student.lengths.tolist()),
                 tuple(batch.teachers[0].tokens.lengths.tolist()),
-                sum(parts.num_units(batch)),
+                round(sum(part.num_units(batch) for part in parts)),
             )
             for batch in self._watched.batches
         ]

@@ -40,6 +40,55 @@ def test_bf16_mixed_precision_trains(tiny: Tiny, tmp_path: Path) -> None:
     assert records[-1]["val/loss"] < records[0]["val/loss"]
 
 
+COMPUTED_OTHERWISE = {
+    "logits": ["handoff=logits"],
+    "uncompiled losses": ["train.compile_losses=false"],
+    "compiled layers": ["student.compile=true", "teachers.0.compile=true"],
+    "adapters": ["student.lora={rank:4,target_modules:[q_proj]}"],
+    "weights kept": ["student.parallelism.reshard_after_forward=false", "student.sync_each_micro_batch=false"],
+    "unpacked": ["data.packing=false"],
+}
+
+
+@pytest.mark.parametrize("overrides", COMPUTED_OTHERWISE.values(), ids=COMPUTED_OTHERWISE)
+def test_every_way_to_compute_follows_the_cpu(tiny: Tiny, tmp_path: Path, overrides: list[str]) -> None:
+    on_cpu = run(tiny, tmp_path / "cpu", "cluster.device=cpu", *overrides)
+    cuda = ("cluster.device=cuda", "cluster.gpus_per_node=1", "student.dtype=float32")
+    on_gpu = run(tiny, tmp_path / "gpu", *cuda, *overrides)
+    for cpu, gpu in zip(on_cpu, on_gpu, strict=True):
+        for key in ("train/loss", "train/ce", "val/bits_per_byte"):
+            assert gpu.get(key) == pytest.approx(cpu.get(key), rel=1e-3)
+
+
+def test_a_run_is_continued_where_it_ended(tiny: Tiny, tmp_path: Path) -> None:
+    """Bugs: fused optimizer states that are not read, random generators of the device."""
+    cuda = ("cluster.device=cuda", "cluster.gpus_per_node=1", "student.scheduler.type=constant")
+    whole = run(tiny, tmp_path / "whole", *cuda, "train.max_steps=4")
+    run(tiny, tmp_path / "parts", *cuda, "train.max_steps=2")
+    parts = run(tiny, tmp_path / "parts", *cuda, "train.max_steps=4", "run.resume=auto")
+    assert parts[-1]["train/loss"] == pytest.approx(whole[-1]["train/loss"], rel=1e-3)
+
+
+def test_expandable_segments_do_not_prevent_the_handoff(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    records = run(tiny, tmp_path / "run", "cluster.device=cuda", "cluster.gpus_per_node=1")
+    assert records[-1]["train/loss"] == records[-1]["train/loss"]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("tp", [1, 2])
+def test_two_gpus_follow_one(tiny: Tiny, tmp_path: Path, tp: int) -> None:
+    """FSDP2 and tensor parallelism over NCCL."""
+    fp32 = ("cluster.device=cuda", "student.dtype=float32")
+    one = run(tiny, tmp_path / "one", *fp32, "cluster.gpus_per_node=1")
+    two = run(tiny, tmp_path / "two", *fp32, "cluster.gpus_per_node=2", f"student.parallelism.tp={tp}")
+    for expected, actual in zip(one, two, strict=True):
+        for key in ("train/loss", "train/kd/cross", "train/kd/same", "val/bits_per_byte"):
+            assert actual.get(key) == pytest.approx(expected.get(key), rel=1e-3)
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 3, reason="needs a GPU for the student and for each of two teachers")
 def test_teachers_on_gpus_of_their_own_teach_the_same(tiny: Tiny, tmp_path: Path) -> None:
     """Bug: a step that begins before the peer's buffer is written, or a batch that is written over while it is read."""
