@@ -29,7 +29,7 @@ from nemo_opd.training.preflight import preflight
 from nemo_opd.training.step_metrics import KDScale
 from nemo_opd.types import Batch, Metric
 from nemo_opd.workers.phases import PREFIX
-from nemo_opd.workers.student import StudentStep, StudentWorker
+from nemo_opd.workers.student import POSITIONS, StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests import costs, processes
 from tests.composition import DEMO, compose
@@ -89,10 +89,10 @@ def opened(plan: Plan) -> Iterator[Models]:
 def step_metrics(
     models: Models, batch: Batch, kd_scale: float = 1.0, *, compare_gradients: bool = False
 ) -> dict[str, Metric]:
-    """Make an optimizer step and return its metrics without times."""
+    """Make an optimizer step and return its metrics without those of how it was cut: times, memory, positions."""
     scored = models.collect(models.submit(batch, "a test"))
     metrics = models.train_step(scored, kd_scale, compare_gradients=compare_gradients)
-    return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory"))}
+    return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory", POSITIONS))}
 
 
 def train_step(models: Models, batch: Batch, *, compare_gradients: bool = False) -> dict[str, float]:
