@@ -215,7 +215,8 @@ class _Mode(TorchDispatchMode):
             made = function.function(*args, **kwargs)
         finally:
             self._fusing = None
-        written = sum(_size(each) for each in tree_iter(made) if id(each) in fusing.inner)
+        is_made = fusing.inner.keys() | fusing.gathered.keys()
+        written = sum(_size(each) for each in tree_iter(made) if id(each) in is_made)
         self.work.kernels.append(Kernel(f"compiled {function.function.__name__}", fusing.num_bytes + written, 0))
         return made
 
@@ -316,28 +317,33 @@ class _Mode(TorchDispatchMode):
 class _Fusing:
     """What compiled code would read and write, while the function is called as it is.
 
-    Each argument is read twice: for sums along its rows, and again with these. Gathers read what they take.
+    Each argument is read twice: for sums along its rows, and again with these. So is what gathers take of one.
     """
 
     def __init__(self) -> None:
         self.inner: dict[int, OnDevice] = {}
         """Tensors that the function has made, by id."""
-        self._gathered = 0
+        self.gathered: dict[int, OnDevice] = {}
+        """Tensors that were gathered from arguments, by id."""
+        self._scattered = 0
         self._whole: Counter[tuple[Any, ...]] = Counter()
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     @property
     def num_bytes(self) -> int:
-        return self._gathered + sum(min(times, 2) * self._sizes[key] for key, times in self._whole.items())
+        return self._scattered + sum(min(times, 2) * self._sizes[key] for key, times in self._whole.items())
 
     def note(self, name: str, given: list[OnDevice], made: list[OnDevice]) -> None:
         outer = [each for each in given if id(each) not in self.inner]
         if name in VIEWS:
             self.inner |= {} if outer else {id(each): each for each in made}
             return
-        if name in GATHERS:
-            self._gathered += sum(map(_size, made)) if outer else 0
-            outer = [each for each in outer if not each.is_floating_point()]
+        if name in GATHERS and any(each.is_floating_point() for each in outer):
+            self.gathered |= {id(each): each for each in made}
+            outer, made = [each for each in outer if not each.is_floating_point()], []
+        if name in SCATTERS and any(each is given[0] for each in outer):
+            self._scattered += 2 * _size(given[-1])
+            outer = [each for each in outer if each is not given[0]]
         for each in outer:
             storage = each.held.untyped_storage()._cdata
             key = (storage, each.storage_offset(), tuple(each.shape), tuple(each.stride()))

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from nemo_opd.logits.blocks import Block, blocks, rows_budget
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Term, width_of
+from nemo_opd.logits.term import Rows, Term, width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
-            for i, part, _, logits in _parts(source, terms, block):
-                sums[i] += terms[i].sums(logits, part)
+            for i, part, places, logits in _parts(source, terms, block):
+                sums[i] += terms[i].sums(logits[places].to(compute_dtype(source)), part)
         return BlockwiseSum(*_totals(source, sums, coefficients))
 
 
@@ -57,7 +57,7 @@ class _BlockwiseSum(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         sums, gradients = _zeros(source, terms), source.gradients()
         for block in blocks(source, terms):
-            of_block = _BlockGradient(terms, block, gradients)
+            of_block = _BlockGradient(terms, block, gradients, compute_dtype(source))
             for i, part, places, logits in _parts(source, terms, block):
                 sums[i] += of_block.add(terms[i], coefficients[i], part, places, logits)
             gradients.add(block.rows, of_block.total(), onto=block.overlaps)
@@ -83,36 +83,46 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
 def _parts(
     source: LogitRows, terms: Sequence[Term], block: Block
 ) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
-    """Yield for each step and term: the term, its units, the places of their rows, and these in the compute dtype."""
+    """Yield for each step and term: the term, its units, the places of their rows, and the logits of the block."""
     for i, term in enumerate(terms):
         if term.ahead is not None:
             term.ahead.begin(block.units(i), rows_budget(source, terms))
     logits = source.read(block.rows, width_of(terms))
     for step in block.steps:
         for i, (units, places) in enumerate(step):
-            own = logits.narrow(1, 0, terms[i].width)[places]
-            yield i, units, places, own.to(compute_dtype(source))
+            yield i, units, places, logits.narrow(1, 0, terms[i].width)
 
 
 class _BlockGradient:
     """Gradient with respect to the rows of a block [R, X], while it is put together."""
 
-    def __init__(self, terms: Sequence[Term], block: Block, gradients: Gradients) -> None:
-        self._shape, self._gradients = (len(block.rows), width_of(terms)), gradients
+    def __init__(self, terms: Sequence[Term], block: Block, gradients: Gradients, dtype: torch.dtype) -> None:
+        """dtype: that in which gradients are computed."""
+        self._shape, self._gradients, self._dtype = (len(block.rows), width_of(terms)), gradients, dtype
         self._first = terms[0] if len(terms) == 1 or _first_covers(terms, block) else None
         """Term that puts what others add to, so that no zeros are needed."""
         self._is_one = len(terms) == len(block.steps) == 1
+        # Rounded at once where nothing is added to it.
+        self._total_dtype = gradients.dtype if len(terms) == 1 and self._is_direct(terms[0]) else dtype
         self._total: Tensor | None = None
 
     def add(self, term: Term, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
         """Add the gradient of coefficient · a term's units, and return their sums [2]."""
-        is_direct = term.closed_form is not None and not self._gradients.pulls_back
-        if is_direct and isinstance(places, slice):
-            onto = self._columns(logits)[places]
-            return term.add_gradient(logits, part, coefficient, onto, is_first=term is self._first)
-        sums, gradient = term.sums_and_gradient(logits, part, coefficient)
-        self._add(places, self._gradients.pull_back(logits, gradient), is_first=term is self._first)
+        is_first = term is self._first
+        if self._is_direct(term):
+            columns = self._columns(logits)
+            if isinstance(places, slice):
+                rows, columns = Rows(logits[places], None), columns[places]
+            else:
+                rows = Rows(logits, places)
+            return term.add_gradient(rows, part, coefficient, columns, is_first=is_first)
+        own = logits[places].to(self._dtype)
+        sums, gradient = term.sums_and_gradient(own, part, coefficient)
+        self._add(places, self._gradients.pull_back(own, gradient), is_first=is_first)
         return sums
+
+    def _is_direct(self, term: Term) -> bool:
+        return term.closed_form is not None and not self._gradients.pulls_back
 
     def _add(self, places: slice | Tensor, gradient: Tensor, *, is_first: bool) -> None:
         if self._is_one:
@@ -127,7 +137,8 @@ class _BlockGradient:
     def _columns(self, like: Tensor) -> Tensor:
         """Return as many columns of the total as a tensor [·, width] has."""
         if self._total is None:
-            self._total = (like.new_zeros if self._first is None else like.new_empty)(self._shape)
+            make = like.new_zeros if self._first is None else like.new_empty
+            self._total = make(self._shape, dtype=self._total_dtype)
         return self._total.narrow(1, 0, like.shape[1])
 
     def total(self) -> Tensor:

@@ -105,7 +105,7 @@ class _HeadGradients(Gradients):
         width = gradient.shape[1]
         weight = self._head.weight.detach()[:width]
         if self._of_bias is not None:
-            self._of_bias[:width] += gradient.sum(0)
+            self._of_bias[:width] += gradient.sum(0, dtype=self._of_bias.dtype)
         factor = None
         if self._operand == torch.float16:
             gradient, factor = _within_fp16(gradient)

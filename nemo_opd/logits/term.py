@@ -19,11 +19,36 @@ A unit may have several rows. There may be no unit at all.
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """Logits/τ of units of one row each, among those of a block: taken inside of compiled functions, without a copy."""
+
+    of_block: Tensor
+    """[R, X]"""
+    places: Tensor | None
+    """int64 [u]: the rows of the units, none of them twice; None: all, in order."""
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return len(self.of_block if self.places is None else self.places)
+
+    def over(self, temperature: float) -> Rows:
+        return replace(self, temperature=temperature)
+
+    def taken(self) -> Tensor:
+        """Return them as [u, X] in the compute dtype, maybe a view, not to be written."""
+        rows = self.of_block if self.places is None else self.of_block.index_select(0, self.places)
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        return rows if self.temperature == 1 else rows / self.temperature
+
+
+@dataclass(frozen=True, slots=True)
 class Onto:
     """A place for the gradient of Σ factor · loss over units of one row each."""
 
     total: Tensor
-    """[u, X], to be added to."""
+    """[R, X]: of a block, to be added to."""
+    places: Tensor | None
+    """As of the `Rows`."""
     factors: Tensor
     """[u, 1]"""
     is_first: bool
@@ -34,15 +59,17 @@ class Onto:
         return self if temperature == 1 else replace(self, factors=self.factors / temperature)
 
     def add(self, gradient: Tensor) -> None:
-        """Add the gradient [u, X] of the losses."""
-        if self.is_first:
+        """Add the gradient [u, X] of the losses, which may be written to."""
+        if self.places is not None:
+            self.total.index_add_(0, self.places, gradient.mul_(self.factors))
+        elif self.is_first:
             torch.mul(gradient, self.factors, out=self.total)
         else:
             self.total.addcmul_(gradient, self.factors)
 
 
-ClosedForm = Callable[[Tensor, slice, Onto], Tensor]
-"""(logits [u, X] in the compute dtype, which units they are of, where their gradient goes) → losses of units, [u]."""
+ClosedForm = Callable[[Rows, slice, Onto], Tensor]
+"""(logits of units, which units they are, where their gradient goes) → losses of units in the compute dtype, [u]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +116,17 @@ class Term:
         total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
         return torch.stack([total, unweighted]) * self.factor
 
-    def add_gradient(self, logits: Tensor, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
-        """Return sums [2], and add the gradient of `sums_and_gradient` to a tensor [u, X] by the closed form."""
+    def add_gradient(self, rows: Rows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
+        """Return sums [2], and add the gradient of `sums_and_gradient` to that of a block [R, X] by the closed form."""
         assert self.closed_form is not None
+        dtype = torch.promote_types(rows.of_block.dtype, torch.float32)
         factor, weights = coefficient * self.factor, None if self.weights is None else self.weights[part].unsqueeze(1)
-        factors = logits.new_full((len(logits), 1), factor) if weights is None else factor * weights.to(logits.dtype)
-        return self._sums_of(self.closed_form(logits, part, Onto(total, factors, is_first)), part)
+        factors = (
+            torch.full((len(rows), 1), factor, dtype=dtype, device=total.device)
+            if weights is None
+            else factor * weights.to(dtype)
+        )
+        return self._sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)
 
     def sums_and_gradient(self, logits: Tensor, part: slice, coefficient: float) -> tuple[Tensor, Tensor]:
         """Sums [2], and the gradient of coefficient · the first with respect to logits [R, X].

@@ -14,7 +14,7 @@ from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
-from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Term, unit_cells
+from nemo_opd.logits.term import ChunkLoss, ClosedForm, Onto, Rows, Term, unit_cells
 from nemo_opd.losses.arguments import (
     check_positions,
     check_same_length,
@@ -59,8 +59,8 @@ Logits are those of the chunks' first positions, cut to the vocabularies, in the
 gradient.
 """
 
-CompareOnto = Callable[[Tensor, Tensor, slice, Onto], Tensor]
-"""The same, which adds the gradient with respect to the student's logits/τ as well."""
+CompareOnto = Callable[[Rows, Rows, Onto], Tensor]
+"""(student logits/τ, teacher logits/τ, where the gradient with respect to the first goes) → the same, [u]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,15 +207,13 @@ def first_position_term(
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
 
-    def teacher_of(part: slice) -> Tensor:
-        return over(ahead.of(part).to(inputs.dtype), temperature)
-
     def loss_of(student: Tensor, part: slice) -> Tensor:
-        return compare(over(student, temperature), teacher_of(part), part)
+        return compare(over(student, temperature), over(ahead.of(part).to(inputs.dtype), temperature), part)
 
-    def closed_form(student: Tensor, part: slice, onto: Onto) -> Tensor:
+    def closed_form(student: Rows, part: slice, onto: Onto) -> Tensor:
         assert compare_onto is not None
-        return compare_onto(over(student, temperature), teacher_of(part), part, onto.over(temperature))
+        teacher = Rows(ahead.of(part), None)
+        return compare_onto(student.over(temperature), teacher.over(temperature), onto.over(temperature))
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     closed = None if compare_onto is None else closed_form

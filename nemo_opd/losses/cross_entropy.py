@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import Onto, Term, unit_cells
+from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows
 from nemo_opd.losses.surprise import LIVE_COPIES, add_surprise, surprise
@@ -35,8 +35,8 @@ def cross_entropy(
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         return surprise(logits, targets[part])
 
-    def closed_form(logits: Tensor, part: slice, onto: Onto) -> Tensor:
-        return add_surprise(logits, targets[part], onto)
+    def closed_form(rows: Rows, part: slice, onto: Onto) -> Tensor:
+        return add_surprise(rows, targets[part], onto)
 
     cells = unit_cells(len(rows), LIVE_COPIES * size)
     term = Term(rows, loss_of, cells, size, chunk_size=chunk_size, closed_form=closed_form)

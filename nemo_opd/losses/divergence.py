@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -56,10 +56,6 @@ class Divergence:
         """Compare log-probabilities: [..., X] and [..., X] → [...]; see `divergence`."""
         return _Divergence.apply(*_in_one_dtype(log_t, log_s), self)
 
-    def add_of_logits(self, teacher: Tensor, student: Tensor, onto: Onto) -> Tensor:
-        """Compute the same of logits/τ [U, X] and add its gradient, in one go."""
-        return _add_comparison(*_in_one_dtype(teacher, student), self, onto.total, onto.factors, onto.is_first)
-
     def of_logits(self, teacher: Tensor, student: Tensor) -> Tensor:
         """Compare the softmax of logits/τ [..., X] and [..., X]: faster, with a gradient for the logits."""
         return _DivergenceOfLogits.apply(*_in_one_dtype(teacher, student), self)
@@ -97,7 +93,7 @@ class _DivergenceOfLogits(_Divergence):
 
     @staticmethod
     def forward(ctx: Any, teacher: Tensor, student: Tensor, of: Divergence) -> Tensor:
-        value, gradient = _compare_logits(teacher, student, of)
+        value, gradient = compare_with_gradient(teacher, student, of)
         ctx.save_for_backward(gradient)
         return value
 
@@ -109,9 +105,9 @@ def _compare(log_t: Tensor, log_s: Tensor, of: Divergence) -> tuple[Tensor, Tens
 
 
 @fused
-def _compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> tuple[Tensor, Tensor]:
-    """Return the value [...] and its gradient with respect to the student's logits [..., X]."""
-    comparison = compare_logits(teacher, student, of)
+def compare_with_gradient(teacher: Tensor, student: Tensor, of: Divergence) -> tuple[Tensor, Tensor]:
+    """Compare the softmax of logits/τ: return the value [...], and its gradient for the student's logits [..., X]."""
+    comparison = compare_logits(*_in_one_dtype(teacher, student), of)
     return comparison.value, comparison.gradient
 
 
@@ -142,11 +138,10 @@ def compare_logits(teacher: Tensor, student: Tensor, of: Divergence) -> Comparis
 
 
 @fused
-def _add_comparison(
-    teacher: Tensor, student: Tensor, of: Divergence, total: Tensor, factors: Tensor, is_first: bool
-) -> Tensor:
-    comparison = compare_logits(teacher, student, of)
-    Onto(total, factors, is_first).add(comparison.gradient)
+def add_comparison(student: Rows, teacher: Rows, of: Divergence, onto: Onto) -> Tensor:
+    """Compare the softmax of logits/τ [u, X] of either side → [u], and add its gradient, in one go."""
+    comparison = compare_logits(*_in_one_dtype(teacher.taken(), student.taken()), of)
+    onto.add(comparison.gradient)
     return comparison.value
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Generic, ParamSpec, TypeVar
@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch._dynamo import config, maybe_mark_dynamic
 from torch._dynamo.exc import TorchDynamoException
+
+from nemo_opd.logits.term import Onto, Rows
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -34,7 +36,7 @@ def compiling(is_on: bool | None) -> Iterator[None]:
 
 
 class Fused(Generic[Parameters, Result]):
-    """A function that `compiling` decides on. Its first argument is a tensor [R, ...]."""
+    """A function that `compiling` decides on. Its first argument is a tensor [u, ...], or `Rows`."""
 
     def __init__(self, function: Callable[Parameters, Result]) -> None:
         self.function = function
@@ -45,14 +47,12 @@ class Fused(Generic[Parameters, Result]):
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         rows = args[0]
-        assert isinstance(rows, Tensor)
-        is_on = rows.device.type != "cpu" if _is_on is None else _is_on
+        assert isinstance(rows, Tensor | Rows)
         # For no row or one, code of its own would be compiled.
-        if not is_on or not self.is_compilable or len(rows) < 2:
+        if not _is_compiled(rows) or not self.is_compilable or len(rows) < 2:
             return self.function(*args, **kwargs)
-        for each in args:
-            if isinstance(each, Tensor) and each.dim() and len(each) == len(rows):
-                maybe_mark_dynamic(each, 0)
+        for each in _tensors_of_rows(args, len(rows)):
+            maybe_mark_dynamic(each, 0)
         try:
             with config.patch(recompile_limit=_MOST_VARIANTS):
                 return self.as_compiled(*args, **kwargs)
@@ -74,3 +74,24 @@ class Fused(Generic[Parameters, Result]):
 def fused(function: Callable[Parameters, Result]) -> Fused[Parameters, Result]:
     """Let a function be compiled where `compiling` says so, by default on GPUs."""
     return Fused(function)
+
+
+def taken_once(rows: Rows) -> Rows:
+    """Return rows that several functions read: where these are not compiled, each would take them anew."""
+    return rows if _is_compiled(rows) else Rows(rows.taken(), None)
+
+
+def _is_compiled(rows: Tensor | Rows) -> bool:
+    device = (rows if isinstance(rows, Tensor) else rows.of_block).device
+    return device.type != "cpu" if _is_on is None else _is_on
+
+
+def _tensors_of_rows(args: Iterable[object], num_rows: int) -> Iterator[Tensor]:
+    """Yield the arguments whose first size is a number of rows, of `num_rows` units or of their block."""
+    for each in args:
+        if isinstance(each, Rows):
+            yield from (part for part in (each.of_block, each.places) if part is not None)
+        elif isinstance(each, Onto):
+            yield from (part for part in (each.total, each.places, each.factors) if part is not None)
+        elif isinstance(each, Tensor) and each.dim() and len(each) == num_rows:
+            yield each

@@ -5,18 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.fused import fused, taken_once
 from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
+from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import log_rest, truncated, with_rest
 
 if TYPE_CHECKING:
@@ -121,6 +126,7 @@ def paired_loss(
         inputs,
         lambda student, teacher, part: compare(student, teacher),
         cells_per_unit=_cells_per_unit(inputs, compare),
+        compare_onto=compare.onto if compare.has_closed_form else None,
     )
     if options.compat == "trl":  # It scales no term by τ².
         term = term.times(inputs.temperature**-2)
@@ -157,6 +163,24 @@ class _PairedDivergence:
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
         return common + self.uncommon_weight * _sorted_l1(*tails)
 
+    @property
+    def has_closed_form(self) -> bool:
+        return self.is_distribution and bool(len(self.pairs.student_rest) and len(self.pairs.teacher_rest))
+
+    def onto(self, student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+        """Compute the same of logits/τ of units, and add its gradient."""
+        student, teacher = taken_once(student), taken_once(teacher)
+        compared = self.pairs, self.divergence, True, onto, self.common_weight
+        if not self.uncommon_weight:
+            return self.common_weight * add_comparison_of_pairs(student, teacher, *compared)
+        p, columns = _largest(student, self.pairs.student_rest, self.num_ranks)
+        q, _ = _largest(teacher, self.pairs.teacher_rest, self.num_ranks)
+        difference = _by_rank(q.to(p.dtype), p)
+        sign = difference[:, : p.shape[1]].sign().to(torch.int8)
+        slopes = sign.new_zeros(len(p), student.of_block.shape[1]).scatter_(1, columns, sign)
+        common = add_comparison_of_pairs(student, teacher, *compared, (slopes, self.uncommon_weight))
+        return self.common_weight * common + self.uncommon_weight * difference.abs().sum(-1)
+
     def _common(self, log_q: _Split, log_p: _Split) -> Tensor:
         if not self.is_distribution:
             return truncated(self.divergence, log_q.paired, log_p.paired)
@@ -191,6 +215,22 @@ class _Split:
 
 def _sorted_l1(q: Tensor, p: Tensor) -> Tensor:
     """Compute Σ |q − p| over ranks, the shorter side padded with 0: [U, X] and [U, Y] → [U]."""
+    return _by_rank(q, p).abs().sum(-1)
+
+
+def _by_rank(q: Tensor, p: Tensor) -> Tensor:
+    """Compute p − q rank by rank, the shorter side padded with 0: [U, X] and [U, Y] → [U, max(X, Y)]."""
     num_ranks = max(q.shape[-1], p.shape[-1])
-    difference = F.pad(p, (0, num_ranks - p.shape[-1])) - F.pad(q, (0, num_ranks - q.shape[-1]))
-    return difference.abs().sum(-1)
+    return F.pad(p, (0, num_ranks - p.shape[-1])) - F.pad(q, (0, num_ranks - q.shape[-1]))
+
+
+def _largest(rows: Rows, others: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Probabilities of the most likely of some tokens, int64 [Y], descending, and their ids: [U, min(top_k, Y)]."""
+    largest = rows.taken().index_select(1, others).topk(min(top_k, len(others)), dim=-1)
+    return (largest.values - _log_sum(rows)).exp().to(largest.values.dtype), others[largest.indices]
+
+
+@fused
+def _log_sum(rows: Rows) -> Tensor:
+    """Return log Σ exp of logits/τ, float64 [U, 1]."""
+    return softmax.function(rows.taken())[1]

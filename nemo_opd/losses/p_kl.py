@@ -13,12 +13,12 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, unit_cells
+from nemo_opd.logits.term import Onto, Rows, unit_cells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
-from nemo_opd.losses.fused import fused
+from nemo_opd.losses.fused import fused, taken_once
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
@@ -77,11 +77,11 @@ def p_kl(
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
 
-    def unit_loss_onto(student: Tensor, teacher: Tensor, part: slice, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+        student = taken_once(student)
         log_covered, shares = project(student, sparse)
         value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)
-        more = onto.total, onto.factors, onto.is_first
-        uncovered = _add_uncovered(student, gradient, shares, sparse, coverage, *more) - log_sum
+        uncovered = _add_uncovered(student, gradient, shares, sparse, coverage, onto) - log_sum
         return value + coverage * uncovered.squeeze(1).to(value.dtype)
 
     if compat is not None:
@@ -97,34 +97,26 @@ def p_kl(
 
 @fused
 def _compare_covered(
-    teacher: Tensor, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
+    teacher: Rows, log_covered: Tensor, columns: Tensor, of: Divergence, coverage: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return divergence [U], log Σ exp of the covered columns [U, 1], and the gradient with respect to them [U, X].
 
     The gradient is that of divergence − coverage · log Σ exp.
     """
-    found = compare_logits(teacher.index_select(1, columns), log_covered, of)
+    found = compare_logits(teacher.taken().to(log_covered.dtype).index_select(1, columns), log_covered, of)
     return found.value, found.log_sum, found.gradient.sub_(found.s, alpha=coverage)
 
 
 @fused
 def _add_uncovered(
-    student: Tensor,
-    of_covered: Tensor,
-    shares: Tensor,
-    sparse: SparseProjection,
-    coverage: float,
-    total: Tensor,
-    factors: Tensor,
-    is_first: bool,
+    student: Rows, of_covered: Tensor, shares: Tensor, sparse: SparseProjection, coverage: float, onto: Onto
 ) -> Tensor:
-    """Add the gradient with respect to logits/τ [U, V], given that of the covered columns [U, X].
+    """Add the gradient with respect to logits/τ of units, given that of the covered columns [U, X].
 
     Return log Σ exp of the logits/τ [U, 1].
     """
-    p, log_sum = softmax.function(student)
-    gradient = pull_back.function(of_covered, shares, sparse)
-    Onto(total, factors, is_first).add(gradient.add_(p, alpha=coverage))
+    p, log_sum = softmax.function(student.taken())
+    onto.add(pull_back.function(of_covered, shares, sparse).add_(p, alpha=coverage))
     return log_sum
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,6 +35,8 @@ class TokenPairs:
     """int64 [W − X], ascending."""
     partner: Tensor
     """int64 [V]: the teacher token of each student token, −1 for none."""
+    place: Tensor
+    """int64 [V]: the pair of each student token, −1 for none."""
 
     @staticmethod
     def exact(
@@ -61,13 +63,7 @@ class TokenPairs:
         return len(self.student)
 
     def to(self, device: torch.device) -> TokenPairs:
-        return TokenPairs(
-            self.student.to(device),
-            self.teacher.to(device),
-            self.student_rest.to(device),
-            self.teacher_rest.to(device),
-            self.partner.to(device),
-        )
+        return TokenPairs(*(getattr(self, field.name).to(device) for field in fields(self)))
 
 
 _Ids = NDArray[np.int64]
@@ -97,9 +93,9 @@ def _build(match: _Match, projection: ProjectionMatrix, students: int, teachers:
             "tokens; it belongs to another pair of tokenizers, says of no row that it is exact, or they have nothing "
             "in common: build it again, or use p_kl or uld"
         )
-    partner = np.full(students, -1)
-    partner[student] = teacher
-    sides = (student, teacher, _others(student, students), _others(teacher, teachers), partner)
+    partner, place = np.full(students, -1), np.full(students, -1)
+    partner[student], place[student] = teacher, np.arange(len(student))
+    sides = (student, teacher, _others(student, students), _others(teacher, teachers), partner, place)
     return TokenPairs(*(torch.from_numpy(ids.astype(np.int64)) for ids in sides))
 
 

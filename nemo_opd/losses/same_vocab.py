@@ -6,9 +6,9 @@ from torch import Tensor
 
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.logits.term import Onto, Term, unit_cells
+from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
 from nemo_opd.losses.arguments import check_temperature, over
-from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.divergence import Divergence, add_comparison
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.support import Support
 
@@ -47,14 +47,13 @@ def same_vocab(
 
     ahead = places.teacher_ahead()
 
-    def teacher_of(part: slice, like: Tensor) -> Tensor:
-        return over(ahead.of(part).to(like.dtype), temperature)
-
     def loss_of(logits: Tensor, part: slice) -> Tensor:
-        return columns.compare(of, teacher_of(part, logits), over(logits, temperature))
+        teacher = over(ahead.of(part).to(logits.dtype), temperature)
+        return columns.compare(of, teacher, over(logits, temperature))
 
-    def closed_form(logits: Tensor, part: slice, onto: Onto) -> Tensor:
-        return of.add_of_logits(teacher_of(part, logits), over(logits, temperature), onto.over(temperature))
+    def closed_form(rows: Rows, part: slice, onto: Onto) -> Tensor:
+        teacher = Rows(ahead.of(part), None)
+        return add_comparison(rows.over(temperature), teacher.over(temperature), of, onto.over(temperature))
 
     takes_all = columns.takes_all(size)
     besides = 0 if takes_all else LIVE_ROWS * size

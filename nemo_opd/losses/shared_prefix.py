@@ -9,10 +9,12 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
-from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.divergence import Divergence, compare_with_gradient
+from nemo_opd.losses.sparse_projection import add_pulled_back, project
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -47,10 +49,18 @@ def shared_prefix(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
+    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+        of_teacher, _ = project(teacher, cells.teacher, has_shares=False)
+        of_student, shares = project(student, cells.student)
+        value, gradient = compare_with_gradient(of_teacher, of_student, compare)
+        add_pulled_back(gradient, shares, cells.student, onto)
+        return value
+
     term = first_position_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
+        compare_onto=unit_loss_onto,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ProjectionError
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.segments import Segments
@@ -113,7 +114,7 @@ class _LogProject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, log_mass: Tensor, sparse: SparseProjection) -> Tensor:
-        log_covered, shares = project(log_mass, sparse, ctx.needs_input_grad[0])
+        log_covered, shares = project(Rows(log_mass, None), sparse, ctx.needs_input_grad[0])
         ctx.save_for_backward(shares)
         ctx.sparse = sparse
         return log_covered
@@ -126,9 +127,9 @@ class _LogProject(torch.autograd.Function):
 
 
 @fused
-def project(log_mass: Tensor, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
-    """Return log(Rᵀ exp(log_mass)) [U, X], and the share of each cell of the block in its column [U, M], or [U, 0]."""
-    block = sparse.block
+def project(rows: Rows, sparse: SparseProjection, has_shares: bool = True) -> tuple[Tensor, Tensor]:
+    """Return log(Rᵀ exp(log-mass)) [U, X], and the share of each cell of the block in its column [U, M], or [U, 0]."""
+    log_mass, block = rows.taken(), sparse.block
     cells = log_mass.index_select(1, block.student).add_(block.log_weight.to(log_mass.dtype))
     # A column whose cells are all −inf would give −inf − −inf.
     peaks = block.by_column.max(cells).clamp_(min=torch.finfo(cells.dtype).min)
@@ -151,6 +152,12 @@ def pull_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Ten
         own.mul_(of_column.unsqueeze(1))
     of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
     return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, of_tokens)
+
+
+@fused
+def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, onto: Onto) -> None:
+    """Add what `pull_back` returns."""
+    onto.add(pull_back.function(gradient, shares, sparse))
 
 
 def _build(

@@ -11,9 +11,11 @@ from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns
@@ -57,10 +59,14 @@ def strict(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(*vocabulary.cells(teacher, student))
 
+    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+        return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
+
     term = first_position_term(
         compared,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, vocabulary),
+        compare_onto=unit_loss_onto if vocabulary.top_k is None else None,
     )
     return chunk_loss(
         inputs,
@@ -109,10 +115,8 @@ def _are_realised_pairs(
 
 @dataclass(frozen=True, slots=True)
 class _SharedVocabulary:
-    student: Tensor
-    """int64 [X]: student tokens of the exact pairs."""
-    teacher: Tensor
-    """int64 [X]: their partners."""
+    pairs: TokenPairs
+    """X exact pairs."""
     top_k: int | None
     """None: all of them."""
     has_rest: bool
@@ -127,7 +131,7 @@ class _SharedVocabulary:
         kept = None if top_k is None or top_k >= len(pairs) else top_k
         num_cells = len(pairs) if kept is None else kept
         has_rest = normalization == "rest" and num_cells < min(inputs.student_size, inputs.teacher_size)
-        return _SharedVocabulary(pairs.student, pairs.teacher, kept, has_rest)
+        return _SharedVocabulary(pairs, kept, has_rest)
 
     def cells(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
         """Logits/τ [U, W] and [U, V] of teacher and student → those of the cells, both [U, cells]."""
@@ -139,14 +143,16 @@ class _SharedVocabulary:
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
         """Return the columns of the cells in each row of teacher and student; a constant."""
         if self.top_k is None:
-            return Columns(self.teacher.expand(len(student), -1)), Columns(self.student.expand(len(student), -1))
-        shared = student.detach().index_select(1, self.student)
+            every = (self.pairs.teacher, self.pairs.student)
+            of_teacher, of_student = (Columns(tokens.expand(len(student), -1)) for tokens in every)
+            return of_teacher, of_student
+        shared = student.detach().index_select(1, self.pairs.student)
         best = shared.topk(self.top_k, dim=-1, sorted=False).indices
-        return Columns(self.teacher[best]), Columns(self.student[best])
+        return Columns(self.pairs.teacher[best]), Columns(self.pairs.student[best])
 
     @property
     def num_cells(self) -> int:
-        return len(self.student) if self.top_k is None else self.top_k
+        return len(self.pairs) if self.top_k is None else self.top_k
 
 
 def _check(top_k: int | None, normalization: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.logits.saved import scaled
-from nemo_opd.logits.term import Onto
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.fused import fused
 from nemo_opd.losses.softmax import softmax
 
@@ -20,19 +20,20 @@ def surprise(logits: Tensor, targets: Tensor) -> Tensor:
     return _Surprise.apply(logits, targets.unsqueeze(1))
 
 
-def add_surprise(logits: Tensor, targets: Tensor, onto: Onto) -> Tensor:
-    """Compute the same, and add its gradient."""
-    log_sum = _add_softmax(logits, onto.total, onto.factors, onto.is_first)
-    targets = targets.unsqueeze(1)
-    onto.total.scatter_add_(1, targets, -onto.factors)
+@fused
+def add_surprise(rows: Rows, targets: Tensor, onto: Onto) -> Tensor:
+    """Compute the same, and add its gradient: logits/τ of units, int64 [u] → [u]."""
+    logits, targets = rows.taken(), targets.unsqueeze(1)
+    p, log_sum = softmax.function(logits)
+    onto.add(_less_one_at(p, targets))
     return (log_sum - logits.gather(1, targets)).squeeze(1).to(logits.dtype)
 
 
-@fused
-def _add_softmax(logits: Tensor, total: Tensor, factors: Tensor, is_first: bool) -> Tensor:
-    p, log_sum = softmax.function(logits)
-    Onto(total, factors, is_first).add(p)
-    return log_sum
+def _less_one_at(p: Tensor, targets: Tensor) -> Tensor:
+    """Take 1 from a cell in each row of p [..., X], in place: int64 [..., 1]."""
+    if torch.compiler.is_compiling():  # A part of the pass that makes p, where a scatter would be one of its own.
+        return p - (torch.arange(p.shape[-1], device=p.device) == targets).to(p.dtype)
+    return p.scatter_add_(-1, targets, p.new_full((), -1.0).expand_as(targets))
 
 
 class _Surprise(torch.autograd.Function):
@@ -42,7 +43,7 @@ class _Surprise(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
         p, log_sum = softmax(logits)
         surprise = log_sum - logits.gather(-1, targets)
-        ctx.save_for_backward(p.scatter_add_(-1, targets, p.new_full((), -1.0).expand_as(targets)))
+        ctx.save_for_backward(_less_one_at(p, targets))
         return surprise.squeeze(-1).to(logits.dtype)
 
     @staticmethod

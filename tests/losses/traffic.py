@@ -3,7 +3,7 @@
 uv run python -m tests.losses.traffic
 
 A student of the shape of Llama-3.2-1B learns from heads of the shapes of Llama-3.2-3B and Qwen3-4B, in bf16, at 2,048
-positions; two of three tokens of its vocabulary have a partner in the other.
+positions; two of three tokens of its vocabulary have a partner in the other, and every third chunk has two tokens.
 """
 
 import json
@@ -70,9 +70,10 @@ class Sides:
     @staticmethod
     def made() -> "Sides":
         places = torch.arange(POSITIONS).unsqueeze(0)
+        in_chunks = places - (places + 1) // 4
         pairs = torch.from_numpy((between := projection()).shared_pairs[:POSITIONS].astype(np.int64))
         own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
-        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), places], DEVICE)
+        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], DEVICE)
         student, same, cross = (_logits(*sizes) for sizes in (STUDENT, SAME, CROSS))
         student.block_bytes = block_bytes("cuda", MEMORY)
         for leaf in student.leaves:
