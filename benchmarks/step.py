@@ -2,6 +2,7 @@
 
 uv run benchmarks/step.py                                          # tiny models; writes benchmarks/results/step.*
 uv run --with trl benchmarks/step.py                               # the same beside GOLD, step by step in turns
+uv run --with trl benchmarks/step.py --length 64 256 1024 --set cluster.launcher=local   # ours in one process, as GOLD
 uv run --with trl benchmarks/step.py --student llama_1b --teacher qwen_4b --length 2048 --rows 16 --micro 4   # a GPU
 uv run benchmarks/step.py --student a/config.json --set student.parallelism.tp=2 cluster.gpus_per_node=8
 
@@ -19,6 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,8 @@ class Inputs:
 
     student: Written
     teacher: Written
+    length: int
+    """Tokens of a text."""
     texts: Path
     scratch: Path
 
@@ -58,7 +62,7 @@ def tokenizers_of(options: argparse.Namespace) -> tuple[PreTrainedTokenizerFast,
     return load_tokenizer(names[0], key="--pair"), load_tokenizer(names[1], key="--pair")
 
 
-def make_inputs(options: argparse.Namespace, student: str, teacher: str, scratch: Path) -> Inputs:
+def make_inputs(options: argparse.Namespace, student: str, teacher: str, length: int, scratch: Path) -> Inputs:
     tokenizers = tokenizers_of(options)
     stored = torch.bfloat16 if options.device == "cuda" else torch.float32
     written = [
@@ -66,8 +70,8 @@ def make_inputs(options: argparse.Namespace, student: str, teacher: str, scratch
         for name, tokenizer, side in zip((student, teacher), tokenizers, ("student", "teacher"), strict=True)
     ]
     text = corpus_text(options.corpus)
-    texts = write_texts(scratch / "texts.jsonl", text, tokenizers, count=options.texts, length=options.length)
-    return Inputs(written[0], written[1], texts, scratch)
+    texts = write_texts(scratch / "texts.jsonl", text, tokenizers, count=options.texts, length=length)
+    return Inputs(written[0], written[1], length, texts, scratch)
 
 
 def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunConfig:
@@ -78,7 +82,7 @@ def run_config(options: argparse.Namespace, inputs: Inputs, loss: str) -> RunCon
             "max_steps": options.warmup + options.rounds,
             "global_batch_size": options.rows,
             "micro_batch_size": options.micro,
-            "max_length": options.length,
+            "max_length": inputs.length,
         },
         "student": {
             "model": str(inputs.student.folder),
@@ -159,6 +163,7 @@ def measure(options: argparse.Namespace, inputs: Inputs, loss: str) -> Case:
             student=inputs.student.name,
             teacher=inputs.teacher.name,
             loss=loss,
+            length=inputs.length,
             layout=" ".join(options.overrides) or "one rank each",
             threads=ours.threads,
             work=work,
@@ -184,7 +189,7 @@ def facts(options: argparse.Namespace, cases: list[Case]) -> dict[str, str]:
         "commit": commit(),
         "date": date.today().isoformat(),
         "command": " ".join(["uv run", *with_trl, "benchmarks/step.py", *sys.argv[1:]]),
-        "batch": f"{options.rows} texts of up to {options.length} tokens, {options.micro} at a time",
+        "batch": f"{options.rows} texts, {options.micro} at a time",
         "settings": " ".join(options.overrides) or "one rank of each model, colocated",
         "precision": "bf16, fp32 master weights" if on_gpu else "fp32",
         "threads": f"{cases[0].threads} of each process, GOLD's too",
@@ -203,7 +208,9 @@ def arguments() -> argparse.Namespace:
     corpus = os.environ.get("NEMO_OPD_CORPUS")
     parser.add_argument("--corpus", type=Path, default=Path(corpus) / "multidomain.jsonl" if corpus else None)
     parser.add_argument("--pair", default="llama3_1:qwen3", metavar="STUDENT:TEACHER", help="folders of --tokenizers")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a text")
+    parser.add_argument(
+        "--length", type=int, nargs="+", default=[64], help="tokens of a text; several are tried in turn"
+    )
     parser.add_argument("--rows", type=int, default=4, help="texts of a step")
     parser.add_argument("--micro", type=int, default=2, help="texts at a time")
     parser.add_argument("--texts", type=int, default=64, help="different ones")
@@ -227,9 +234,10 @@ def main() -> None:
     peak = options.peak or flops.peak_flops(device_name(options.device))
     cases: list[Case] = []
     text = ""
-    for student, teacher in zip(options.student, options.teacher, strict=True):
+    pairs = zip(options.student, options.teacher, strict=True)
+    for (student, teacher), length in product(pairs, options.length):
         with tempfile.TemporaryDirectory() as scratch:
-            inputs = make_inputs(options, student, teacher, Path(scratch))
+            inputs = make_inputs(options, student, teacher, length, Path(scratch))
             for loss in options.loss:
                 cases.append(measure(options, inputs, loss))
                 # As soon as there is something: a run of large models is long.

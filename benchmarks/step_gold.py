@@ -151,7 +151,7 @@ def train(pipe: Connection, job: Job) -> None:
         model=AutoModelForCausalLM.from_pretrained(job.student, dtype=torch.float32, trust_remote_code=False),
         teacher_model=AutoModelForCausalLM.from_pretrained(job.teacher, dtype=teacher_dtype, trust_remote_code=False),
         args=settings(job),
-        train_dataset=dataset(job),
+        train_dataset=dataset(job, tokenizer),
         processing_class=tokenizer,
         callbacks=[TakesTurns()],
     ).train()
@@ -192,11 +192,20 @@ def checkpointing(wanted: bool) -> dict[str, bool]:
     return {name: wanted}
 
 
-def dataset(job: Job) -> Any:
+def dataset(job: Job, tokenizer: Any) -> Any:
     from datasets import Dataset
 
     texts = [row["text"] for row in Dataset.from_json(str(job.texts), cache_dir=str(job.scratch))]
-    return Dataset.from_list([{"prompt": text[:PROMPT_CHARS], "completion": text[PROMPT_CHARS:]} for text in texts])
+    ends = [prompt_end(text, tokenizer) for text in texts]
+    return Dataset.from_list(
+        [{"prompt": text[:end], "completion": text[end:]} for text, end in zip(texts, ends, strict=True)]
+    )
+
+
+def prompt_end(text: str, tokenizer: Any) -> int:
+    """End of the first token that ends at PROMPT_CHARS or later: GOLD counts a token across the cut as completion."""
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    return next(end for _, end in offsets if end >= PROMPT_CHARS)
 
 
 def peak_bytes(device: str) -> int:

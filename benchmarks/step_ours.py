@@ -137,6 +137,8 @@ class Ours:
                 MemoryFound("a whole GPU, all processes", fullest_gpu() / GIB, memories[0].peak / GIB),
             ]
         workers = worker_processes()
+        if not workers:  # with cluster.launcher=local all is in this process
+            return []
         libraries = int(subprocess.check_output([sys.executable, "-c", LIBRARIES])) * len(workers)
         peaks = sum(map(peak_of_process, workers))
         owners = {part.owner for part in memories[0].parts}

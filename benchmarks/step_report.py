@@ -40,6 +40,8 @@ class Case:
     student: str
     teacher: str
     loss: str
+    length: int
+    """Tokens of a text, at most."""
     layout: str
     threads: int
     """Of each process."""
@@ -59,7 +61,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"{self.student} ← {self.teacher}, {self.loss}"
+        return f"{self.student} ← {self.teacher}, {self.length:,} tokens, {self.loss}"
 
     @property
     def total_flops(self) -> int:
@@ -98,10 +100,10 @@ def grids(found: Found) -> list[Grid]:
     return [
         step_grid(found),
         breakdown_grid(found),
-        Grid("Memory", ["models and loss", "what", "measured, GiB", "estimated, GiB"], list(memory_rows(found))),
+        Grid("Memory", ["models, texts and loss", "what", "measured, GiB", "estimated, GiB"], list(memory_rows(found))),
         Grid(
             "Work of a step (TFLOP)",
-            ["models and loss", "side", "tokens", "matrices", "head", "attention", "share"],
+            ["models, texts and loss", "side", "tokens", "matrices", "head", "attention", "share"],
             list(work_rows(found)),
         ),
     ]
@@ -120,7 +122,7 @@ def step_grid(found: Found) -> Grid:
             rows.append(
                 [case.name, name, *seconds, f"{case.tokens_per_s(way):,.0f}", mfu, ratio, f"{way.peak_gib:.2f}"]
             )
-    columns = ["models and loss", "trainer", "step, s", "range", "tokens/s", "MFU", "ours / GOLD", "peak, GiB"]
+    columns = ["models, texts and loss", "trainer", "step, s", "range", "tokens/s", "MFU", "ours / GOLD", "peak, GiB"]
     return Grid("Steps", columns, rows)
 
 
@@ -130,7 +132,7 @@ def breakdown_grid(found: Found) -> Grid:
         parts = case.parts()
         of_all = shares(parts)
         rows += [[case.name, part, f"{1e3 * seconds:,.1f}", f"{of_all[part]:.1%}"] for part, seconds in parts.items()]
-    return Grid("Where our step's time goes", ["models and loss", "part", "ms", "share"], rows)
+    return Grid("Where our step's time goes", ["models, texts and loss", "part", "ms", "share"], rows)
 
 
 def memory_rows(found: Found) -> Iterator[list[str]]:
@@ -149,13 +151,14 @@ def work_rows(found: Found) -> Iterator[list[str]]:
 
 def notes(found: Found, formula: str) -> str:
     lines = [
-        "A whole optimizer step of a run (`preflight`, Ray workers, the loss that the run would use), with random "
+        "A whole optimizer step of a run (`preflight`, its workers, the loss that the run would use), with random "
         "weights and real text. Trainers take turns, step by step; the one that waits holds its memory and does "
         "nothing. **ours / GOLD** is the median over rounds, so below 1 ours is faster; **range** is the shortest and "
         "longest step. **tokens** are the student's; padding is not counted.",
         "",
-        "**peak**: of the student's process on our side, whose teacher is in another one, and of GOLD's only process: "
-        "what PyTorch's allocator held on a GPU, else main memory with the libraries.",
+        "**peak**: of the student's process on our side, whose teacher is in another one unless "
+        "`cluster.launcher=local`, and of GOLD's only process: what PyTorch's allocator held on a GPU, else main "
+        "memory with the libraries.",
         "",
         GOLD_NOTES,
         "",

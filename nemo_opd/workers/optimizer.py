@@ -13,15 +13,15 @@ _Gradients = list[Tensor | None]
 """Gradient of each parameter, sharded like it."""
 
 
-def build_optimizer(settings: AdamW, model: nn.Module, *, fused: bool | None = None) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters. fused: one kernel updates many of them; None: as PyTorch chooses."""
+def build_optimizer(settings: AdamW, model: nn.Module) -> torch.optim.AdamW:
+    """Build AdamW over the trainable parameters, whose kernels update moments and weights in one pass."""
     return torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=fused,
+        fused=True,
     )
 
 

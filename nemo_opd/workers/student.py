@@ -158,7 +158,7 @@ class StudentWorker:
             self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
         self.logit_rows.block_bytes = block_bytes
         self.exports = Exports(config.student, self.model, self.adapters)
-        self.optimizer = build_optimizer(config.student.optimizer, self.model, fused=device == "cuda" or None)
+        self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
         _, receiver = TRANSPORTS[transport]

@@ -94,6 +94,7 @@ def case(step: dict[str, ModuleType], gold: list[float] | None) -> Any:
         student="small",
         teacher="large",
         loss="gold",
+        length=1024,
         layout="one rank each",
         threads=1,
         work=flops.StepWork((100,), (90,), 80),
@@ -118,9 +119,9 @@ def test_the_report_has_what_was_found(step: dict[str, ModuleType], tmp_path: Pa
     assert both.parts() == {"data": 0.5, "teachers": 0.5, "loss": 0.75, "other": 0.25}
     text = report.write(tmp_path, report.Found([both, case(step, None)], 1e12, {"commit": "abc"}), "formula")
     assert (tmp_path / "step.md").read_text(encoding="utf-8") == text
-    assert "| small ← large, gold | nemo_opd | 2.00 | 1.00–4.00 | 50 | 100.0% | 1.00 | 1.50 |" in text
+    assert "| small ← large, 1,024 tokens, gold | nemo_opd | 2.00 | 1.00–4.00 | 50 | 100.0% | 1.00 | 1.50 |" in text
     assert "not measured: TRL is not installed" in text
-    assert "| small ← large, gold | loss | 750.0 | 37.5% |" in text
+    assert "| small ← large, 1,024 tokens, gold | loss | 750.0 | 37.5% |" in text
     stored = json.loads((tmp_path / "step.json").read_text(encoding="utf-8"))
     assert stored["cases"][0]["gold"]["seconds"] == [4.0, 2.0, 1.0]
     assert stored["facts"] == {"commit": "abc"}
