@@ -14,14 +14,16 @@ _Gradients = list[Tensor | None]
 
 
 def build_optimizer(settings: AdamW, model: nn.Module) -> torch.optim.AdamW:
-    """Build AdamW over the trainable parameters, whose kernels update moments and weights in one pass."""
+    """Build AdamW over the trainable parameters, with one kernel for moments and weights."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        trainable,
         lr=settings.lr,
         betas=settings.betas,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
-        fused=True,
+        # A model without values, of which only the names of its state are of interest, has no such kernel.
+        fused=not any(parameter.is_meta for parameter in trainable),
     )
 
 
