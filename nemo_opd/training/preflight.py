@@ -10,12 +10,11 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.disk import require_room
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import Corpus, load_corpus
-from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.launch import require_processes, require_shared_gpus
@@ -47,7 +46,6 @@ def preflight(config: RunConfig) -> Plan:
     require_shared_gpus(config.cluster, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
-    transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
     check_users_code(config)
@@ -56,7 +54,7 @@ def preflight(config: RunConfig) -> Plan:
     checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
     warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
     warnings += [*check_positions(config, student, teachers), *warn_of_other_ends(config, student, teachers)]
-    check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
+    check_deliveries(config, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(
         plan_teacher(config, i, student, teacher)
         for i, teacher in enumerate(tracked(teachers, "comparing vocabularies", "teachers"))
@@ -74,6 +72,8 @@ def preflight(config: RunConfig) -> Plan:
     deliveries = plan_deliveries(
         config, placement, (student_layout, teacher_layouts), teachers, lengths=statistics.widths
     )
+    transport, remarks = settle_transport(config, device, deliveries)
+    warnings += remarks
     steps = _steps(config, data, statistics)
     total_steps = config.train.max_steps or sum(steps)
     if resumed is not None:
@@ -88,6 +88,7 @@ def preflight(config: RunConfig) -> Plan:
         ),
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
+        through_host=transport == "pinned_memory",
     )
     config, memory = settle_memory(config, situation)
     return Plan(

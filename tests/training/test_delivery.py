@@ -106,7 +106,7 @@ def test_logits_that_would_cross_nodes_are_refused(configure: Configure, with_he
     with pytest.raises(ConfigError) as caught:
         preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8", "handoff.type=logits"))
     message = str(caught.value)
-    assert message.startswith("handoff.type=logits by cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the stu")
+    assert message.startswith("handoff.type=logits stays on a node, but with dp=1, cp=1, tp=8 for the stu")
     assert "reads 0.00 GiB of teacher rank 4 on node 1" in message
     assert "write handoff.type=hidden_states" in message
 
