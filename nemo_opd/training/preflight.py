@@ -18,7 +18,15 @@ from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_de
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.launch import require_processes, require_shared_gpus
-from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
+from nemo_opd.training.memory import (
+    Machine,
+    ModelSetup,
+    ModelSize,
+    Situation,
+    server_share,
+    settle_memory,
+    teachers_ahead,
+)
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
@@ -111,6 +119,7 @@ def preflight(config: RunConfig) -> Plan:
         steps_per_epoch=steps[0],
         total_steps=total_steps,
         memory=memory,
+        server_share=server_share(config, memory, machine),
         utilization=Utilization(
             student.size,
             tuple(teacher.size for teacher in teachers),
