@@ -17,7 +17,7 @@ from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
-from nemo_opd.training.launch import require_processes, require_shared_gpus
+from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
 from nemo_opd.training.memory import (
     Machine,
     ModelSetup,
@@ -82,6 +82,8 @@ def preflight(config: RunConfig) -> Plan:
     )
     transport, remarks = settle_transport(config, device, deliveries)
     warnings += remarks
+    if config.cluster.address is None:
+        warnings += warn_of_shared_memory(device, (student_layout, *teacher_layouts), placement.num_nodes)
     steps = _steps(config, data, statistics)
     total_steps = config.train.max_steps or sum(steps)
     if resumed is not None:

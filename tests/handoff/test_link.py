@@ -44,10 +44,9 @@ def teach(rank: int, rendezvous: Rendezvous, pipe: Connection) -> None:
 
 class Teacher:
     def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
-        context = processes.context()
         self.rank = rank
-        self.pipe, theirs = context.Pipe()
-        self.process: Any = context.Process(target=teach, args=(rank, rendezvous, theirs))
+        self.pipe, theirs = processes.context().Pipe()
+        self.process: Any = processes.make(teach, rank, rendezvous, theirs)
         self.process.start()
 
     def write(self, shape: tuple[int, ...], seed: int) -> Handle:

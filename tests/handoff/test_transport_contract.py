@@ -25,9 +25,8 @@ class Other:
     """Another process, and the pipe to it."""
 
     def __init__(self, function: Callable[..., None], transport: str, *more: object) -> None:
-        context = processes.context()
-        self.pipe, theirs = context.Pipe()
-        self.process: Any = context.Process(target=function, args=(transport, theirs, *more))
+        self.pipe, theirs = processes.context().Pipe()
+        self.process: Any = processes.make(function, transport, theirs, *more)
         self.process.start()
 
     def ask(self, command: object) -> Any:

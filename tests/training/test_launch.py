@@ -1,13 +1,16 @@
 """What a machine's GPUs do not allow is said before anything starts."""
 
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.launch import require_shared_gpus
+from nemo_opd.training import launch
+from nemo_opd.training.launch import require_shared_gpus, warn_of_shared_memory
 
 pytestmark = pytest.mark.world
 
@@ -45,3 +48,27 @@ def test_one_process_on_each_may_have_it() -> None:
 def test_without_the_drivers_tool_nothing_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     require_shared_gpus(Cluster(), "cuda", TWO_ON_EACH)
+
+
+@pytest.mark.parametrize(
+    ("device", "layouts", "need"),
+    [
+        ("cuda", [Layout(8), Layout(8)], 160),  # one communicator, which is also that of the data-parallel axis
+        ("cuda", [Layout(4, tp=2), Layout(1, tp=8)], 480),
+        ("cuda", [Layout(1), Layout(1)], 0),  # one rank talks to nobody
+        ("cpu", [Layout(8)], 0),
+    ],
+    ids=str,
+)
+def test_dockers_shared_memory_is_too_small_for_several_gpus(
+    device: str, layouts: list[Layout], need: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 MB. Bug: a run that fails minutes later, in NCCL, with a message about nothing."""
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(64 * 2**20))
+    warnings = warn_of_shared_memory(device, layouts, 1)
+    assert len(warnings) == (need > 0)
+    if need:
+        assert f"/dev/shm has 64 MiB free, and NCCL may need {need} MiB there" in warnings[0]
+        assert "--shm-size=1g or --ipc=host" in warnings[0]
+    monkeypatch.setattr(launch.shutil, "disk_usage", lambda _: namedtuple("Usage", "free")(2**30))
+    assert warn_of_shared_memory(device, layouts, 1) == []
