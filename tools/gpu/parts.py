@@ -134,10 +134,8 @@ def read_tests(file: Path, end: str) -> Part:
         else:
             by_kind["passed"].append(name)
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in by_kind.items())
-    if by_kind["failed"]:
-        outcome = Outcome.FAILED
-    else:
-        outcome = Outcome.PASSED if by_kind["passed"] else Outcome.NOT_HERE
+    outcome = Outcome.PASSED if by_kind["passed"] else Outcome.NOT_HERE
+    outcome = Outcome.FAILED if by_kind["failed"] else outcome
     text = "\n".join([*by_kind["skipped"], *([end] if by_kind["failed"] else [])])
     return Part(outcome, counts, {"failed": ", ".join(by_kind["failed"]) or "none"}, text)
 
