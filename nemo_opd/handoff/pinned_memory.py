@@ -6,6 +6,7 @@ that is refused, as where locked memory is limited, copies are made all the same
 
 import logging
 import mmap
+from contextlib import suppress
 from functools import cache
 
 import torch
@@ -59,6 +60,9 @@ def _registered(number: int, num_bytes: int) -> Tensor:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
     except RuntimeError as error:
         _warn_of_pageable_memory(str(error))
+        with suppress(RuntimeError, AssertionError):
+            # CUDA keeps the error for whoever asks next, which would be some kernel of the model.
+            torch.ones(1, device="cuda")
     else:
         mapping.address = tensor.data_ptr()
     return tensor

@@ -11,6 +11,8 @@ from nemo_opd.cluster.base import Cluster
 from nemo_opd.cluster.local import LocalCluster, release, serve
 from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster as Settings
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.plan import Plan
@@ -54,10 +56,12 @@ def require_processes(cluster: Settings, placement: Placement) -> None:
         )
 
 
-def require_shared_gpus(cluster: Settings, device: str, placement: Placement) -> None:
+def require_shared_gpus(config: RunConfig, device: str, placement: Placement) -> None:
     """Raise ConfigError where several processes would use a GPU of this machine that takes one alone."""
-    number = placement.groups_per_device
-    if device == "cpu" or cluster.launcher == "local" or cluster.address is not None or number == 1:
+    cluster, rollout = config.cluster, config.rollout
+    number = 1 if cluster.launcher == "local" else placement.groups_per_device
+    number += isinstance(rollout, ServerRollout) and rollout.url is None and not rollout.has_own_gpus
+    if device == "cpu" or cluster.address is not None or number == 1:
         return
     for line in _compute_modes():
         index, _, mode = line.partition(", ")
@@ -65,7 +69,8 @@ def require_shared_gpus(cluster: Settings, device: str, placement: Placement) ->
             raise ConfigError(
                 f"cluster.placement={cluster.placement}: GPU {index} is in the compute mode {mode}, in which one "
                 f"process can use it, and the run has {number} on each; set the mode with `nvidia-smi -i {index} -c "
-                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local"
+                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local, and "
+                "rollout.gpus for a rollout server"
             )
 
 

@@ -51,7 +51,7 @@ def preflight(config: RunConfig) -> Plan:
     device = resolve_device(config.cluster)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
-    require_shared_gpus(config.cluster, device, placement)
+    require_shared_gpus(config, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     output_dir = resolve_output_dir(config.run)

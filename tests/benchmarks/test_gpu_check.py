@@ -13,7 +13,7 @@ import torch
 
 from tests.composition import ROOT
 from tests.waiting import wait_until
-from tools.gpu.parts import read_counts, read_step, read_tests
+from tools.gpu.parts import read_counts, read_step, read_tests, with_gpu_tests
 from tools.gpu.processes import run
 from tools.gpu.report import Outcome
 
@@ -82,6 +82,15 @@ def test_a_host_that_waits_for_the_gpu_often_fails_the_counts() -> None:
     assert part.summary == "500 kernels and 2.0 waits in each of 2 microbatches"
     assert part.facts["copies, Memcpy HtoD (Pinned -> Device)"] == "9"
     assert read_counts(found | {"waits": {"a.py:1": 4, "b.py:2": 1}}, "cuda").outcome is Outcome.FAILED
+
+
+def test_files_without_gpu_tests_are_not_imported() -> None:
+    """Bug: no test runs where a library is missing that one of another kind needs."""
+    found = with_gpu_tests(["tests"])
+    assert found == with_gpu_tests(found)
+    names = {Path(file).name for file in found}
+    assert {"test_gpu.py", "test_transport_contract.py", "test_link.py", "test_profiled.py"} <= names
+    assert not any(name.startswith("test_server") for name in names)
 
 
 @pytest.mark.world

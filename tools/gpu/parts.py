@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
 from itertools import product
@@ -18,7 +18,7 @@ import torch
 
 from nemo_opd.handoff.obstacle import obstacle
 from tools.gpu.processes import run
-from tools.gpu.report import Outcome, Part
+from tools.gpu.report import ROOT, Outcome, Part
 
 WITHIN = 0.2
 """What the memory estimate promises."""
@@ -113,11 +113,19 @@ def ipc(job: Job) -> Part:
 def tests(job: Job) -> Part:
     """Tests marked `gpu`. A test that is skipped is listed with its reason."""
     file = job.scratch / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={file}", *job.tests]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={file}", *with_gpu_tests(job.tests)]
     done = run(command, job.limit_s)
     if not file.exists():
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     return read_tests(file, done.end)
+
+
+def with_gpu_tests(paths: Sequence[str]) -> list[str]:
+    """Return the files of tests that have some marked `gpu`: others may need libraries that this machine lacks."""
+    files = (
+        file for path in paths for file in ([ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*.py"))
+    )
+    return sorted(str(file) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8"))
 
 
 def read_tests(file: Path, end: str) -> Part:
