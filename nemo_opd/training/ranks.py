@@ -113,7 +113,13 @@ def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
             "training; leave it out, and the server shares the training's"
         )
     if cluster.launcher == "local" and cluster.gpus_per_node is None:
-        return Processes.started().size
+        size = Processes.started().size
+        if reserved and size > visible:
+            raise ConfigError(
+                f"rollout.gpus={reserved}: {visible} GPUs are left for {size} processes of torchrun; start "
+                f"{visible}, or lower rollout.gpus"
+            )
+        return size
     if cluster.gpus_per_node is None and not visible:
         raise ConfigError(
             "cluster.gpus_per_node: this machine has no GPU to count; say how many each node of the Ray cluster has"
