@@ -12,6 +12,7 @@ from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
+from nemo_opd.progress import working
 from nemo_opd.training.model_info import ModelInfo
 
 
@@ -40,7 +41,10 @@ def settle_transport(config: RunConfig, device: str, deliveries: Sequence[Delive
     def why_not() -> str | None:
         # On other machines' GPUs the workers find out, and say so.
         here = [pair for pair in pairs if max(pair) < torch.cuda.device_count()]
-        return obstacle("cuda_ipc", here) if here else None
+        if not here:
+            return None
+        with working("trying to read another process's GPU memory"):
+            return obstacle("cuda_ipc", here)
 
     return choose_transport(config.handoff, device, why_not)
 

@@ -8,7 +8,7 @@ import torch
 
 from nemo_opd.cluster.placement import Placement, Processes, num_cores
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
@@ -29,9 +29,7 @@ def resolve_device(cluster: Cluster) -> str:
 def resolve_placement(config: RunConfig, device: str) -> Placement:
     """Return the devices of every group. Raises ConfigError where they do not suffice or cannot be divided."""
     cluster, num_teachers = config.cluster, len(config.active_teachers)
-    rollout = config.rollout
-    reserved = rollout.gpus or 0 if isinstance(rollout, ServerRollout) else 0
-    num_ranks, num_nodes = resolve_ranks(cluster, device, reserved), cluster.num_nodes
+    num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
         if num_ranks % num_nodes:
             raise ConfigError(
@@ -74,6 +72,18 @@ def _fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: i
     return num_nodes == 1 or all(
         size % num_nodes == 0 and size // num_nodes % ranks == 0 for size, ranks in zip(sizes, together, strict=True)
     )
+
+
+def reserved_gpus(rollout: Rollouts | None, device: str) -> int:
+    """Return the number of GPUs that a rollout server has for itself. Raises ConfigError for sleep on CPUs."""
+    if not isinstance(rollout, ServerRollout):
+        return 0
+    if rollout.sleep is True and device == "cpu":
+        raise ConfigError(
+            "rollout.sleep=true: the run is on CPUs, where vLLM cannot give memory back; leave it out, or write "
+            "rollout.sleep=false"
+        )
+    return rollout.gpus or 0
 
 
 def server_gpus(rollout: ServerRollout) -> tuple[str, ...]:

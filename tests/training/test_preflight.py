@@ -36,7 +36,7 @@ from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.ranks import require_batch_divides, resolve_device, resolve_ranks, server_gpus
+from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks, server_gpus
 from nemo_opd.training.run_directory import default_output_dir
 from nemo_opd.training.teacher_plan import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
@@ -606,6 +606,9 @@ def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.Mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
     assert server_gpus(ServerRollout(gpus=2)) == ("6", "7")
     assert server_gpus(ServerRollout()) == ()
+    assert [reserved_gpus(rollout, "cuda") for rollout in (None, ServerRollout(), ServerRollout(gpus=2))] == [0, 0, 2]
+    with pytest.raises(ConfigError, match=r"rollout\.sleep=true: the run is on CPUs"):
+        reserved_gpus(ServerRollout(sleep=True), "cpu")
     with pytest.raises(ConfigError, match=r"gpus_per_node=4: this machine has 3 beside those of rollout\.gpus=1"):
         resolve_ranks(Cluster(gpus_per_node=4), "cuda", reserved=1)
     with pytest.raises(ConfigError, match=r"rollout\.gpus=4: this machine has 4 GPUs, which leaves none"):
