@@ -1,8 +1,9 @@
 """Processes of tests, forked from one that has imported what they need: each would take seconds of its own for that."""
 
 import multiprocessing
+import os
 from collections.abc import Callable
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -20,12 +21,33 @@ IMPORTED = [
 
 
 def context() -> ForkServerContext:
-    """For processes that have the environment which the first call of all found."""
     costs.refuse("starts a process", "world")
     multiprocessing.set_forkserver_preload(IMPORTED)
     return multiprocessing.get_context("forkserver")
 
 
+def make(function: Callable[..., None], *arguments: Any) -> ForkServerProcess:
+    """Make such a process, with this one's environment."""
+    return context().Process(target=_run, args=(dict(os.environ), function, arguments))
+
+
 def start(function: Callable[..., None], arguments: tuple[Any, ...], number: int) -> None:
     """function(rank, *arguments) in `number` such processes, to their end. Raises what torch's own `spawn` raises."""
-    mp.start_processes(function, arguments, number, start_method=context().get_start_method())
+    method = context().get_start_method()
+    mp.start_processes(_run_rank, (dict(os.environ), function, arguments), number, start_method=method)
+
+
+def _run_rank(
+    rank: int, environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]
+) -> None:
+    _run(environment, function, (rank, *arguments))
+
+
+def _run(environment: dict[str, str], function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    """Call a function with another environment than the server's, which is that of the first call of all.
+
+    CUDA, which reads it when it is first used, has not been used yet.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    function(*arguments)

@@ -31,6 +31,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--student", default="llama_1b", help="a preset of benchmarks/step.py, or a config.json")
     parser.add_argument("--teacher", default="qwen_4b", help="likewise")
     parser.add_argument("--length", type=int, default=2048, help="tokens of a text of the measured step")
+    parser.add_argument("--rows", type=int, default=16, help="texts of a step")
+    parser.add_argument("--micro", type=int, default=4, help="texts at a time")
+    parser.add_argument("--mfu-floor", type=float, default=0.3, metavar="SHARE", help="least MFU of the step")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="of which those marked gpu run")
     parser.add_argument("--limit", type=float, default=1800, metavar="SECONDS", help="for each part")
     parser.add_argument("--output", type=Path, default=_RESULTS, help="folder of gpu_check.md and gpu_check.json")
@@ -41,7 +44,17 @@ def main() -> int:
     options = arguments()
     report = Report.begin(sys.argv)
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(options.student, options.teacher, options.length, tuple(options.tests), options.limit, Path(scratch))
+        job = Job(
+            student=options.student,
+            teacher=options.teacher,
+            length=options.length,
+            rows=options.rows,
+            micro=options.micro,
+            mfu_floor=options.mfu_floor,
+            tests=tuple(options.tests),
+            limit_s=options.limit,
+            scratch=Path(scratch),
+        )
         for name in options.only:
             print(f"{name} …", file=sys.stderr, flush=True)
             report.parts[name] = PARTS[name](job)

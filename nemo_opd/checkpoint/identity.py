@@ -42,7 +42,7 @@ FREE: dict[type[BaseModel], str] = {
     rollout.HFRollout: "batch_size",
     # Where a server is and how it is reached. Its program is bound: each has its own numerics.
     rollout.ServerRollout: (
-        "url command options environment memory_share start_timeout_s request_timeout_s retries concurrency "
+        "url command options environment gpus sleep memory_share start_timeout_s request_timeout_s retries concurrency "
         "weights_folder"
     ),
     reward.FunctionReward: "call_timeout_s",

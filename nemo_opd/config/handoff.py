@@ -9,7 +9,10 @@ from nemo_opd.config.base import Settings
 
 class HandoffBase(Settings):
     transport: Literal["auto", "cuda_ipc", "shared_memory"] = "auto"
-    """auto: cuda_ipc on GPU, shared_memory on CPU."""
+    """auto: on CPUs shared_memory; on GPUs cuda_ipc, and where a try before the run finds that processes cannot read
+    each other's GPU memory, shared_memory, with a warning. shared_memory on GPUs is pinned main memory, which each
+    microbatch is copied through.
+    """
 
 
 class HiddenStatesHandoff(HandoffBase):

@@ -72,9 +72,18 @@ class ServerRollout(RolloutBase):
     """Further arguments of that command."""
     environment: Frozen[str, str] = Field(default_factory=dict)
     """Further variables of the server's environment, such as CUDA_VISIBLE_DEVICES."""
+    gpus: int | None = Field(None, ge=1)
+    """GPUs that a vLLM or SGLang started here has for itself, by tensor parallelism: the last of this machine. The
+    training uses the first. By default the server shares the training's.
+    """
+    sleep: Literal["auto"] | bool = "auto"
+    """Whether a vLLM started here gives its GPU memory back while teachers and student compute, with its weights in
+    main memory. auto: where it shares the training's GPUs, unless overlap=true.
+    """
     memory_share: float | None = Field(None, gt=0, le=1)
     """Share of each GPU's memory, or of the machine's on CPUs, that a vLLM or SGLang started here takes for weights and
-    cache; by default 0.3, beside the training, and 0.9 on GPUs of its own (`CUDA_VISIBLE_DEVICES` in `environment`).
+    cache; by default 0.9 on GPUs of its own (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`), on the training's
+    GPUs what the memory estimate leaves, at least 0.3, and on CPUs 0.3.
     """
     start_timeout_s: float = Field(600, gt=0)
     """Seconds that a server started here has to become ready, and any server to load the student's weights."""
@@ -108,6 +117,30 @@ class ServerRollout(RolloutBase):
         if self.overlap and not self.staleness:
             raise ValueError("overlap=true samples with weights one step old; write rollout.staleness=1 or more")
         return self
+
+    @model_validator(mode="after")
+    def only_an_idle_vllm_sleeps(self) -> Self:
+        reasons = {
+            f"rollout.program={self.program}": self.program != "vllm",
+            f"rollout.url={self.url}, a server that others may use": self.url is not None,
+            "rollout.overlap=true, by which it always samples": self.overlap,
+        }
+        for reason, applies in reasons.items():
+            if self.sleep is True and applies:
+                raise ValueError(f"sleep=true with {reason}; write rollout.sleep=false, or leave it out")
+        return self
+
+    @property
+    def has_own_gpus(self) -> bool:
+        """Whether a server started here uses other GPUs than the training."""
+        return self.gpus is not None or "CUDA_VISIBLE_DEVICES" in self.environment
+
+    @property
+    def sleeps_on_gpus(self) -> bool:
+        """Whether a server started here sleeps between samplings, if the training is on GPUs."""
+        if self.sleep != "auto":
+            return self.sleep
+        return self.program == "vllm" and self.url is None and not (self.has_own_gpus or self.overlap)
 
 
 Rollouts = Annotated[HFRollout | ServerRollout, Field(discriminator="type")]

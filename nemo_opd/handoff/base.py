@@ -133,8 +133,8 @@ class Receiver(ABC):
     def tensor(self, handle: Handle) -> Tensor:
         """Return the sender's tensor, not a copy; valid until the sender writes the next.
 
-        This process' device can compute with it, wherever the buffer is. Raises HandoffError where the sender is gone,
-        the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
+        `near` makes of it, or of its rows, what this process' device can compute with. Raises HandoffError where the
+        sender is gone, the buffer is smaller than the handle says, or it was not exported or sent to this receiver.
         """
         token = handle.token(self.number)
         if isinstance(token, Message):
@@ -156,15 +156,24 @@ class Receiver(ABC):
         Raises HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
-        if isinstance(handle.token(self.number), Message | _SameProcess) or self._is_near(handle):
+        if self._is_near(handle):
             return mapped
         allocation, copy = self._copies.get(handle.sender, (0, None))
         if copy is None or allocation != handle.allocation:
             self._copies.pop(handle.sender, None)
-            copy = mapped.clone()
-            self.copied_bytes += handle.num_bytes
+            copy = self.near(mapped)
+            if copy is mapped:
+                copy = mapped.clone()
+                self.copied_bytes += handle.num_bytes
             self._copies[handle.sender] = (handle.allocation, copy)
         return copy
+
+    def near(self, tensor: Tensor) -> Tensor:
+        """Return what `tensor` returned, or rows of it, where this process' device can compute with it.
+
+        This is the tensor itself where the device reads the buffer, else a copy.
+        """
+        return tensor
 
     def _from_message(self, handle: Handle) -> Tensor:
         if handle.sender not in self._received:
@@ -193,7 +202,7 @@ class Receiver(ABC):
 
     @abstractmethod
     def _is_near(self, handle: Handle) -> bool:
-        """Return whether the buffer is as fast to read as this process' own memory."""
+        """Return whether `tensor` is as fast to read as this process' own memory, which messages are."""
 
     @abstractmethod
     def _collect(self) -> None:

@@ -111,15 +111,14 @@ class CudaIpcReceiver(Receiver):
                 ) from error
             raise HandoffError(
                 f"the teacher's GPU buffer on {token.device} cannot be mapped on {_own_device()} ({error}): "
-                "the GPUs are not of one node or have no peer access to each other; "
-                "handoff.transport=cuda_ipc needs student and teacher on the same GPU, or on GPUs of one node that "
-                "have (nvidia-smi topo -p2p r)"
+                "the GPUs have no peer access to each other, "
+                "or the processes have no common PID and IPC namespaces (nvidia-smi topo -p2p r; in Docker "
+                "`--pid=host --ipc=host`); write handoff.transport=shared_memory, which goes through main memory"
             ) from error
 
     def _is_near(self, handle: Handle) -> bool:
         token = handle.token(self.number)
-        assert isinstance(token, _DeviceMemory)
-        return token.device == _own_device()
+        return not isinstance(token, _DeviceMemory) or token.device == _own_device()
 
     def _collect(self) -> None:
         torch.cuda.ipc_collect()

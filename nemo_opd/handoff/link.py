@@ -50,10 +50,14 @@ class Link:
         self._group: _Backend | None = _new_backend(prefixed, rank, size, device, rendezvous.timeout_s)
 
     def send(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
-        """Send contiguous tensors, each to a student rank. Raises RuntimeError where the other side is gone."""
+        """Send contiguous tensors, each to a student rank; those on the host go through the device.
+
+        Raises RuntimeError where the other side is gone.
+        """
         assert self._group is not None
         # All are started before any is waited for, so that no order of pairs can deadlock.
-        self._wait([self._group.send([_flat_bytes(tensor)], rank, 0) for tensor, rank in tensors if tensor.numel()])
+        parts = [(_flat_bytes(tensor.to(self._device)), rank) for tensor, rank in tensors if tensor.numel()]
+        self._wait([self._group.send([part], rank, 0) for part, rank in parts])
 
     def receive(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Fill contiguous tensors, each from a teacher rank. Raises RuntimeError where the other side is gone."""

@@ -37,8 +37,8 @@ class Region:
     def read(self, receiver: Receiver, sequences: slice) -> Tensor:
         """Return the tokens of some sequences: [n, columns].
 
-        This is a view where one buffer has all of them, else a copy. Raises HandoffError for a buffer that cannot be
-        mapped.
+        This is a view where one buffer has all of them and the device reads it, else a copy. Raises HandoffError for a
+        buffer that cannot be mapped.
         """
         # Map every buffer, needed now or not: each export is a reference that only its receiver can give back.
         mapped = [receiver.tensor(part.handle) for part in self.parts]
@@ -49,11 +49,11 @@ class Region:
         for part, buffer in zip(self.parts, mapped, strict=True):
             if shared := overlap(part.rows, wanted):
                 begin = part.first_row + shared.start - part.rows.start
-                found.append(buffer[begin : begin + len(shared)])
+                found.append(receiver.near(buffer[begin : begin + len(shared)]))
         if len(found) == 1:
             return found[0]
         receiver.copied_bytes += sum(source.nbytes for source in found)
-        return torch.cat([source.to(mapped[0].device) for source in found])
+        return torch.cat(found)
 
     def logits(self, tokens: TrainableRows, sequences: slice, width: int) -> PackedLogits:
         """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X]."""

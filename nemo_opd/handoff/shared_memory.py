@@ -47,12 +47,15 @@ class SharedMemorySender(Sender):
         number = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(number, 0, num_bytes)
-            buffer = _map_file(number, num_bytes)
+            buffer = self._map_file(number, num_bytes)
         except OSError as error:
             os.close(number)
             raise _no_memory(num_bytes, os.strerror(error.errno or errno.ENOMEM)) from error
         self._number = number
         return buffer, (FileDescriptor(os.getpid(), number, name),) * len(self.receivers)
+
+    def _map_file(self, number: int, num_bytes: int) -> Tensor:
+        return map_file(number, num_bytes)
 
     def _release(self) -> None:
         os.close(self._number)
@@ -77,9 +80,12 @@ class SharedMemoryReceiver(Receiver):
             size = os.fstat(number).st_size
             if size < handle.num_bytes:
                 raise HandoffError(f"the teacher's buffer holds {size} bytes, its handle says {handle.num_bytes}")
-            return _map_file(number, size)
+            return self._map_file(number, size)
         finally:
             os.close(number)
+
+    def _map_file(self, number: int, num_bytes: int) -> Tensor:
+        return map_file(number, num_bytes)
 
     def _is_near(self, handle: Handle) -> bool:
         return True
@@ -95,6 +101,6 @@ def _no_memory(num_bytes: int, reason: str) -> HandoffError:
     )
 
 
-def _map_file(number: int, num_bytes: int) -> Tensor:
+def map_file(number: int, num_bytes: int) -> Tensor:
     """Map a file as a flat uint8 tensor, which unmaps it when it is freed."""
     return torch.frombuffer(mmap.mmap(number, num_bytes), dtype=torch.uint8)

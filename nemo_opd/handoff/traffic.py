@@ -79,10 +79,10 @@ def planned_traffic(sides: Sides, payload: Payload) -> tuple[Traffic, ...]:
     )
 
 
-def check_stays_on_node(transport: str, teacher: str, sides: Sides, payload: Payload) -> None:
+def check_stays_on_node(teacher: str, sides: Sides, payload: Payload) -> None:
     """Raise ConfigError, with the ranks, their nodes and the bytes, where logits would cross nodes.
 
-    That is too much for a network. Hidden states may: what `transport` cannot map is sent.
+    That is too much for a network. Hidden states may.
     """
     if payload.hidden_size is not None:
         return
@@ -91,7 +91,7 @@ def check_stays_on_node(transport: str, teacher: str, sides: Sides, payload: Pay
         return
     shown = "; ".join(crossing[:3]) + (f"; and {len(crossing) - 3} more" if len(crossing) > 3 else "")
     raise ConfigError(
-        f"handoff.type=logits by {transport} stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
+        f"handoff.type=logits stays on a node, but with dp={sides.student.dp}, cp={sides.student.cp}, "
         f"tp={sides.student.tp} for the student and dp={sides.teacher.dp}, cp={sides.teacher.cp}, "
         f"tp={sides.teacher.tp} for teacher {teacher!r}, {shown} in each batch; write handoff.type=hidden_states, "
         "which are sent between nodes, or cluster.placement=colocated with the same parallelism.tp and parallelism.cp "

@@ -31,8 +31,8 @@ class OutputWriter:
         self._output.tensor((num_tokens, self._num_columns), self._dtype)
 
     def _put(self, start: int, output: Tensor) -> None:
-        """Copy a microbatch's output [1, n, columns] to the rows from `start` on."""
-        self._output.last[start : start + output.shape[1]].copy_(output.squeeze(0))
+        """Start to copy a microbatch's output [1, n, columns] to the rows from `start` on; `handle` waits for it."""
+        self._output.last[start : start + output.shape[1]].copy_(output.squeeze(0), non_blocking=True)
 
     @property
     def senders(self) -> tuple[Sender, ...]:

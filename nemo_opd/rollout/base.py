@@ -83,6 +83,10 @@ class Engine(Generator, Protocol):
         """Sample from now on with the student's present weights, which have seen `version` optimizer steps."""
         ...
 
+    def rest(self) -> None:
+        """Give back what others need until the next call: nothing is sampled soon."""
+        ...
+
 
 class StudentModel(Protocol):
     """The student in its workers."""
@@ -118,6 +122,12 @@ class EngineSpec:
     """Whether logits are rounded to the dtype, as the losses' logits are with handoff=logits."""
     is_training: bool = False
     """Whether a student is trained on the same devices."""
+    memory_share: float | None = None
+    """Share of a GPU's memory that the training leaves; None where that is unknown."""
+    sleeps: bool = False
+    """Whether a server gives its GPU memory back between samplings."""
+    gpus: tuple[str, ...] = ()
+    """GPUs that a server has for itself, as in CUDA_VISIBLE_DEVICES; none: it has the process's."""
 
     @property
     def has_fp32_logits(self) -> bool:

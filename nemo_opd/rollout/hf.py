@@ -201,6 +201,9 @@ class _StudentWorkers:
     def follow(self, version: int) -> None:
         self.version = version
 
+    def rest(self) -> None:
+        """Do nothing: what sampling needed is free already."""
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._student.generate(requests, sampling, self.version)
 

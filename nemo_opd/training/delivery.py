@@ -8,8 +8,11 @@ import torch
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
+from nemo_opd.handoff.transport import choose_transport
+from nemo_opd.progress import working
 from nemo_opd.training.model_info import ModelInfo
 
 
@@ -28,9 +31,40 @@ class Delivery:
         return any(self.traffic)
 
 
+def settle_transport(config: RunConfig, device: str, deliveries: Sequence[Delivery]) -> tuple[str, list[str]]:
+    """Return the transport and a warning where it is not the fastest, after a try on this machine's GPUs.
+
+    Raises ConfigError for a transport that was asked for and cannot be used.
+    """
+    pairs = mapped_devices(deliveries, shares_process=config.cluster.launcher == "local")
+
+    def why_not() -> str | None:
+        # On other machines' GPUs the workers find out, and say so.
+        here = [pair for pair in pairs if max(pair) < torch.cuda.device_count()]
+        if not here:
+            return None
+        with working("trying to read another process's GPU memory"):
+            return obstacle("cuda_ipc", here)
+
+    return choose_transport(config.handoff, device, why_not)
+
+
+def mapped_devices(deliveries: Sequence[Delivery], *, shares_process: bool) -> list[tuple[int, int]]:
+    """Return pairs of a node's devices of which the second reads a buffer on the first, in another process.
+
+    shares_process: ranks of the same number are in one process.
+    """
+    pairs = set()
+    for sides, by_rank in ((delivery.sides, delivery.readers) for delivery in deliveries):
+        for rank, readers in enumerate(by_rank):
+            for reader in {*readers.output, *readers.head}:
+                if not (shares_process and reader == rank):
+                    pairs.add((sides.teacher_places[rank].device, sides.student_places[reader].device))
+    return sorted(pairs)
+
+
 def check_deliveries(
     config: RunConfig,
-    transport: str,
     placement: Placement,
     layouts: tuple[Layout, Sequence[Layout]],
     teachers: Sequence[ModelInfo],
@@ -41,7 +75,7 @@ def check_deliveries(
     """
     lengths = [config.train.max_length] * len(teachers)
     for name, sides, payload in _transfers(config, placement, layouts, teachers, lengths):
-        check_stays_on_node(transport, name, sides, payload)
+        check_stays_on_node(name, sides, payload)
 
 
 def plan_deliveries(

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from nemo_opd.cluster.base import Cluster
 from nemo_opd.cluster.local import LocalCluster, release, serve
 from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster as Settings
+from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.plan import Plan
+
+_SHARED_MEMORY = "/dev/shm"
+_NCCL_BYTES = 10 * 2**20
+"""Memory that NCCL shares in each process for each communicator; its own error names a segment of 9.6 MB."""
 
 
 @contextmanager
@@ -48,10 +56,12 @@ def require_processes(cluster: Settings, placement: Placement) -> None:
         )
 
 
-def require_shared_gpus(cluster: Settings, device: str, placement: Placement) -> None:
+def require_shared_gpus(config: RunConfig, device: str, placement: Placement) -> None:
     """Raise ConfigError where several processes would use a GPU of this machine that takes one alone."""
-    number = placement.groups_per_device
-    if device == "cpu" or cluster.launcher == "local" or cluster.address is not None or number == 1:
+    cluster, rollout = config.cluster, config.rollout
+    number = 1 if cluster.launcher == "local" else placement.groups_per_device
+    number += isinstance(rollout, ServerRollout) and rollout.url is None and not rollout.has_own_gpus
+    if device == "cpu" or cluster.address is not None or number == 1:
         return
     for line in _compute_modes():
         index, _, mode = line.partition(", ")
@@ -59,8 +69,33 @@ def require_shared_gpus(cluster: Settings, device: str, placement: Placement) ->
             raise ConfigError(
                 f"cluster.placement={cluster.placement}: GPU {index} is in the compute mode {mode}, in which one "
                 f"process can use it, and the run has {number} on each; set the mode with `nvidia-smi -i {index} -c "
-                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local"
+                "DEFAULT`, which needs root, or write cluster.placement=separate or cluster.launcher=local, and "
+                "rollout.gpus for a rollout server"
             )
+
+
+def warn_of_shared_memory(device: str, groups: Sequence[Layout], nodes: int) -> list[str]:
+    """Return a warning where /dev/shm may be too small for NCCL, as in Docker, where it has 64 MB.
+
+    groups: layouts of the student and the teachers. The handoff and Ray's few objects do without it.
+    """
+    if device == "cpu":
+        return []
+    need = _NCCL_BYTES * sum(_communicators(layout) * -(-layout.size // nodes) for layout in groups)
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    if need <= free:
+        return []
+    return [
+        f"{_SHARED_MEMORY} has {free / 2**20:.0f} MiB free, and NCCL may need {need / 2**20:.0f} MiB there for the "
+        "processes of this node; if it fails with `unhandled system error`, start Docker with --shm-size=1g or "
+        "--ipc=host, or mount a larger one (`mount -o remount,size=1G /dev/shm`)"
+    ]
+
+
+def _communicators(layout: Layout) -> int:
+    """Return the number of a rank's NCCL communicators with others: of all ranks, and of the axes of their mesh."""
+    axes = (layout.dp, layout.cp, layout.tp, layout.dp * layout.cp) if layout.cp * layout.tp > 1 else ()
+    return (layout.size > 1) + sum(size > 1 for size in axes)
 
 
 def _compute_modes() -> list[str]:

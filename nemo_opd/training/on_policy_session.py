@@ -98,7 +98,9 @@ class OnPolicySession(Session):
         """Return eval/* of the student with its current weights."""
         self.loggers.phase("asking the student")
         self.source.update_engine()
-        return self._ask(self.engine, self.prompts.student)
+        metrics = self._ask(self.engine, self.prompts.student)
+        self.engine.rest()
+        return metrics
 
     def evaluate_teachers(self) -> dict[str, float]:
         """Return eval/*/<teacher> of the evaluated teachers."""

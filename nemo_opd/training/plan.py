@@ -49,6 +49,8 @@ class Plan:
     """Steps of the first epoch; an estimate where documents are packed and `train.epochs` is not set."""
     total_steps: int
     memory: MemoryEstimate
+    server_share: float | None
+    """Share of a GPU that a rollout server on the training's GPUs can have; None without one, or where unknown."""
     utilization: Utilization
 
     @property

@@ -10,16 +10,23 @@ from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.disk import require_room
 from nemo_opd.errors import ConfigError
-from nemo_opd.handoff.transport import transport_for
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.corpus import Corpus, load_corpus
-from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
+from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
-from nemo_opd.training.launch import require_processes, require_shared_gpus
-from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Situation, settle_memory, teachers_ahead
+from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
+from nemo_opd.training.memory import (
+    Machine,
+    ModelSetup,
+    ModelSize,
+    Situation,
+    server_share,
+    settle_memory,
+    teachers_ahead,
+)
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
@@ -44,10 +51,9 @@ def preflight(config: RunConfig) -> Plan:
     device = resolve_device(config.cluster)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
-    require_shared_gpus(config.cluster, device, placement)
+    require_shared_gpus(config, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
-    transport = transport_for(config.handoff, device)
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
     check_users_code(config)
@@ -56,7 +62,7 @@ def preflight(config: RunConfig) -> Plan:
     checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
     warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
     warnings += [*check_positions(config, student, teachers), *warn_of_other_ends(config, student, teachers)]
-    check_deliveries(config, transport, placement, (student_layout, teacher_layouts), teachers)
+    check_deliveries(config, placement, (student_layout, teacher_layouts), teachers)
     teacher_plans = tuple(
         plan_teacher(config, i, student, teacher)
         for i, teacher in enumerate(tracked(teachers, "comparing vocabularies", "teachers"))
@@ -74,6 +80,10 @@ def preflight(config: RunConfig) -> Plan:
     deliveries = plan_deliveries(
         config, placement, (student_layout, teacher_layouts), teachers, lengths=statistics.widths
     )
+    transport, remarks = settle_transport(config, device, deliveries)
+    warnings += remarks
+    if config.cluster.address is None:
+        warnings += warn_of_shared_memory(device, (student_layout, *teacher_layouts), placement.num_nodes)
     steps = _steps(config, data, statistics)
     total_steps = config.train.max_steps or sum(steps)
     if resumed is not None:
@@ -88,6 +98,7 @@ def preflight(config: RunConfig) -> Plan:
         ),
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
+        through_host=transport == "pinned_memory",
     )
     config, memory = settle_memory(config, situation)
     return Plan(
@@ -110,6 +121,7 @@ def preflight(config: RunConfig) -> Plan:
         steps_per_epoch=steps[0],
         total_steps=total_steps,
         memory=memory,
+        server_share=server_share(config, memory, machine),
         utilization=Utilization(
             student.size,
             tuple(teacher.size for teacher in teachers),

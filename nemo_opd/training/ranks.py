@@ -1,5 +1,6 @@
 """Device, placement and layouts of a run, from its settings and the machine."""
 
+import os
 from collections.abc import Sequence
 from math import lcm
 
@@ -7,6 +8,7 @@ import torch
 
 from nemo_opd.cluster.placement import Placement, Processes, num_cores
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
@@ -27,7 +29,7 @@ def resolve_device(cluster: Cluster) -> str:
 def resolve_placement(config: RunConfig, device: str) -> Placement:
     """Return the devices of every group. Raises ConfigError where they do not suffice or cannot be divided."""
     cluster, num_teachers = config.cluster, len(config.active_teachers)
-    num_ranks, num_nodes = resolve_ranks(cluster, device), cluster.num_nodes
+    num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
         if num_ranks % num_nodes:
             raise ConfigError(
@@ -72,8 +74,36 @@ def _fits_every_node(sizes: Sequence[int], together: Sequence[int], num_nodes: i
     )
 
 
-def resolve_ranks(cluster: Cluster, device: str) -> int:
-    """Return the GPUs of all nodes, or on CPU the student's processes. Raises ConfigError for more than there are."""
+def reserved_gpus(rollout: Rollouts | None, device: str) -> int:
+    """Return the number of GPUs that a rollout server has for itself. Raises ConfigError for sleep on CPUs."""
+    if not isinstance(rollout, ServerRollout):
+        return 0
+    if rollout.sleep is True and device == "cpu":
+        raise ConfigError(
+            "rollout.sleep=true: the run is on CPUs, where vLLM cannot give memory back; leave it out, or write "
+            "rollout.sleep=false"
+        )
+    return rollout.gpus or 0
+
+
+def server_gpus(rollout: ServerRollout) -> tuple[str, ...]:
+    """Return the GPUs of a server that has some for itself, the last that this process sees."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    return tuple(visible[len(visible) - (rollout.gpus or 0) :])
+
+
+def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:
+    """Return the GPUs of all nodes, or on CPU the student's processes.
+
+    reserved: GPUs of this machine that a rollout server has. Raises ConfigError for more than there are.
+    """
+    if reserved and (device == "cpu" or cluster.address is not None):
+        where = "the run is on CPUs" if device == "cpu" else "Ray gives out the GPUs of cluster.address"
+        raise ConfigError(
+            f"rollout.gpus={reserved}: {where}; leave it out, or name GPUs that nobody else has in "
+            "rollout.environment.CUDA_VISIBLE_DEVICES"
+        )
     if cluster.num_nodes > 1 and cluster.address is None:
         raise ConfigError(
             f"cluster.num_nodes={cluster.num_nodes}: several nodes need a running Ray cluster; start it with "
@@ -86,9 +116,20 @@ def resolve_ranks(cluster: Cluster, device: str) -> int:
                 f"cluster.cpu_ranks={num_cores()} or fewer"
             )
         return cluster.cpu_ranks
+    visible = max(0, torch.cuda.device_count() - reserved)
+    if reserved and not visible:
+        raise ConfigError(
+            f"rollout.gpus={reserved}: this machine has {torch.cuda.device_count()} GPUs, which leaves none for the "
+            "training; leave it out, and the server shares the training's"
+        )
     if cluster.launcher == "local" and cluster.gpus_per_node is None:
-        return Processes.started().size
-    visible = torch.cuda.device_count()
+        size = Processes.started().size
+        if reserved and size > visible:
+            raise ConfigError(
+                f"rollout.gpus={reserved}: {visible} GPUs are left for {size} processes of torchrun; start "
+                f"{visible}, or lower rollout.gpus"
+            )
+        return size
     if cluster.gpus_per_node is None and not visible:
         raise ConfigError(
             "cluster.gpus_per_node: this machine has no GPU to count; say how many each node of the Ray cluster has"
@@ -96,7 +137,9 @@ def resolve_ranks(cluster: Cluster, device: str) -> int:
     gpus = cluster.gpus_per_node or visible
     if cluster.address is None and gpus > visible:
         raise ConfigError(
-            f"cluster.gpus_per_node={gpus}: this machine has {visible}; write cluster.gpus_per_node={visible} or fewer"
+            f"cluster.gpus_per_node={gpus}: this machine has {visible}"
+            f"{f' beside those of rollout.gpus={reserved}' if reserved else ''}; write "
+            f"cluster.gpus_per_node={visible} or fewer"
         )
     return cluster.num_nodes * gpus
 

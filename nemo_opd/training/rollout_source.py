@@ -88,6 +88,7 @@ class RolloutSource:
         if self._ahead is None:
             self._follow(self._num_batches, lag=0)
             sampled = self._sample(self._num_batches)
+            self._engine.rest()
         else:
             sampled = self._ahead.result()
         self._num_batches += 1
@@ -121,6 +122,7 @@ class RolloutSource:
     def renew(self) -> None:
         """Sample the next batch again with the current weights, as a run does that continues from here."""
         self.update_engine()
+        self._engine.rest()
         self._sample_ahead()
 
     def take(self) -> _RolloutBatch:

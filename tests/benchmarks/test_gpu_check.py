@@ -13,7 +13,7 @@ import torch
 
 from tests.composition import ROOT
 from tests.waiting import wait_until
-from tools.gpu.parts import read_step, read_tests
+from tools.gpu.parts import read_counts, read_step, read_tests, with_gpu_tests
 from tools.gpu.processes import run
 from tools.gpu.report import Outcome
 
@@ -28,7 +28,7 @@ PASSED, FAILED, SKIPPED = (
     ("cases", "outcome", "summary"),
     [
         ([PASSED, SKIPPED], Outcome.PASSED, "1 passed, 0 failed, 1 skipped"),
-        ([PASSED, FAILED], Outcome.FAILED, "1 passed, 1 failed, 0 skipped"),
+        ([PASSED, FAILED, SKIPPED], Outcome.FAILED, "1 passed, 1 failed, 1 skipped"),
         ([SKIPPED], Outcome.NOT_HERE, "0 passed, 0 failed, 1 skipped"),
         ([], Outcome.NOT_HERE, "0 passed, 0 failed, 0 skipped"),
     ],
@@ -40,26 +40,57 @@ def test_what_was_skipped_has_not_passed(tmp_path: Path, cases: list[str], outco
     assert (found.outcome, found.summary) == (outcome, summary)
     if FAILED in cases:
         assert found.facts["failed"] == "a::wrong"
-    elif SKIPPED in cases:
-        assert found.text == "a::left: needs two GPUs"
+        assert "the end of the log" in found.text
+    assert ("a::left: needs two GPUs" in found.text) is (SKIPPED in cases)
 
 
 @pytest.mark.parametrize(
-    ("estimated", "outcome"), [(11.9, Outcome.PASSED), (12.1, Outcome.FAILED), (7.9, Outcome.FAILED)]
+    ("estimated", "mfu", "outcome"),
+    [
+        (11.9, 0.3, Outcome.PASSED),
+        (12.1, 0.3, Outcome.FAILED),
+        (7.9, 0.3, Outcome.FAILED),
+        (10.0, 0.29, Outcome.FAILED),
+    ],
 )
-def test_a_wrong_estimate_fails_the_step(monkeypatch: pytest.MonkeyPatch, estimated: float, outcome: Outcome) -> None:
+def test_a_wrong_estimate_or_a_low_mfu_fails_the_step(
+    monkeypatch: pytest.MonkeyPatch, estimated: float, mfu: float, outcome: Outcome
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     case: dict[str, Any] = {
         "student": "small",
         "teacher": "large",
         "loss": "p_kl",
         "ours": {"seconds": [1.0, 3.0, 2.0]},
-        "records": [{"perf/mfu": 0.25}],
+        "records": [{"perf/mfu": mfu}],
         "memory": [{"what": "student", "measured_gib": 10.0, "estimated_gib": estimated}],
     }
-    found = read_step({"cases": [case]}, "")
+    found = read_step({"cases": [case]}, "", 0.3)
     assert found.outcome is outcome
-    assert found.facts["small ← large, p_kl"] == "2.00 s a step, MFU 25.0%"
+    assert found.facts["small ← large, p_kl"] == f"2.00 s a step, MFU {mfu:.1%}"
+
+
+def test_a_host_that_waits_for_the_gpu_often_fails_the_counts() -> None:
+    found = {
+        "kernels": 1000,
+        "copies": {"Memcpy HtoD (Pinned -> Device)": 9},
+        "waits": {"a.py:1": 4},
+        "microbatches": 2,
+    }
+    part = read_counts(found, "cuda")
+    assert part.outcome is Outcome.PASSED
+    assert part.summary == "500 kernels and 2.0 waits in each of 2 microbatches"
+    assert part.facts["copies, Memcpy HtoD (Pinned -> Device)"] == "9"
+    assert read_counts(found | {"waits": {"a.py:1": 4, "b.py:2": 1}}, "cuda").outcome is Outcome.FAILED
+
+
+def test_files_without_gpu_tests_are_not_imported() -> None:
+    """Bug: no test runs where a library is missing that one of another kind needs."""
+    found = with_gpu_tests(["tests"])
+    assert found == with_gpu_tests(found)
+    names = {Path(file).name for file in found}
+    assert {"test_gpu.py", "test_transport_contract.py", "test_link.py", "test_profiled.py"} <= names
+    assert not any(name.startswith("test_server") for name in names)
 
 
 @pytest.mark.world
@@ -77,12 +108,16 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, for which the tool itself is the check")
 def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     command = ["tools/gpu_check.py", "--output", str(tmp_path), "--tests", "tests/handoff/test_transport_contract.py"]
-    models = ["--student", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32"]
+    models = ["--student", "llama_tiny", "--teacher", "qwen_tiny", "--length", "32", "--rows", "4", "--micro", "2"]
     done = subprocess.run([sys.executable, *command, *models], cwd=ROOT, capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout + done.stderr
     parts = json.loads((tmp_path / "gpu_check.json").read_text())["parts"]
     outcomes = {name: part["outcome"] for name, part in parts.items()}
-    assert outcomes == {**dict.fromkeys(("machine", "ipc", "tests"), "not on this machine"), "step": "passed"}
+    assert outcomes == {
+        **dict.fromkeys(("machine", "ipc", "tests"), "not on this machine"),
+        **dict.fromkeys(("counts", "step"), "passed"),
+    }
+    assert parts["ipc"]["facts"] == {"shared memory": "works"}
     assert "needs a CUDA device" in parts["tests"]["text"]
     assert (tmp_path / "gpu_check.md").read_text() in done.stdout + "\n"

@@ -94,10 +94,7 @@ class Ranks:
     def __init__(self, case: str, folder: Path) -> None:
         self.folder = folder
         self.store = serve_store("127.0.0.1", 60)
-        context = processes.context()
-        self.processes = [
-            context.Process(target=_rank, args=(rank, self.store.port, case, folder)) for rank in range(2)
-        ]
+        self.processes = [processes.make(_rank, rank, self.store.port, case, folder) for rank in range(2)]
         for process in self.processes:
             process.start()
 

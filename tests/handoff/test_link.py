@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from nemo_opd.cluster.rank import Failure
+from nemo_opd.distributed import process_group
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import HandoffError
+from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle, Message
 from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
-from nemo_opd.handoff.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from nemo_opd.handoff.transport import TRANSPORTS
 from tests import processes
 from tests.handoff.owner import content
 
@@ -25,12 +27,19 @@ pytestmark = pytest.mark.world
 LINK_S, DONE_S = 30.0, 20.0
 
 
-def teach(rank: int, rendezvous: Rendezvous, pipe: Connection) -> None:
-    """Write and send by commands, until "stop"."""
+def begin(device: str, gpu: int) -> None:
+    """Join a world of one rank, as each of a run's groups has one of its own."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    link = Link(rendezvous, "cpu", teacher=rank)
-    with SharedMemorySender(()) as sender:
+    if device == "cuda":
+        torch.cuda.set_device(gpu)
+    process_group.join(dist.HashStore(), 0, 1, device, LINK_S)
+
+
+def teach(rank: int, rendezvous: Rendezvous, device: str, transport: str, pipe: Connection) -> None:
+    """Write and send by commands, until "stop"."""
+    begin(device, 1 + rank)
+    link = Link(rendezvous, device, teacher=rank)
+    with TRANSPORTS[transport][0](()) as sender:
         while (command := pipe.recv()) != "stop":
             match command:
                 case "write", shape, seed:
@@ -43,11 +52,10 @@ def teach(rank: int, rendezvous: Rendezvous, pipe: Connection) -> None:
 
 
 class Teacher:
-    def __init__(self, rank: int, rendezvous: Rendezvous) -> None:
-        context = processes.context()
+    def __init__(self, rank: int, rendezvous: Rendezvous, device: str, transport: str) -> None:
         self.rank = rank
-        self.pipe, theirs = context.Pipe()
-        self.process: Any = context.Process(target=teach, args=(rank, rendezvous, theirs))
+        self.pipe, theirs = processes.context().Pipe()
+        self.process: Any = processes.make(teach, rank, rendezvous, device, transport, theirs)
         self.process.start()
 
     def write(self, shape: tuple[int, ...], seed: int) -> Handle:
@@ -63,20 +71,37 @@ class Teacher:
         return handle.sent_as(message)
 
 
-@pytest.fixture(scope="module")
-def both() -> Iterator[tuple[StudentLinks, SharedMemoryReceiver, list[Teacher]]]:
+Ends = tuple[StudentLinks, Receiver, list[Teacher]]
+ON_GPUS = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs, since NCCL has one rank on each"),
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("cpu", "shared_memory"),
+        pytest.param(("cuda", "cuda_ipc"), marks=ON_GPUS),
+        pytest.param(("cuda", "pinned_memory"), marks=ON_GPUS),
+    ],
+    ids=lambda param: param[1],
+)
+def both(request: pytest.FixtureRequest) -> Iterator[Ends]:
     """In this process the student's only rank, which has a world of its own as well; the last test kills a teacher."""
+    device, transport = request.param
+    num_teachers = 2 if device == "cpu" else 1
     store = serve_store("127.0.0.1", LINK_S)
-    rendezvous = Rendezvous("127.0.0.1", store.port, num_students=1, num_teachers=2, timeout_s=LINK_S)
-    teachers = [Teacher(rank, rendezvous) for rank in range(2)]
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    receiver = SharedMemoryReceiver(0)
-    links = StudentLinks(receiver, "cpu")
+    rendezvous = Rendezvous("127.0.0.1", store.port, num_students=1, num_teachers=num_teachers, timeout_s=LINK_S)
+    teachers = [Teacher(rank, rendezvous, device, transport) for rank in range(num_teachers)]
+    begin(device, 0)
+    receiver = TRANSPORTS[transport][1](0)
+    links = StudentLinks(receiver, device)
     links.join([None, rendezvous])
     yield links, receiver, teachers
     links.close()
     receiver.close()
-    dist.destroy_process_group()
+    process_group.leave()
     for teacher in teachers:
         if teacher.process.is_alive():
             teacher.pipe.send("stop")
@@ -84,9 +109,7 @@ def both() -> Iterator[tuple[StudentLinks, SharedMemoryReceiver, list[Teacher]]]
         assert not teacher.process.is_alive()
 
 
-def test_the_student_reads_what_teachers_wrote(
-    both: tuple[StudentLinks, SharedMemoryReceiver, list[Teacher]],
-) -> None:
+def test_the_student_reads_what_teachers_wrote(both: Ends) -> None:
     """Whole buffers and rows of them, of both ranks at once; again, of the same memory, and of larger buffers."""
     links, receiver, teachers = both
     for step, (num_rows, rows) in enumerate([(4, range(4)), (4, range(1, 3)), (40, range(40)), (40, range(7, 31))]):
@@ -99,22 +122,21 @@ def test_the_student_reads_what_teachers_wrote(
         for teacher, handle in zip(teachers, sent, strict=True):
             assert teacher.pipe.recv() == "sent"
             expected = content(shape, 10 * step + teacher.rank)
-            assert torch.equal(receiver.tensor(handle), expected[rows.start : rows.stop])
+            assert torch.equal(receiver.tensor(handle).cpu(), expected[rows.start : rows.stop])
 
 
-def test_a_tensor_without_elements_need_not_be_sent(
-    both: tuple[StudentLinks, SharedMemoryReceiver, list[Teacher]],
-) -> None:
-    links, receiver, (teacher, _) = both
+def test_a_tensor_without_elements_need_not_be_sent(both: Ends) -> None:
+    links, receiver, (teacher, *_) = both
     handle = teacher.send(teacher.write((0, 7), seed=1), range(0))
     links.receive([(), [handle]])
     assert teacher.pipe.recv() == "sent"
     assert receiver.tensor(handle).shape == (0, 7)
 
 
-def test_a_dead_teacher_is_noticed_at_once(both: tuple[StudentLinks, SharedMemoryReceiver, list[Teacher]]) -> None:
-    """As a peer's failure, so that the driver looks for its cause; the last test."""
-    links, _, (teacher, _) = both
+@pytest.mark.parametrize("both", [("cpu", "shared_memory")], indirect=True)
+def test_a_dead_teacher_is_noticed_at_once(both: Ends) -> None:
+    """As a peer's failure, so that the driver looks for its cause; the last test. NCCL waits for the limit."""
+    links, _, (teacher, *_) = both
     handle = teacher.write((4, 3, 5), seed=1)
     lost = handle.sent_as(Message(handle.sender, teacher.rank, 0, range(1, 3)))
     os.kill(teacher.process.pid, signal.SIGKILL)

@@ -15,7 +15,6 @@ LOGITS = replace(PAYLOAD, hidden_size=None)
 NODE = 8
 
 
-@pytest.mark.parametrize("transport", ["cuda_ipc", "shared_memory"])
 @pytest.mark.parametrize(
     ("student", "teacher"),
     [
@@ -26,17 +25,17 @@ NODE = 8
     ],
     ids=str,
 )
-def test_groups_that_fit_a_node_pass(transport: str, student: Layout, teacher: Layout) -> None:
+def test_groups_that_fit_a_node_pass(student: Layout, teacher: Layout) -> None:
     sides = colocated(student, teacher, NODE)
-    check_stays_on_node(transport, "big", sides, LOGITS)
+    check_stays_on_node("big", sides, LOGITS)
     assert not any(planned_traffic(sides, PAYLOAD))
 
 
 def test_a_window_over_two_nodes_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"logits by cuda_ipc.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1.*type=hidden_states, "
+        ConfigError, match=r"logits stays on a node.*'big'.*node 0 reads \d+\.\d\d GiB.*on node 1.*type=hidden_states, "
     ):
-        check_stays_on_node("cuda_ipc", "big", colocated(Layout(16), Layout(1, 1, 16), NODE), LOGITS)
+        check_stays_on_node("big", colocated(Layout(16), Layout(1, 1, 16), NODE), LOGITS)
 
 
 @pytest.mark.parametrize(("cp", "tp"), [(cp, tp) for cp in (1, 2, 4, 8) for tp in (1, 2, 4, 8) if cp * tp <= NODE])
@@ -44,17 +43,17 @@ def test_the_layouts_that_the_refusal_recommends_pass(cp: int, tp: int) -> None:
     """On the same devices, with the same tp and cp, whose product divides the ranks of a node."""
     sides = Sides(Layout(16), Layout(16), filled(16, NODE), filled(16, NODE, first=16))
     with pytest.raises(ConfigError, match=r"or cluster\.placement=colocated with the same parallelism\.tp and "):
-        check_stays_on_node("cuda_ipc", "big", sides, LOGITS)
+        check_stays_on_node("big", sides, LOGITS)
 
     layout = Layout(32 // (cp * tp), cp, tp)
-    check_stays_on_node("cuda_ipc", "big", colocated(layout, layout, NODE), LOGITS)
+    check_stays_on_node("big", colocated(layout, layout, NODE), LOGITS)
 
 
 def test_the_bytes_are_those_of_rows_and_head() -> None:
     """Student rank 0 has 64/16 texts; of a teacher with tp=16 it reads a sixteenth of the columns from each rank."""
     sides = colocated(Layout(16), Layout(1, 1, 16), NODE)
     with pytest.raises(ConfigError) as refused:
-        check_stays_on_node("cuda_ipc", "big", sides, LOGITS)
+        check_stays_on_node("big", sides, LOGITS)
 
     logits = 64 / 16 * 4096 * 151_936 / 16 * 2 / 2**30
     assert f"student rank 0 on node 0 reads {logits:.2f} GiB of teacher rank 8 on node 1" in str(refused.value)

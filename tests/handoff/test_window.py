@@ -15,7 +15,7 @@ from nemo_opd.handoff.window import windows
 from nemo_opd.logits.combined import SideBySideLogits
 from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import TensorLogits
-from tests.handoff.counting import EXPORTED, CountingSender
+from tests.handoff.counting import EXPORTED, CountingReceiver, CountingSender
 from tests.handoff.places import filled
 from tests.handoff.teacher_ranks import (
     HIDDEN,
@@ -144,6 +144,32 @@ def test_a_head_on_another_device_is_copied_once(stack: ExitStack) -> None:
     again.rows(receiver, slice(None), LENGTH)
 
     assert receiver.copied_bytes == VOCAB * (HIDDEN + 1) * 8
+
+
+class FarReceiver(CountingReceiver):
+    """A receiver whose device cannot read a mapping, as a GPU main memory."""
+
+    is_near = False
+
+    def near(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.copied_bytes += tensor.nbytes
+        return tensor.clone()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_device_that_reads_no_mapping_gets_rows_by_microbatch_and_the_head_once(kind: Kind, stack: ExitStack) -> None:
+    """Bug: the host's memory as an operand of the device's kernels, or all rows of a batch for each microbatch."""
+    sides = two_for_one()
+    ranks = stack.enter_context(closing(Ranks.start(kind, sides)))
+    receiver, whole = stack.enter_context(FarReceiver(0)), output()
+    (window,) = windows(ranks.write(whole), sides, LENGTHS)
+    for start in range(len(LENGTHS)):
+        found = read(window, receiver, slice(start, start + 1))
+        expected = whole.logits[tokens_of(LENGTHS, range(start, start + 1)), :VOCAB]
+        torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    is_logits = kind == "logits"
+    copied = sum(LENGTHS) * (VOCAB if is_logits else HIDDEN) + (0 if is_logits else VOCAB * (HIDDEN + 1))
+    assert receiver.copied_bytes == copied * 8
 
 
 def test_slots_hold_several_batches(stack: ExitStack) -> None:

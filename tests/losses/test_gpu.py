@@ -1,16 +1,21 @@
+"""Losses on a device against those of the CPU in fp64."""
+
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from nemo_opd.losses import p_kl, same_vocab
+from nemo_opd.losses.fused import compiling
+from tests.losses.cases import ALL_LOSSES, Case
 
 from . import oracle
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+MOVED = ("student", "teacher", "student_ids", "teacher_ids", "student_chunk_id", "teacher_chunk_id")
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+COMPILED = {"same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm"}
 B, S, V = 2, 40, 300
 MATRIX = oracle.Matrix.random(V, V, 4, seed=0)
 CHUNKS = oracle.random_chunk_ids(np.random.default_rng(0), B, S, S)
@@ -36,6 +41,34 @@ def loss_and_gradient(name: str, device: str) -> tuple[torch.Tensor, torch.Tenso
     return loss.detach(), torch.autograd.grad(loss, student)[0]
 
 
+def check(case: Case, device: str, *, is_compiled: bool) -> None:
+    """Compare fp32 on the device with fp64; the error is a share of the largest number, as of a sum of that size."""
+    batch = case.batch(0, torch.float32)
+    there = replace(batch, **{name: getattr(batch, name).to(device) for name in MOVED})
+    with compiling(is_compiled):
+        found = case.value_and_gradient(there)
+    with compiling(False):
+        expected = case.value_and_gradient(case.batch(0, torch.float64))
+    for ours, reference in zip(found, expected, strict=True):
+        assert ours.device.type == device
+        assert float((ours.cpu().double() - reference).abs().max() / reference.abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", ALL_LOSSES, ids=str)
+def test_a_loss_on_a_device_is_that_of_the_cpu(case: Case, device: str) -> None:
+    """Bugs: a constant on the host, an index in another order, a sum in a narrow dtype."""
+    check(case, device, is_compiled=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in ALL_LOSSES if case.name in COMPILED], ids=str)
+@pytest.mark.filterwarnings("error:.*could not be compiled")
+def test_a_compiled_loss_on_a_gpu_is_that_of_the_cpu(case: Case) -> None:
+    check(case, "cuda", is_compiled=True)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["same_vocab", "p_kl"])
 def test_cuda_equals_cpu_and_itself(name):
     """Sums by atomics would differ from run to run."""
@@ -45,6 +78,7 @@ def test_cuda_equals_cpu_and_itself(name):
     torch.testing.assert_close([tensor.cpu() for tensor in first], list(on_cpu), rtol=1e-11, atol=1e-15)
 
 
+@pytest.mark.gpu
 def test_peak_memory_is_one_gradient_and_one_chunk():
     """Logits, teacher and gradient of 0.5 GB each would be joined by 2 GB for every fp32 softmax that is kept."""
     student, teacher = (torch.randn(4, 1024, 2**16, device="cuda").bfloat16() for _ in range(2))

@@ -30,10 +30,12 @@ def asked(count: int = 3, max_new_tokens: int = 4) -> list[Request]:
     return [Request(np.array([seed, 2, 3], np.int32), max_new_tokens, seed) for seed in range(count)]
 
 
-def engine_of(url: str, folder: Path, model: str | Path = "student", **settings: Any) -> ServerEngine:
+def engine_of(
+    url: str, folder: Path, model: str | Path = "student", *, sleeps: bool = False, **settings: Any
+) -> ServerEngine:
     return ServerEngine(
         ServerRollout(url=url, **({"retries": 2, "request_timeout_s": 20} | settings)),
-        EngineSpec(VOCAB, frozenset({END}), "float32", folder),
+        EngineSpec(VOCAB, frozenset({END}), "float32", folder, sleeps=sleeps),
         model,
     )
 
@@ -64,6 +66,40 @@ def test_completions_are_in_the_requests_order(tmp_path: Path) -> None:
     assert [each.ids.tolist() for each in made] == [[seed + 1] * 4 for seed in range(8)]
     assert all(each.logprobs.tolist() == [LOGPROB] * 4 for each in made)
     assert {each.finish_reason for each in made} == {"length"}
+
+
+def test_a_server_sleeps_between_samplings_and_wakes_for_new_weights(tmp_path: Path, tiny: Tiny) -> None:
+    """Bugs: weights that are written into memory which is given back; a server that is asked while it sleeps; calls
+    that are made twice.
+    """
+    with fake_server() as (url, calls), engine_of(url, tmp_path, tiny.student, sleeps=True) as engine:
+        calls.clear()
+        engine.rest()
+        engine.rest()
+        engine.update_weights(tiny.student, 1)
+        engine.generate(asked(1), Sampling())
+        engine.rest()
+        engine.generate(asked(1), Sampling())
+
+    paths = [path for path, _ in calls]
+    updates = ["/init_weight_transfer_engine", "/pause", "/start_weight_update"]
+    updates += ["/update_weights", "/finish_weight_update", "/resume"]
+    sampled = "/v1/completions"
+    assert paths == ["/sleep?level=1", "/wake_up", *updates, sampled, "/sleep?level=1", "/wake_up", sampled]
+
+
+def test_a_server_that_does_not_sleep_is_left_awake(tmp_path: Path) -> None:
+    with fake_server() as (url, calls), engine_of(url, tmp_path) as engine:
+        calls.clear()
+        engine.rest()
+    assert calls == []
+
+
+def test_memory_that_a_server_cannot_take_back_is_named(tmp_path: Path) -> None:
+    with fake_server(refuses="/wake_up") as (url, _), engine_of(url, tmp_path, sleeps=True) as engine:
+        engine.rest()
+        with pytest.raises(RolloutError, match=r"cannot take its memory back: .*; lower rollout\.memory_share, or "):
+            engine.generate(asked(1), Sampling())
 
 
 UNUSABLE = {

@@ -13,7 +13,9 @@ from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.traffic import Traffic
+from nemo_opd.training import delivery as transfers
 from nemo_opd.training import ranks as module
+from nemo_opd.training.delivery import mapped_devices, settle_transport
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.ranks import resolve_layouts
@@ -106,9 +108,28 @@ def test_logits_that_would_cross_nodes_are_refused(configure: Configure, with_he
     with pytest.raises(ConfigError) as caught:
         preflight(configure(*CLUSTER, with_heads, "student.parallelism.tp=8", "handoff.type=logits"))
     message = str(caught.value)
-    assert message.startswith("handoff.type=logits by cuda_ipc stays on a node, but with dp=1, cp=1, tp=8 for the stu")
+    assert message.startswith("handoff.type=logits stays on a node, but with dp=1, cp=1, tp=8 for the stu")
     assert "reads 0.00 GiB of teacher rank 4 on node 1" in message
     assert "write handoff.type=hidden_states" in message
+
+
+def test_the_try_is_of_devices_that_are_read(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between devices where a teacher's head is in shards; on those that this machine has. Bug: no try, or of all."""
+    plan = preflight(configure(*CLUSTER, "teachers.0.parallelism.tp=2"))
+    assert plan.transport == "cuda_ipc"  # other machines' GPUs cannot be tried
+    # The second half of the head is on devices 1 and 3, of which the lower is read where neither is the reader's.
+    same, pairs = [(i, i) for i in range(4)], [(0, 1), (0, 3), (1, 0), (1, 2)]
+    assert mapped_devices(plan.deliveries, shares_process=False) == sorted([*same, *pairs])
+    assert mapped_devices(plan.deliveries, shares_process=True) == pairs
+    assert mapped_devices(plan.deliveries[1:], shares_process=True) == []
+
+    tried: list[object] = []
+    monkeypatch.setattr(transfers, "obstacle", lambda *given: tried.append(given) or "no peer access")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    name, (warning,) = settle_transport(plan.config, "cuda", plan.deliveries)
+    assert name == "pinned_memory"
+    assert "(no peer access)" in warning
+    assert tried == [("cuda_ipc", [(0, 0), (0, 1), (1, 0), (1, 1)])]
 
 
 def test_hidden_states_that_cross_nodes_are_sent_and_said(configure: Configure, with_heads: str) -> None:

@@ -31,6 +31,7 @@ class FakeServer:
     sees_memory: bool = True
     loaded: list[Path | str] = field(default_factory=list)
     is_closed: bool = False
+    rests: int = 0
     retried: int = 0
 
     def update_weights(self, folder: Path, version: int) -> None:
@@ -43,6 +44,9 @@ class FakeServer:
         if self.sees_memory:
             self.version = version
         return self.sees_memory
+
+    def rest(self) -> None:
+        self.rests += 1
 
     def __enter__(self) -> "FakeServer":
         return self
@@ -78,7 +82,9 @@ def plan(folder: Path, **rollout: Any) -> Any:
         train=SimpleNamespace(max_length=8),
         handoff=HiddenStatesHandoff(),
     )
-    return SimpleNamespace(config=config, data=prompts, output_dir=folder, device="cpu", student_vocab_size=9)
+    return SimpleNamespace(
+        config=config, data=prompts, output_dir=folder, device="cpu", student_vocab_size=9, server_share=None
+    )
 
 
 def test_a_server_follows_and_leaves_only_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

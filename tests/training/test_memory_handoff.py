@@ -13,7 +13,7 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.window import windows
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.rows import TensorLogits
-from nemo_opd.training.memory import ModelSetup, ModelSize, Part, Phase, model_size
+from nemo_opd.training.memory import Machine, ModelSetup, ModelSize, Part, Phase, Situation, estimate, model_size
 from nemo_opd.training.memory.teacher import TeacherJob
 from tests.composition import compose
 from tests.handoff.counting import CountingReceiver, CountingSender
@@ -103,3 +103,23 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
     assert most == (of.window_bytes if 8 % micro else 0)
     for writer in writers:
         writer.close()
+
+
+def test_output_in_main_memory_is_not_on_the_gpu(size: ModelSize) -> None:
+    """Bug: buffers that count for a memory in which they are not; the host's is larger by them, the GPU's by copies."""
+    of = job(size, Layout(1), "hidden_states", micro=4)
+    setup = of.setup
+    machine = Machine("cuda", 2**30, 2**30, 1)
+    near, far = (
+        estimate(of.config, Situation(setup, (setup,) * len(of.config.teachers), machine, through_host=through_host))
+        for through_host in (False, True)
+    )
+    buffers, copies = (
+        sum(own) * len(of.config.teachers)
+        for own in (
+            [part.at(Phase.LOSS) for part in of.handed_over()],
+            [of.window_bytes, VOCAB * HIDDEN * of.item_bytes],
+        )
+    )
+    device, host = (far.memories[i].total(Phase.LOSS) - near.memories[i].total(Phase.LOSS) for i in range(2))
+    assert (device, host) == (copies - buffers, buffers)

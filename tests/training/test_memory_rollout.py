@@ -1,6 +1,7 @@
 """The estimate of rollouts in the student's own workers, against what is alive while one samples, op by op."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,20 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, Phi3Config, PretrainedConfig
 
 from nemo_opd.config import RunConfig
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.rollout.base import Sampling
-from nemo_opd.training.memory import Memory, MemoryEstimate, ModelSetup, Phase, estimate, model_size
+from nemo_opd.training.memory import (
+    Machine,
+    Memory,
+    MemoryEstimate,
+    ModelSetup,
+    Phase,
+    estimate,
+    model_size,
+    server_share,
+)
 from nemo_opd.training.memory.estimate import variants
 from nemo_opd.training.memory.sampling import SamplingBatch, cache_bytes, rollouts
 from nemo_opd.workers.student import StudentWorker
@@ -223,8 +234,31 @@ def test_advice_is_to_sample_fewer_at_a_time() -> None:
     assert not any(setting.startswith("train.max_length") for setting in settings)
 
 
+@pytest.mark.parametrize("sleep", [True, False])
+def test_a_server_on_the_same_gpu_has_what_the_training_leaves(sleep: bool) -> None:
+    """While the student samples, where the server sleeps otherwise. Bug: a share that is counted nowhere."""
+    config = compose(*BATCH, "rollout=server", f"rollout.sleep={sleep}", config_name="on_policy_demo")
+    machine = Machine("cuda", 8 * 2**30, None, 2)
+    around = replace(situation(config, MANY_LOGITS, Layout(2), "cuda"), machine=machine)
+    without = estimate(config.model_copy(update={"rollout": ServerRollout(gpus=1)}), around)
+    made = estimate(config, around)
+    share = server_share(config, made, machine)
+
+    def added(phase: Phase) -> float:
+        return (made.memories[0].total(phase) - without.memories[0].total(phase)) / 2**30
+
+    assert added(Phase.ROLLOUT) == pytest.approx(0.3 * 8)
+    assert added(Phase.LOSS) == pytest.approx(2 if sleep else 0.3 * 8)
+    assert added(Phase.LOADING) == 0
+    others = without.memories[0].total(Phase.ROLLOUT) if sleep else without.memories[0].peak
+    assert share is not None
+    assert 0.94 <= share + others / (8 * 2**30) <= 0.95
+    assert "rollout server: its share" in printed(config, made)
+    assert server_share(config.model_copy(update={"rollout": ServerRollout(gpus=1)}), without, machine) is None
+
+
 def test_the_report_has_a_column_where_there_are_rollouts() -> None:
-    """Of a server it says that its memory is not counted."""
+    """Of a server where it is counted: not where the machine's memory is unknown."""
     own, served = (printed(*on_gpu(settings)) for settings in ("rollout=hf", "rollout=server"))
     elsewhere = printed(*on_gpu("rollout=server", "rollout.url=http://localhost:8000"))
 

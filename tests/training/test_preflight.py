@@ -24,6 +24,7 @@ from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
 from nemo_opd.config import RunConfig
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
 from nemo_opd.data.files import resolve_files
@@ -35,7 +36,7 @@ from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.ranks import require_batch_divides, resolve_device, resolve_ranks
+from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks, server_gpus
 from nemo_opd.training.run_directory import default_output_dir
 from nemo_opd.training.teacher_plan import require_same_tokenizer
 from tests.composition import compose, nothing_is_created
@@ -594,3 +595,25 @@ def test_validation_on_training_texts_is_told(configure: Configure, tmp_path: Pa
     link.symlink_to(trained_on)
     (warning,) = preflight(configure(f"data.validation.arrow_files={link}")).warnings
     assert warning.startswith(f"data.validation.arrow_files: {link} is in data.train too")
+
+
+def test_gpus_of_the_rollout_server_are_not_the_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a student that trains on the GPU that its server has nine tenths of."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert resolve_ranks(Cluster(), "cuda", reserved=1) == 3
+    assert server_gpus(ServerRollout(gpus=1)) == ("3",)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    assert server_gpus(ServerRollout(gpus=2)) == ("6", "7")
+    assert server_gpus(ServerRollout()) == ()
+    assert [reserved_gpus(rollout, "cuda") for rollout in (None, ServerRollout(), ServerRollout(gpus=2))] == [0, 0, 2]
+    with pytest.raises(ConfigError, match=r"rollout\.sleep=true: the run is on CPUs"):
+        reserved_gpus(ServerRollout(sleep=True), "cpu")
+    with pytest.raises(ConfigError, match=r"gpus_per_node=4: this machine has 3 beside those of rollout\.gpus=1"):
+        resolve_ranks(Cluster(gpus_per_node=4), "cuda", reserved=1)
+    with pytest.raises(ConfigError, match=r"rollout\.gpus=4: this machine has 4 GPUs, which leaves none"):
+        resolve_ranks(Cluster(), "cuda", reserved=4)
+    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: the run is on CPUs; leave it out"):
+        resolve_ranks(Cluster(), "cpu", reserved=1)
+    with pytest.raises(ConfigError, match=r"rollout\.gpus=1: Ray gives out the GPUs of cluster\.address"):
+        resolve_ranks(Cluster(address="auto"), "cuda", reserved=1)

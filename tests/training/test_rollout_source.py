@@ -28,10 +28,14 @@ class FakeEngine:
     version: int = 0
     retried: int = 0
     followed: list[int] = field(default_factory=list)
+    rests: int = 0
 
     def follow(self, version: int) -> None:
         self.followed.append(version)
         self.version = version
+
+    def rest(self) -> None:
+        self.rests += 1
 
 
 def rollout_of(prompt: Prompt, sample: int, version: int, response: str = "7") -> Rollout:
@@ -105,13 +109,17 @@ def test_rows_carry_what_the_engine_said() -> None:
 
 
 def test_the_engine_follows_every_step() -> None:
+    """It rests while teachers and student compute. Bug: a server that keeps the GPU that they need."""
     engine = FakeEngine()
     source = source_of(engine)
     versions = []
-    for _ in range(3):
+    for step in range(3):
         source.next()
         versions.append(source.take().version)
+        assert engine.rests == step + 1
+    source.renew()
 
+    assert engine.rests == 4
     assert versions == [0, 1, 2]
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
+from itertools import product
 from pathlib import Path
 from shutil import disk_usage
+from typing import Any
 from xml.etree import ElementTree
 
 import torch
 
+from nemo_opd.handoff.obstacle import obstacle
 from tools.gpu.processes import run
-from tools.gpu.report import Outcome, Part
+from tools.gpu.report import ROOT, Outcome, Part
 
 WITHIN = 0.2
 """What the memory estimate promises."""
+MOST_WAITS = 2
+"""Waits of the host for the device in a microbatch."""
 _NO_GPU = Part(Outcome.NOT_HERE, "PyTorch sees no GPU")
 
 
@@ -30,6 +35,11 @@ class Job:
     teacher: str
     length: int
     """Tokens of a text of the measured step."""
+    rows: int
+    """Texts of a step."""
+    micro: int
+    """Texts at a time."""
+    mfu_floor: float
     tests: tuple[str, ...]
     limit_s: float
     scratch: Path
@@ -59,7 +69,7 @@ def machine(job: Job) -> Part:
     shared = f"{disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     if not torch.cuda.is_available():
         return replace(_NO_GPU, facts={"/dev/shm": shared})
-    done = run([sys.executable, "-m", "tools.gpu.probe", "devices"], job.limit_s)
+    done = run([sys.executable, "-m", "tools.gpu.probe"], job.limit_s)
     if done.status != 0:
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     found = json.loads(done.output.splitlines()[-1])
@@ -82,24 +92,40 @@ def machine(job: Job) -> Part:
 
 @_timed
 def ipc(job: Job) -> Part:
-    """Whether another process can map a buffer on the GPU, as the handoff needs it."""
+    """How another process can read buffers: by CUDA IPC, on the same GPU and on another, and in main memory.
+
+    Where one is impossible the handoff takes the other, so that only main memory must work.
+    """
     if not torch.cuda.is_available():
-        return _NO_GPU
-    done = run([sys.executable, "-m", "tools.gpu.probe", "ipc"], job.limit_s)
-    if done.status != 0:
-        return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
-    return Part(Outcome.PASSED, "another process reads buffers on the GPU, also after they have grown")
+        reason = obstacle("shared_memory", [(0, 0)], job.limit_s)
+        return replace(_NO_GPU, facts={"shared memory": reason or "works"})
+    pairs = list(product(range(torch.cuda.device_count()), repeat=2))
+    same, other = ([pair for pair in pairs if (pair[0] == pair[1]) is is_same] for is_same in (True, False))
+    tries = {"CUDA IPC, one GPU": ("cuda_ipc", same), "CUDA IPC, two GPUs": ("cuda_ipc", other)}
+    tries["pinned main memory"] = ("pinned_memory", same)
+    found = {name: obstacle(*given, job.limit_s) for name, given in tries.items() if given[1]}
+    facts = {name: reason or "works, also after the buffer has grown" for name, reason in found.items()}
+    outcome = Outcome.FAILED if found["pinned main memory"] else Outcome.PASSED
+    return Part(outcome, "; ".join(f"{name}: {'no' if reason else 'yes'}" for name, reason in found.items()), facts)
 
 
 @_timed
 def tests(job: Job) -> Part:
     """Tests marked `gpu`. A test that is skipped is listed with its reason."""
     file = job.scratch / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={file}", *job.tests]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={file}", *with_gpu_tests(job.tests)]
     done = run(command, job.limit_s)
     if not file.exists():
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     return read_tests(file, done.end)
+
+
+def with_gpu_tests(paths: Sequence[str]) -> list[str]:
+    """Return the files of tests that have some marked `gpu`: others may need libraries that this machine lacks."""
+    files = (
+        file for path in paths for file in ([ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*.py"))
+    )
+    return sorted(str(file) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8"))
 
 
 def read_tests(file: Path, end: str) -> Part:
@@ -116,11 +142,9 @@ def read_tests(file: Path, end: str) -> Part:
         else:
             by_kind["passed"].append(name)
     counts = ", ".join(f"{len(names)} {kind}" for kind, names in by_kind.items())
-    if by_kind["failed"]:
-        outcome, text = Outcome.FAILED, end
-    else:
-        outcome = Outcome.PASSED if by_kind["passed"] else Outcome.NOT_HERE
-        text = "\n".join(by_kind["skipped"])
+    outcome = Outcome.PASSED if by_kind["passed"] else Outcome.NOT_HERE
+    outcome = Outcome.FAILED if by_kind["failed"] else outcome
+    text = "\n".join([*by_kind["skipped"], *([end] if by_kind["failed"] else [])])
     return Part(outcome, counts, {"failed": ", ".join(by_kind["failed"]) or "none"}, text)
 
 
@@ -133,35 +157,64 @@ def step(job: Job) -> Part:
             *(sys.executable, "benchmarks/step.py", "--without-gold", "--loss", "p_kl", "--rounds", "3"),
             *("--output", str(output)),
             *("--student", job.student, "--teacher", job.teacher, "--length", str(job.length)),
+            *("--rows", str(job.rows), "--micro", str(job.micro)),
         ],
         job.limit_s,
     )
     if done.status != 0:
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
-    return read_step(json.loads((output / "step.json").read_text()), (output / "step.md").read_text())
+    found = json.loads((output / "step.json").read_text())
+    return read_step(found, (output / "step.md").read_text(), job.mfu_floor)
 
 
-def read_step(found: dict[str, object], text: str) -> Part:
-    """Read the benchmark's results; the estimate of memory must be within a fifth of what was measured."""
+def read_step(found: dict[str, object], text: str, mfu_floor: float) -> Part:
+    """Read the benchmark's results.
+
+    Where there is a GPU, the estimate of memory must be within a fifth of what was measured, and the median MFU at
+    least `mfu_floor`.
+    """
     cases = found["cases"]
     assert isinstance(cases, list)
-    facts, wrong = {}, []
+    facts: dict[str, str] = {}
+    wrong: list[str] = []
     for case in cases:
         name = f"{case['student']} ← {case['teacher']}, {case['loss']}"
         seconds = sorted(case["ours"]["seconds"])[len(case["ours"]["seconds"]) // 2]
-        mfu = [record["perf/mfu"] for record in case["records"] if "perf/mfu" in record]
-        facts[name] = f"{seconds:.2f} s a step" + (f", MFU {sorted(mfu)[len(mfu) // 2]:.1%}" if mfu else "")
+        by_step = sorted(record["perf/mfu"] for record in case["records"] if "perf/mfu" in record)
+        mfu = by_step[len(by_step) // 2] if by_step else None
+        facts[name] = f"{seconds:.2f} s a step" + ("" if mfu is None else f", MFU {mfu:.1%}")
+        if mfu is not None and mfu < mfu_floor:
+            wrong.append(f"{name}: MFU {mfu:.1%} is below {mfu_floor:.0%}")
         for one in case["memory"]:
             measured, estimated = one["measured_gib"], one["estimated_gib"]
             facts[f"{name}: {one['what']}"] = f"{measured:.2f} GiB measured, {estimated:.2f} GiB estimated"
             # The libraries of a CPU process are not in the estimate.
             if torch.cuda.is_available() and abs(estimated / measured - 1) > WITHIN:
-                wrong.append(f"{name}: {one['what']}")
+                wrong.append(f"{name}: {one['what']}: the memory estimate is off by more than {WITHIN:.0%}")
     if wrong:
-        return Part(
-            Outcome.FAILED, f"the memory estimate is off by more than {WITHIN:.0%}: {', '.join(wrong)}", facts, text
-        )
+        return Part(Outcome.FAILED, "; ".join(wrong), facts, text)
     return Part(Outcome.PASSED, "; ".join(f"{name}: {value}" for name, value in list(facts.items())[:1]), facts, text)
 
 
-PARTS: dict[str, _Check] = {"machine": machine, "ipc": ipc, "tests": tests, "step": step}
+@_timed
+def counts(job: Job) -> Part:
+    """Kernels, copies and waits of a step of tiny models, by PyTorch's profiler."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    done = run([sys.executable, "-m", "tests.workers.profiled", device], job.limit_s)
+    if done.status != 0:
+        return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
+    return read_counts(json.loads(done.output.splitlines()[-1]), device)
+
+
+def read_counts(found: dict[str, Any], device: str) -> Part:
+    """Read what the profiler saw; the host may wait twice in a microbatch."""
+    number, waits = found["microbatches"], sum(found["waits"].values())
+    noun = "kernels" if device == "cuda" else "operations"
+    facts = {f"{noun} in a microbatch": f"{found['kernels'] / number:.0f}"}
+    facts |= {f"copies, {name}": str(count) for name, count in found["copies"].items()}
+    facts |= {f"waits at {place}": str(count) for place, count in found["waits"].items()}
+    summary = f"{found['kernels'] / number:.0f} {noun} and {waits / number:.1f} waits in each of {number} microbatches"
+    return Part(Outcome.PASSED if waits <= MOST_WAITS * number else Outcome.FAILED, summary, facts)
+
+
+PARTS: dict[str, _Check] = {"machine": machine, "ipc": ipc, "tests": tests, "counts": counts, "step": step}

@@ -47,7 +47,8 @@ class RayCluster(Cluster):
         """Calls that nobody has gathered yet, by their `id`."""
         self.is_broken = False
         """Whether a call has failed, so that ranks may hang in a collective and never answer a request to leave."""
-        self.session = RaySession(settings.address, num_cpus=placement.num_processes)
+        num_gpus = placement.devices_per_node if device == "cuda" else None
+        self.session = RaySession(settings.address, num_cpus=placement.num_processes, num_gpus=num_gpus)
         self.services = self.session.services
         try:
             self._placement_group = self._reserve()

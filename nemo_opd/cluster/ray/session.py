@@ -63,10 +63,11 @@ def _keep_signal_handlers() -> Iterator[None]:
 class RaySession:
     """This process's connection to Ray, and Ray's own processes where this process has started them."""
 
-    def __init__(self, address: str | None, *, num_cpus: int) -> None:
+    def __init__(self, address: str | None, *, num_cpus: int, num_gpus: int | None = None) -> None:
         """Join the cluster at `address`, or start one on this machine for `num_cpus` workers where it is None.
 
-        Raises ClusterError where Ray does not start, or does not answer.
+        num_gpus: the first of this machine's GPUs that the workers may use; by default all. Raises ClusterError where
+        Ray does not start, or does not answer.
         """
         self.services = Services()
         self._is_connected = False
@@ -77,7 +78,7 @@ class RaySession:
             if address:
                 self._join(address)
             else:
-                self._start(num_cpus)
+                self._start(num_cpus, num_gpus)
         except BaseException:
             self.close()
             raise
@@ -101,10 +102,10 @@ class RaySession:
             ) from error
         self.services = Services.elsewhere()
 
-    def _start(self, num_cpus: int) -> None:
+    def _start(self, num_cpus: int, num_gpus: int | None) -> None:
         for start in range(1, STARTS + 1):
             try:
-                self._start_once(num_cpus)
+                self._start_once(num_cpus, num_gpus)
                 return
             except ClusterError:
                 raise
@@ -117,13 +118,14 @@ class RaySession:
                         "cluster.launcher=local"
                     ) from error
 
-    def _start_once(self, num_cpus: int) -> None:
+    def _start_once(self, num_cpus: int, num_gpus: int | None) -> None:
         self._folder = SessionFolder()
         self._is_connected = True
         with _keep_signal_handlers(), private_start(), in_new_session():
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
+                num_gpus=num_gpus,
                 object_store_memory=_OBJECT_STORE_BYTES,
                 include_dashboard=False,
                 _node_ip_address=LOOPBACK,

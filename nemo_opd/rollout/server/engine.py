@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 
 from nemo_opd.config.rollout import ServerRollout
@@ -24,14 +23,13 @@ from nemo_opd.rollout.server.http import Http
 from nemo_opd.rollout.server.process import ServerProcess
 from nemo_opd.rollout.server.program import HOST, Program
 from nemo_opd.rollout.server.sglang import SGLang
+from nemo_opd.rollout.server.share import default_share
 from nemo_opd.rollout.server.transformers import Transformers
 from nemo_opd.rollout.server.vllm import VLLM
 
 PROGRAMS: dict[str, type[Program]] = {"vllm": VLLM, "sglang": SGLang, "transformers": Transformers}
 """`rollout.program` → program. A test holds that every one is here."""
 _POLL_S = 0.2
-_OWN_SHARE, _COMMON_SHARE = 0.9, 0.3
-"""Shares of memory of a server with GPUs of its own, and of one on the training's GPUs or on CPUs."""
 
 
 class ServerEngine(Generator):
@@ -54,6 +52,7 @@ class ServerEngine(Generator):
         """
         self._settings, self._version = settings, version
         self._program = PROGRAMS[settings.program]()
+        self._sleeps, self._is_asleep = spec.sleeps, False
         self._lock = threading.Lock()
         self._process: ServerProcess | None = None
         self._failure: str | None = None
@@ -104,6 +103,7 @@ class ServerEngine(Generator):
         check_lengths(requests, self._max_length)
         with self._lock:
             self._check_usable()
+            self._wake()
             completions = self._client.complete(
                 [self._program.body(each, sampling, self._terms) for each in requests],
                 lambda i, reply: self._terms.completion(requests[i], self._program.answer(reply), self._version),
@@ -158,6 +158,28 @@ class ServerEngine(Generator):
                 self._version = version
         return is_loaded
 
+    def rest(self) -> None:
+        """Have the server give its GPU memory back until the next call, where it is to. Raises RolloutError."""
+        if not self._sleeps:
+            return
+        with self._lock:
+            if not self._is_asleep:
+                self._check_usable()
+                self._program.sleep(self._http)
+                self._is_asleep = True
+
+    def _wake(self) -> None:
+        if not self._is_asleep:
+            return
+        try:
+            self._program.wake(self._http)
+        except RolloutError as error:
+            raise RolloutError(
+                f"the rollout server cannot take its memory back: {error}; lower rollout.memory_share, or write "
+                "rollout.sleep=false"
+            ) from error
+        self._is_asleep = False
+
     def close(self) -> None:
         """End the server if it was started here; may be called twice."""
         self._failure = self._failure or "it is closed"
@@ -172,10 +194,11 @@ class ServerEngine(Generator):
 
     def _start(self, model: str, spec: EngineSpec) -> str:
         settings, program = self._settings, self._program
-        port, share = _free_port(), settings.memory_share or default_share(settings, spec.is_training)
+        port, share = _free_port(), settings.memory_share or default_share(settings, spec)
+        devices = {"CUDA_VISIBLE_DEVICES": ",".join(spec.gpus)} if spec.gpus else {}
         self._process = ServerProcess(
             [*(settings.command or program.command), *program.arguments(model, spec, port, share), *settings.options],
-            {**program.environment, **settings.environment},
+            {**program.environment, **devices, **settings.environment},
             spec.workdir / "server.log",
         )
         return f"http://{HOST}:{port}"
@@ -235,6 +258,7 @@ class ServerEngine(Generator):
     def _replacing(self, version: int) -> Iterator[None]:
         """Change weights inside; after a failure the engine is of no use, since its weights are not known."""
         self._check_usable()
+        self._wake()
         self._failure = f"version {version} of the weights was not loaded"
         try:
             yield
@@ -252,12 +276,6 @@ class ServerEngine(Generator):
     def _check_process(self) -> None:
         if self._process is not None:
             self._process.check()
-
-
-def default_share(settings: ServerRollout, is_training: bool) -> float:
-    """Return the share of memory that a server started here takes unless `rollout.memory_share` is set."""
-    has_own_gpus = not is_training or "CUDA_VISIBLE_DEVICES" in settings.environment
-    return _OWN_SHARE if torch.cuda.is_available() and has_own_gpus else _COMMON_SHARE
 
 
 def _free_port() -> int:

@@ -92,6 +92,14 @@ class Program(ABC):
         """
         raise NotImplementedError
 
+    def sleep(self, http: Http) -> None:
+        """Give the GPUs' memory back, with the weights in main memory and no cache. Raises RolloutError."""
+        raise NotImplementedError
+
+    def wake(self, http: Http) -> None:
+        """Undo `sleep`. Raises RolloutError."""
+        raise NotImplementedError
+
 
 def openai_models(http: Http) -> dict[str, str]:
     """Return what `/v1/models` lists."""

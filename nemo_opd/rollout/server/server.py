@@ -40,6 +40,9 @@ class _StudentServer(Engine):
             self._server.update_weights(folder, version)
         shutil.rmtree(former, ignore_errors=True)
 
+    def rest(self) -> None:
+        self._server.rest()
+
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         return self._server.generate(requests, sampling)
 
@@ -53,6 +56,7 @@ def for_student(settings: ServerRollout, spec: EngineSpec, student: StudentModel
     try:
         student.export(first, spec.dtype)
         with ServerEngine(settings, spec, first, version) as server:
+            server.rest()
             yield _StudentServer(server, student, folder, spec.dtype)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -34,6 +34,8 @@ class SGLang(Program):
         options += ["--mem-fraction-static", str(memory_share)]
         if spec.max_length is not None:
             options += ["--context-length", str(spec.max_length)]
+        if spec.gpus:
+            options += ["--tp-size", str(len(spec.gpus))]
         if spec.has_fp32_logits:
             options.append("--enable-fp32-lm-head")
         return [*options, "--host", HOST, "--port", str(port), "--enable-deterministic-inference"]

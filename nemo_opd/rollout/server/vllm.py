@@ -29,7 +29,7 @@ class VLLM(Program):
     """
 
     command = ("vllm", "serve")
-    # Calls for new weights exist in development mode only.
+    # Calls for new weights and for sleep exist in development mode only.
     environment: ClassVar = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -50,6 +50,10 @@ class VLLM(Program):
         options += ["--gpu-memory-utilization", str(memory_share)]
         if spec.max_length is not None:
             options += ["--max-model-len", str(spec.max_length)]
+        if spec.sleeps:
+            options.append("--enable-sleep-mode")
+        if spec.gpus:
+            options += ["--tensor-parallel-size", str(len(spec.gpus))]
         if spec.has_fp32_logits:
             options += ["--hf-overrides", _FP32_HEAD]
         return [model, "--host", HOST, "--port", str(port), "--served-model-name", NAME, *options]
@@ -105,6 +109,13 @@ class VLLM(Program):
             return False
         _transfer(http, files, version)
         return True
+
+    def sleep(self, http: Http) -> None:
+        # Level 2 would leave no weights, which are needed where the next samples come from the same ones.
+        http.post("/sleep?level=1")
+
+    def wake(self, http: Http) -> None:
+        http.post("/wake_up")
 
 
 def _sampled_with(sampling: Sampling) -> Json:

@@ -2,6 +2,7 @@
 
 from nemo_opd.training.memory.estimate import estimate, settle_memory
 from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase
+from nemo_opd.training.memory.server import server_share
 from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import ModelSize, model_size, size_of
 
@@ -17,6 +18,7 @@ __all__ = [
     "Situation",
     "estimate",
     "model_size",
+    "server_share",
     "settle_memory",
     "size_of",
     "teachers_ahead",

@@ -13,7 +13,8 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.sampling import rollouts
-from nemo_opd.training.memory.situation import Situation
+from nemo_opd.training.memory.server import server_parts, shares_gpus
+from nemo_opd.training.memory.situation import Machine, Situation
 from nemo_opd.training.memory.student import student_process
 from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer
 
@@ -88,6 +89,7 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
         memories = [("main memory for each rank", (*parts, *host), machine.host_share)]
     else:
         devices = [_with_context(process) for process in processes]
+        devices[0] += server_parts(config, machine)
         if config.cluster.placement == "colocated":
             memories = [("each GPU", sum(devices, ()), machine.device_bytes)]
         else:
@@ -96,10 +98,14 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
                 (f"each GPU of {name}", parts, machine.device_bytes) for name, parts in zip(names, devices, strict=True)
             ]
         memories.append(("main memory for each GPU", host, machine.host_share))
-    there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
+    there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: _samples_on_device(config, machine)}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     found = tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories)
     return MemoryEstimate(found, situation.block_bytes)
+
+
+def _samples_on_device(config: RunConfig, machine: Machine) -> bool:
+    return isinstance(config.rollout, HFRollout) or shares_gpus(config, machine)
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:

@@ -13,8 +13,8 @@ from nemo_opd.training.memory.parts import USABLE, Memory, MemoryEstimate
 
 _NUM_LARGEST = 3
 _SERVER = (
-    "not counted: the server that samples (rollout.type=server), a separate process on this machine; keep its share "
-    "of the devices small in rollout.options, or give it others in rollout.environment"
+    "not counted: the server that samples (rollout.type=server), a separate process on this machine; "
+    "rollout.memory_share limits what it takes"
 )
 
 
@@ -40,7 +40,8 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
     names += ["student"] if config.student.offload is True else []
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
-    if isinstance(config.rollout, ServerRollout) and config.rollout.url is None:
+    is_counted = any(str(part).startswith("rollout server") for memory in estimate.memories for part in memory.parts)
+    if isinstance(config.rollout, ServerRollout) and not (config.rollout.url or config.rollout.gpus or is_counted):
         yield Text(_SERVER)
     for one in estimate.advice:
         yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")

@@ -112,6 +112,8 @@ class Situation:
     machine: Machine
     arriving: int = 0
     """Bytes of output from other nodes that a rank of the student keeps."""
+    through_host: bool = False
+    """Teachers' output is handed over in main memory, and the student copies what it reads to its device."""
     small_blocks: bool = False
     """Blocks of logits are as small as on a GPU with little memory."""
 

@@ -9,7 +9,7 @@ from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process,
 from nemo_opd.training.memory.sampling import rollout_parts
 from nemo_opd.training.memory.situation import Situation
 from nemo_opd.training.memory.size import FP32, cut_numel, shard_numel
-from nemo_opd.training.memory.teacher import reading_phases, window_bytes
+from nemo_opd.training.memory.teacher import copied_heads, reading_phases, window_bytes
 from nemo_opd.workers.student import compute_dtype
 
 _OWNER = "student"
@@ -41,6 +41,7 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
         *_pass_parts(config, situation, c, FP32 * trained),
         *_loss_parts(config, situation, c),
         part(_OWNER, "teachers' output put together", window_bytes(config, situation), Phase.LOSS, Phase.BACKWARD),
+        part(_OWNER, "teachers' heads, copied", copied_heads(config, situation), *reading_phases(config)),
         part(_OWNER, "output of teachers on other nodes", situation.arriving, *reading_phases(config)),
         *rollout_parts(config, setup, c),
     )

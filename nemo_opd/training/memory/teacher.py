@@ -41,12 +41,21 @@ def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
 
 
 def window_bytes(config: RunConfig, situation: Situation) -> int:
-    """Return the bytes of all teachers' output for a microbatch that a student's rank has to concatenate.
+    """Return the bytes of all teachers' output for a microbatch that a student's rank has to copy.
 
-    It concatenates none of a teacher of which one rank has all of its sequences.
+    Where its device reads the buffers, it copies none of a teacher of which one rank has all of its sequences.
     """
     dp = situation.student.layout.dp
-    return sum(job.window_bytes for job in teacher_jobs(config, situation) if dp % job.setup.layout.dp)
+    jobs = teacher_jobs(config, situation)
+    return sum(job.window_bytes for job in jobs if situation.through_host or dp % job.setup.layout.dp)
+
+
+def copied_heads(config: RunConfig, situation: Situation) -> int:
+    """Return the bytes of the teachers' heads that a student's rank copies from main memory."""
+    if not situation.through_host or config.handoff.type == "logits":
+        return 0
+    jobs = teacher_jobs(config, situation)
+    return sum(job.setup.vocab_size * job.setup.size.hidden_size * job.item_bytes for job in jobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,8 @@ class TeacherJob:
     settings: Teacher
     setup: ModelSetup
     device: str
+    through_host: bool = False
+    """Its output is in main memory."""
 
     @property
     def item_bytes(self) -> int:
@@ -111,7 +122,7 @@ class TeacherJob:
 
 def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
     return [
-        TeacherJob(config, settings, setup, situation.machine.device)
+        TeacherJob(config, settings, setup, situation.machine.device, situation.through_host)
         for settings, setup in zip(config.active_teachers, situation.teachers, strict=True)
     ]
 
@@ -139,11 +150,12 @@ def _process(job: TeacherJob, *, answers: bool) -> Process:
         part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
         Part(name, "gathered parameters", gathered),
         part(name, "activations", job.forward_bytes(), Phase.TEACHERS),
-        *job.handed_over(),
+        *(() if job.through_host else job.handed_over()),
         *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if answers else ()),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
-    return Process(device, (read, part(name, "parameters", t * setup.shard, *waiting)) if offload else (read,))
+    waits = (part(name, "parameters", t * setup.shard, *waiting),) if offload else ()
+    return Process(device, (read, *waits, *(job.handed_over() if job.through_host else ())))
 
 
 def _on_device(process: Process) -> int:

@@ -11,6 +11,7 @@ from nemo_opd.cluster.ray.session import RaySession
 ENVIRONMENT = {
     "HF_HOME": "/models",
     "HF_TOKEN": "hf_secret",
+    "HF_PROXY_PASSWORD": "secret",
     "NCCL_SOCKET_IFNAME": "eth1",
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
     "HOME": "/root",
@@ -20,7 +21,7 @@ ENVIRONMENT = {
 
 def test_what_everyone_can_read_has_no_secrets() -> None:
     assert forwarded(ENVIRONMENT).keys() == {"HF_HOME", "NCCL_SOCKET_IFNAME", "PYTORCH_ALLOC_CONF"}
-    assert forwarded_secrets(ENVIRONMENT) == {"HF_TOKEN": "hf_secret"}
+    assert forwarded_secrets(ENVIRONMENT) == {"HF_TOKEN": "hf_secret", "HF_PROXY_PASSWORD": "secret"}
 
 
 def test_a_cluster_that_is_joined_gets_them(monkeypatch: pytest.MonkeyPatch) -> None:

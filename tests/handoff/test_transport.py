@@ -1,0 +1,82 @@
+"""The choice of a transport by what a try finds, and the try itself."""
+
+import sys
+import time
+
+import pytest
+
+from nemo_opd.config.handoff import HiddenStatesHandoff
+from nemo_opd.errors import ConfigError
+from nemo_opd.handoff.obstacle import complaint, hand_over, obstacle
+from nemo_opd.handoff.transport import TRANSPORTS, choose_transport
+
+
+def never() -> str | None:
+    raise AssertionError("nothing depends on it")
+
+
+def test_what_the_try_finds_decides() -> None:
+    auto = HiddenStatesHandoff()
+    assert choose_transport(auto, "cuda", lambda: None) == ("cuda_ipc", [])
+    name, (warning,) = choose_transport(auto, "cuda", lambda: "GPU 1 has no peer access to GPU 0")
+    assert name == "pinned_memory"
+    assert warning.startswith("handoff.transport=auto: teachers' output goes through pinned main memory")
+    assert "(GPU 1 has no peer access to GPU 0)" in warning
+    assert "\n" not in warning
+
+
+def test_nothing_is_tried_where_the_answer_does_not_matter() -> None:
+    """Bug: seconds of every run on CPUs for a question about GPUs."""
+    through_memory = HiddenStatesHandoff(transport="shared_memory")
+    assert choose_transport(HiddenStatesHandoff(), "cpu", never) == ("shared_memory", [])
+    assert choose_transport(through_memory, "cpu", never) == ("shared_memory", [])
+    assert choose_transport(through_memory, "cuda", never) == ("pinned_memory", [])
+
+
+def test_cuda_ipc_that_was_asked_for_and_is_impossible_is_one_error() -> None:
+    asked = HiddenStatesHandoff(transport="cuda_ipc")
+    assert choose_transport(asked, "cuda", lambda: None) == ("cuda_ipc", [])
+    with pytest.raises(ConfigError) as caught:
+        choose_transport(asked, "cuda", lambda: "RuntimeError: invalid device context")
+    told = str(caught.value)
+    assert told.startswith("handoff.transport=cuda_ipc: ")
+    assert "(RuntimeError: invalid device context); write handoff.transport=auto or shared_memory" in told
+    assert "--pid=host --ipc=host" in told
+
+
+@pytest.mark.world
+def test_a_try_that_hangs_is_ended() -> None:
+    """With what it has started. Bug: a preflight that waits for a driver that never answers."""
+    begin = time.monotonic()
+    child = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    assert complaint([sys.executable, "-c", child], 1.0) == "no answer in 1 s"
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.world
+def test_the_last_line_of_a_failed_try_is_its_reason() -> None:
+    failing = "print('started'); raise SystemExit('RuntimeError: no such handle')"
+    assert complaint([sys.executable, "-c", failing], 60) == "RuntimeError: no such handle"
+    assert complaint([sys.executable, "-c", "raise SystemExit(3)"], 60) == "exit status 3"
+    assert complaint([sys.executable, "-c", "print('fine')"], 60) is None
+
+
+@pytest.mark.world
+@pytest.mark.parametrize(
+    "transport", [pytest.param(name, marks=() if name == "shared_memory" else pytest.mark.gpu) for name in TRANSPORTS]
+)
+def test_buffers_can_be_read_on_this_machine(transport: str) -> None:
+    """The whole try, a larger buffer and a reader for each kind of pair included."""
+    assert obstacle(transport, [(0, 0), (0, 1)] if transport == "shared_memory" else [(0, 0)]) is None
+
+
+@pytest.mark.world
+def test_an_error_of_the_reader_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a reader that ends without an answer, which is waited for until the limit."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("cannot be mapped\n here")
+
+    monkeypatch.setattr(TRANSPORTS["shared_memory"][1], "_map", fails)
+    with pytest.raises(Exception, match="RuntimeError: cannot be mapped here"):
+        hand_over("shared_memory", [(0, 0)])
