@@ -130,7 +130,7 @@ class StudentWorker:
         self.phases = Phases(device)
         self.offload = config.student.offload is True
         parallelism = config.student.parallelism
-        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
         self.averaged_over = fsdp_axis(mesh).size()
         compute, lora = compute_dtype(config.student.dtype, device), config.student.lora
         self.adapters = None if lora is None else Adapters(lora, config.student.model, config.run.seed)
@@ -222,10 +222,14 @@ class StudentWorker:
         return merge(found)
 
     def _communicate_gradients(self, *, is_last: bool) -> None:
-        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one."""
+        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one.
+
+        Copies of the model are summed in the last one alone: until then a rank keeps the sum of its shard.
+        """
         student, outermost = self.config.student, sharded_units(self.model)[0]
         outermost.set_is_last_backward(is_last)
         outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch)
+        outermost.set_requires_all_reduce(is_last)
         outermost.set_reshard_after_backward(is_last or student.parallelism.reshard_after_forward)
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:

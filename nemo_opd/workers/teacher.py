@@ -93,7 +93,7 @@ class TeacherWorker:
         self.gives_back = gives_back
         dtype = getattr(torch, settings.dtype)
         parallelism = settings.parallelism
-        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
         self._mesh, self._reshard_after_forward = mesh, parallelism.reshard_after_forward
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)

@@ -133,7 +133,7 @@ def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, Run
             yield f"{section}.{key}={'null' if value is None else str(value).lower()}", run, situation
     if config.handoff.type == "logits":
         yield "handoff.type=hidden_states", config.model_copy(update={"handoff": HiddenStatesHandoff()}), situation
-    yield from _more_tensor_parallel(config, situation)
+    yield from _other_layouts(config, situation)
 
 
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str, object]]:
@@ -178,15 +178,16 @@ def _is_allowed(config: RunConfig) -> bool:
     return True
 
 
-def _more_tensor_parallel(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
-    """Yield twice the tensor parallelism in place of data parallelism, where there are ranks for it."""
+def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
     models = [situation.student, *situation.teachers]
     for i, setup in enumerate(models):
-        layout = setup.layout
-        if layout.dp % 2 or (i == 0 and config.student.lora is not None):
-            continue
-        wider = replace(setup, layout=replace(layout, dp=layout.dp // 2, tp=2 * layout.tp))
-        student, *teachers = (wider if j == i else each for j, each in enumerate(models))
-        changed = replace(situation, student=student, teachers=tuple(teachers))
-        key = f"teachers.{i - 1}" if i else "student"
-        yield f"{key}.parallelism.tp={2 * layout.tp}", config, changed
+        layout, found = setup.layout, {}
+        if layout.replicas > 1:
+            found["replicas=1"] = replace(layout, replicas=1)
+        if layout.dp // layout.replicas % 2 == 0 and (i or config.student.lora is None):
+            found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
+        for setting, other in found.items():
+            student, *teachers = (replace(each, layout=other) if j == i else each for j, each in enumerate(models))
+            changed = replace(situation, student=student, teachers=tuple(teachers))
+            yield f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{setting}", config, changed
