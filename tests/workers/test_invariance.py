@@ -92,9 +92,7 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     by_grid = {(1, size): result for size, result in zip(MICRO_BATCH_SIZES, alone, strict=True)}
     by_grid |= {(2, size): result for size, result in zip(MICRO_BATCH_SIZES, paired, strict=True)}
     continued = {(1, 1): same_1, (1, 2): more, (2, 1): fewer, (2, 2): same_2}
-    return Runs(
-        plan, batches, by_grid, continued, copies, {"copies": again, "sharded": sharded}, folder / "exported"
-    )
+    return Runs(plan, batches, by_grid, continued, copies, {"copies": again, "sharded": sharded}, folder / "exported")
 
 
 @pytest.fixture(scope="module")

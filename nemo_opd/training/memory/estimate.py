@@ -10,15 +10,17 @@ from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.training.memory.parts import USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.sampling import rollouts
 from nemo_opd.training.memory.situation import Situation
 from nemo_opd.training.memory.student import student_process
-from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer
+from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer, teachers_at_work
 
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries in each process."""
+_CACHED = 1.25
+"""Memory that a process caches at most, as a multiple of its peak: the estimate is right within 20 %."""
 _STUDENT = -1
 """Index of the student among the teachers' indices."""
 _SMALLEST_SAVING = 0.01
@@ -99,7 +101,16 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: isinstance(config.rollout, HFRollout)}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     found = tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories)
-    return MemoryEstimate(found, situation.block_bytes)
+    return MemoryEstimate(found, situation.block_bytes, _caches_fit(config, situation))
+
+
+def _caches_fit(config: RunConfig, situation: Situation) -> bool:
+    """Return whether a GPU has room for what each of its processes holds in its own largest phase, at the same time."""
+    if situation.machine.device_bytes is None:
+        return False
+    processes = [student_process(config, situation), *teachers_at_work(config, situation)]
+    kept = [max(sum(part.at(phase) for part in _with_context(each)) for phase in Phase) for each in processes]
+    return _CACHED * sum(kept) < USABLE * situation.machine.device_bytes
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:
