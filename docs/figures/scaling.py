@@ -247,7 +247,7 @@ def layout_rows() -> Iterator[list[str]]:
 def shown(layout: Layout) -> str:
     degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
     found = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
-    return f"{found}, {layout.replicas} copies" if layout.replicas > 1 else found
+    return f"{found} in {layout.replicas} copies" if layout.replicas > 1 else found
 
 
 def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:

@@ -118,8 +118,8 @@ class StudentWorker:
     ) -> None:
         """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
 
-        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits,
-        the same on all ranks. gives_back: other processes need cached memory of the device. end_ids: tokens that end a sampled sequence.
+        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits, the
+        same on all ranks. gives_back: other processes need the device's cached memory. end_ids: end a sampled sequence.
         """
         self.config = config
         self.parts = build_parts(

@@ -80,7 +80,7 @@ class TeacherWorker:
 
         vocab_size: of the tokenizer; columns of a wider head are never handed over. handoff: the form of the output.
         score: of each sequence, in addition. readers: by rank, the receivers that map its buffers; by default receiver
-        0. num_slots: number of batches whose output is kept. gives_back: other processes need cached memory of the device.
+        0. num_slots: number of batches whose output is kept. gives_back: others need what is cached.
         shares_process: the student's rank of the same number is in this process. Raises ModelError for weights or a
         head that cannot be used, and ClusterError where memory runs out, as `forward` does.
         """

@@ -6,7 +6,6 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, context_axis, fsdp_axis, tensor_axis
 from tests.models.world import as_rank
 
-
 LAYOUTS = [Layout(2, 2, 2), Layout(3, 1, 2), Layout(1, 2, 3), Layout(1, 4, 1)]
 COPIES = [Layout(4, replicas=2), Layout(6, 1, 2, replicas=3), Layout(4, 2, 1, replicas=2), Layout(4, 2, 2, replicas=4)]
 

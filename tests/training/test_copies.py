@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.copies import settle_copies
+from nemo_opd.training.copies import _SLACK, settle_copies
 from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate, model_size
 from nemo_opd.training.memory.parts import USABLE
 from tests.composition import compose
@@ -56,7 +56,7 @@ def test_as_many_models_as_fit_have_a_copy_on_every_node(situation: Situation) -
     peaks = [estimate(config, with_copies(situation, *numbers)).memories[0].peak for numbers in steps]
     assert sorted(set(peaks), reverse=True) == peaks
     for numbers, peak in zip(steps, peaks, strict=True):
-        machine = replace(situation.machine, device_bytes=int(peak / USABLE) + 1)
+        machine = replace(situation.machine, device_bytes=int(_SLACK * peak / USABLE) + 1)
         assert copies(config, replace(situation, machine=machine)) == (list(numbers), list(numbers))
 
 
@@ -77,7 +77,7 @@ def test_a_copy_is_on_one_node(situation: Situation) -> None:
     one = Placement.colocated(num_nodes=1, ranks_per_node=NODES * GPUS, num_teachers=2)
     assert copies(configure(), situation, one) == ([1, 1, 1], [1, 1, 1])
     uneven = Placement(PLACEMENT.student, (PLACEMENT.student[2:], PLACEMENT.student[4:]))
-    teachers = tuple(replace(each, layout=Layout(number)) for each, number in zip(situation.teachers, (6, 4)))
-    assert copies(configure(), replace(situation, teachers=teachers), uneven) == ([2, 1, 1], [2, 1, 1])
+    few, fewer = (replace(each, layout=Layout(n)) for each, n in zip(situation.teachers, (6, 4), strict=True))
+    assert copies(configure(), replace(situation, teachers=(few, fewer)), uneven) == ([2, 1, 1], [2, 1, 1])
     tensor = replace(situation, student=replace(situation.student, layout=Layout(1, tp=8)))
     assert copies(configure("student.parallelism.tp=8"), tensor) == ([1, 2, 2], [1, 2, 2])

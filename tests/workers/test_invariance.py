@@ -158,7 +158,7 @@ def test_checkpoints_are_read_by_another_number_of_ranks(runs: Runs, before: int
 
 
 def test_copies_learn_the_same(runs: Runs, oracle) -> None:
-    """Bugs: gradients averaged over a copy's ranks alone; microbatches before the last that are lost or summed twice."""
+    """Bugs: gradients averaged over a copy's ranks alone; microbatches before the last that are lost or doubled."""
     curve, weights = oracle
     for expected, actual in zip(curve, runs.copies.curve, strict=True):
         assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=RTOL)

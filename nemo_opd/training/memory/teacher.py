@@ -162,4 +162,6 @@ def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
         *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if Phase.ANSWERS in working else ()),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
-    return Process(device, (read, part(name, "parameters", t * setup.shard, *waiting)) if offload else (read,))
+    # On the host of a GPU the copy stays while the teacher works.
+    held = waiting if job.device == "cpu" else [*waiting, *working]
+    return Process(device, (read, part(name, "parameters", t * setup.shard, *held)) if offload else (read,))
