@@ -105,7 +105,7 @@ def needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
 
 def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
     """First the larger teacher, then the other, then the student."""
-    config = configure("train.micro_batch_size=1", "student.activation_checkpointing=false")
+    config = configure("train.micro_batch_size=1", "+teachers.0.micro_batch_tokens=32768")
     steps = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
     limits = [needed(config, sizes, *flags) for flags in steps]
     assert sorted(set(limits), reverse=True) == limits
@@ -241,8 +241,9 @@ def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
     assert {str(part) for part in gone.parts if part.at(Phase.TEACHERS) and part.owner == "student"} == {
         "student: CUDA"
     }
-    assert host.total(Phase.TEACHERS) == 12 * sizes[0].parameters
-    assert host.total(Phase.BACKWARD) == 2 * (sizes[1].parameters + sizes[2].parameters)
+    # The host's copies stay while their models are on the device.
+    of_all = 12 * sizes[0].parameters + 2 * (sizes[1].parameters + sizes[2].parameters)
+    assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == of_all
 
 
 def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
@@ -336,9 +337,7 @@ def test_caches_are_given_back_where_they_do_not_fit(sizes: list[ModelSize]) -> 
     What a process holds in its own largest phase it may keep, each teacher what it holds in its turn.
     """
     config = configure()
-    teachers = [estimate(configure(f"loss.kd_weight={weight}"), situation(sizes, gib=None)) for weight in (0, 1)]
-    alone, together = (made.memories[0].peak / GIB for made in teachers)
-    assert alone < together
+    together = estimate(config, situation(sizes, gib=None)).memories[0].peak / GIB
     assert not estimate(config, situation(sizes, gib=together / USABLE)).caches_fit
     assert not estimate(config, situation(sizes, gib=None)).caches_fit
     assert estimate(config, situation(sizes, gib=4 * together)).caches_fit
