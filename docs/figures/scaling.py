@@ -23,6 +23,7 @@ from nemo_opd.config.load import from_omegaconf
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
+from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.memory import (
     Machine,
@@ -150,8 +151,9 @@ def check(example: Example) -> Checked:
     )
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
     arriving = arriving_bytes(deliveries, 1 + teachers_ahead(config))
-    config, memory = settle_memory(config, Situation(own, tuple(others), machine, arriving))
-    return Checked(config, student, teachers, memory)
+    config, situation = settle_copies(config, Situation(own, tuple(others), machine, arriving), placement)
+    config, memory = settle_memory(config, situation)
+    return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
 
 
 CHECKPOINTED = "student.activation_checkpointing=true"
@@ -244,7 +246,8 @@ def layout_rows() -> Iterator[list[str]]:
 
 def shown(layout: Layout) -> str:
     degrees = {"dp": layout.dp, "cp": layout.cp, "tp": layout.tp}
-    return " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+    found = " ".join(f"{name}{degree}" for name, degree in degrees.items() if degree > 1) or "1 rank"
+    return f"{found} in {layout.replicas} copies" if layout.replicas > 1 else found
 
 
 def sampling(machines: str, student: str, teacher: str, nodes: int, gpus: int, *more: str) -> Example:

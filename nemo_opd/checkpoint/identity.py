@@ -37,7 +37,7 @@ FREE: dict[type[BaseModel], str] = {
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens",
     Lora: "export",
-    Parallelism: "tp cp sequence_parallel reshard_after_forward",
+    Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
     handoff.HandoffBase: "transport",
     rollout.HFRollout: "batch_size",
     # Where a server is and how it is reached. Its program is bound: each has its own numerics.

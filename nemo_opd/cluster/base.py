@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -76,8 +76,9 @@ class Cluster(ABC):
 class Group(ABC):
     """The ranks of one model, which the driver calls together."""
 
-    def __init__(self, cluster: Cluster, name: str, size: int) -> None:
-        self.cluster, self.name, self.size = cluster, name, size
+    def __init__(self, cluster: Cluster, name: str, places: Places) -> None:
+        """places: devices, by rank."""
+        self.cluster, self.name, self.places, self.size = cluster, name, places, len(places)
 
     ready: Call
     """Call that returns when every rank has built its worker."""
@@ -106,3 +107,19 @@ class Group(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def in_turn(calls: Sequence[tuple[Group, Callable[[], Call]]]) -> list[Call]:
+    """Start calls in order, each when those before it on the same devices have returned; return all of them.
+
+    On one device, processes that work at the same time get slices of its time, and each needs its memory. calls: a
+    group, and what starts its call. Raises WorkerError and ClusterError.
+    """
+    begun: list[Call] = []
+    under_way: list[tuple[Group, Call]] = []
+    for group, start in calls:
+        before = [call for other, call in under_way if not set(group.places).isdisjoint(other.places)]
+        group.cluster.gather(before)
+        begun.append(start())
+        under_way = [*((other, call) for other, call in under_way if call not in before), (group, begun[-1])]
+    return begun

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_opd.cluster.base import Call, Cluster, Group
-from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores
+from nemo_opd.cluster.placement import Placement, Places, Processes, num_cores, num_threads
 from nemo_opd.cluster.rank import CONTINUE, Failure, Rank
 from nemo_opd.config.cluster import Cluster as Settings
 from nemo_opd.distributed import process_group
@@ -53,8 +53,7 @@ class _World:
         if device == "cuda":
             torch.cuda.set_device(processes.local_rank)
         else:
-            # More threads than cores wait for each other and cost time.
-            torch.set_num_threads(max(1, num_cores() // processes.size))
+            torch.set_num_threads(num_threads(num_cores(), processes.size))
         process_group.stay_on_this_machine()
         process_group.join(store, processes.rank, processes.size, device, timeout_s)
         self._calls = dist.new_group(backend="gloo", timeout=_IDLE)
@@ -128,7 +127,7 @@ class LocalCluster(Cluster):
         self._world = _World(self.processes, store, device, settings.timeout_s)
 
     def group(self, name: str, worker: type, arguments: Mapping[str, Any], places: Places) -> _LocalGroup:
-        return _LocalGroup(self, name, worker, arguments)
+        return _LocalGroup(self, name, worker, arguments, places)
 
     def worker(self, group: str) -> Any:
         """Return this process's worker of a group, for a debugger, a notebook or a test."""
@@ -188,9 +187,11 @@ class _LocalGroup(Group):
 
     cluster: LocalCluster
 
-    def __init__(self, cluster: LocalCluster, name: str, worker: type, arguments: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cluster: LocalCluster, name: str, worker: type, arguments: Mapping[str, Any], places: Places
+    ) -> None:
         """Build the worker on every rank. Raises WorkerError or ClusterError."""
-        super().__init__(cluster, name, cluster.processes.size)
+        super().__init__(cluster, name, places)
         self.ready = self.submit("start", [(worker, arguments)] * self.size)
 
     def submit(self, method: str, arguments: Sequence[tuple[Any, ...]] | None = None, *, about: str = "") -> _LocalCall:

@@ -86,6 +86,10 @@ class Placement:
         """Number of processes on the device that has most."""
         return max(Counter(place for group in self.groups for place in group).values())
 
+    def num_threads(self, cores: int) -> int:
+        """Return the threads of a process on CPU; those at one place take turns, so that each has what all share."""
+        return num_threads(cores, self.devices_per_node)
+
     @property
     def is_separate(self) -> bool:
         """Whether teachers have their own devices, and so can work while the student does."""
@@ -110,6 +114,11 @@ class Processes:
         if "TORCHELASTIC_RUN_ID" not in os.environ:
             return cls()
         return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
+
+
+def num_threads(cores: int, at_a_time: int) -> int:
+    """Return the threads of each of the processes that work at a time: more than cores wait for each other."""
+    return max(1, cores // at_a_time)
 
 
 def num_cores() -> int:

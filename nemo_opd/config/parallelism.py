@@ -1,5 +1,7 @@
 """Parallel layout of one model over its ranks."""
 
+from typing import Annotated, Literal
+
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
@@ -15,6 +17,11 @@ class Parallelism(Settings):
     sequence_parallel: bool = False
     """Whether each rank holds only a part of the positions between attention and feed-forward blocks; with tp."""
 
+    replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
+    """Copies of the model, each sharded over ranks of its own (HSDP): weights are gathered within a copy, and gradients
+    are summed over copies once a step. 1: one copy over all ranks. auto: 1, but on several nodes of GPUs one on each,
+    where that fits without `offload` by the memory estimate.
+    """
     reshard_after_forward: bool = True
     """Free the gathered weights of a layer after its forward pass (FSDP). false: a rank keeps all weights whole, and
     gathers them once a step instead of twice a microbatch; those of a teacher once.

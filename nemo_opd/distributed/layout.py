@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.errors import ConfigError
 
 
@@ -11,26 +12,37 @@ from nemo_opd.errors import ConfigError
 class Layout:
     """Data parallel × context parallel × tensor parallel.
 
-    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are consecutive, to share a node.
+    rank = (d · cp + c) · tp + t: the ranks of a tensor-parallel group are consecutive, to share a node, and so are
+    those of a copy of the model.
     """
 
     dp: int
     cp: int = 1
     tp: int = 1
+    replicas: int = 1
+    """Copies of the model, each sharded over dp · cp / replicas ranks."""
 
     def __post_init__(self) -> None:
         if min(self.dp, self.cp, self.tp) < 1:
             raise ConfigError(f"parallelism dp={self.dp}, cp={self.cp}, tp={self.tp}: each must be 1 or more")
+        if self.replicas < 1 or self.dp % self.replicas:
+            raise ConfigError(f"parallelism dp={self.dp}, replicas={self.replicas}: replicas must divide dp")
 
     @staticmethod
-    def of(num_ranks: int, cp: int, tp: int) -> Layout:
-        """Return the layout of `num_ranks` ranks, which cp · tp divides."""
-        return Layout(num_ranks // (cp * tp), cp, tp)
+    def of(num_ranks: int, parallelism: Parallelism) -> Layout:
+        """Return the layout of `num_ranks` ranks, which cp · tp · replicas divides. replicas=auto counts as 1."""
+        cp, tp, replicas = parallelism.cp, parallelism.tp, parallelism.replicas
+        return Layout(num_ranks // (cp * tp), cp, tp, 1 if replicas == "auto" else replicas)
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self.dp * self.cp * self.tp
+
+    @property
+    def num_shards(self) -> int:
+        """The number of ranks that a copy of each matrix, or of a tensor-parallel rank's part, is sharded over."""
+        return self.dp * self.cp // self.replicas
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return (d, c, t) of a rank. Raises IndexError for a rank that the layout does not have."""

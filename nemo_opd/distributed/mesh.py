@@ -6,24 +6,34 @@ from nemo_opd.distributed.layout import Layout
 
 _FSDP_AXIS = "fsdp"
 """Data-parallel and context-parallel axes joined: parameters are sharded and gradients averaged over it."""
+_REPLICATE_AXIS = "replicate"
 
 
 def build_mesh(layout: Layout, device: str) -> DeviceMesh:
     """Return a mesh of all ranks of the group with axis `dp`, or axes `dp`, `cp`, `tp` where cp or tp is above 1.
 
+    With several copies of the model, `dp` is the data-parallel ranks of one of them, after an axis `replicate`.
     device: "cpu" or "cuda". Collective: creates process groups.
     """
-    if layout.cp == layout.tp == 1:
-        return init_device_mesh(device, (layout.dp,), mesh_dim_names=("dp",))
-    return init_device_mesh(device, (layout.dp, layout.cp, layout.tp), mesh_dim_names=("dp", "cp", "tp"))
+    axes = {"dp": layout.dp // layout.replicas}
+    if layout.replicas > 1:
+        axes = {_REPLICATE_AXIS: layout.replicas, **axes}
+    if layout.cp > 1 or layout.tp > 1:
+        axes |= {"cp": layout.cp, "tp": layout.tp}
+    return init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
 def fsdp_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the one-dimensional mesh that FSDP2 shards over; a loss that is summed over ranks is scaled by its size.
+    """Return the mesh for FSDP2; a loss that is summed over ranks is scaled by its size.
 
-    Collective at the first call for a mesh, which creates a process group; later calls return the same mesh.
+    One-dimensional, or with an axis of copies before the one that each is sharded over. Collective at the first call
+    for a mesh, which creates a process group; later calls return an equal mesh.
     """
-    return mesh if mesh.ndim == 1 else mesh["dp", "cp"]._flatten(_FSDP_AXIS)
+    names = mesh.mesh_dim_names or ()
+    if "cp" not in names:
+        return mesh
+    shards = mesh["dp", "cp"]._flatten(_FSDP_AXIS)
+    return DeviceMesh._concatenate([mesh[_REPLICATE_AXIS], shards]) if _REPLICATE_AXIS in names else shards
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
@@ -37,6 +47,6 @@ def context_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def _axis(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    if mesh.ndim == 1 or mesh[name].size() == 1:
+    if name not in (mesh.mesh_dim_names or ()) or mesh[name].size() == 1:
         return None
     return mesh[name]

@@ -51,10 +51,11 @@ def parallelize(
 def shard(
     model: PreTrainedModel, mesh: DeviceMesh, *, compute_dtype: torch.dtype, reshard_after_forward: bool = True
 ) -> None:
-    """Shard parameters, gradients and optimizer state over a one-dimensional `mesh`, a decoder layer at a time.
+    """Shard parameters, gradients and optimizer state over the last axis of `mesh`, a decoder layer at a time.
 
     Communicates an all-gather of one layer's parameters before its forward and, with reshard_after_forward, before its
-    backward, and a reduce-scatter (fp32, mean over ranks) of its gradients.
+    backward, and a reduce-scatter (fp32, mean over ranks) of its gradients; where `mesh` has an axis of copies before
+    that, an all-reduce over it of the shard's gradients.
     """
     # Only in-place operations on what a module returns would be wrong, and there are none.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")

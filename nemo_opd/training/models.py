@@ -2,15 +2,16 @@
 
 import shutil
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 from nemo_opd.aggregation import build_parts, coverage_metrics, joined, share_metrics, share_out, weighted_by_confidence
 from nemo_opd.checkpoint.verify import require_whole_export
-from nemo_opd.cluster.base import Call, Cluster, Group
+from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
@@ -93,19 +94,22 @@ class Models:
             self._stack = stack.pop_all()
 
     def submit(self, batch: Batch, about: str) -> InFlightBatch:
-        """Start the forward passes of all teachers in parallel. about: name of the batch, for messages."""
+        """Start the forward passes of all teachers, in parallel on separate devices. about: the batch, for messages."""
         slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
         return InFlightBatch(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
     def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Call]:
-        """Call a method of every teacher, each rank with the tokens of its rows and their microbatches."""
-        calls = []
+        """Call a method of every teacher, each rank with the tokens of its rows and their microbatches.
+
+        Teachers on the same devices take turns.
+        """
+        calls: list[tuple[Group, Callable[[], Call]]] = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
             cuts = self._micro_batches(group, own, self._teacher_budgets[i])
             arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
-            calls.append(group.submit(method, arguments, about=about))
-        return calls
+            calls.append((group, partial(group.submit, method, arguments, about=about)))
+        return in_turn(calls)
 
     def _micro_batches(self, group: Group, by_rank: Sequence[TokenRows], budget: int) -> list[tuple[slice, ...]]:
         """Cut the sequences of each rank of a group into microbatches of up to `budget` tokens."""
@@ -266,7 +270,7 @@ def _teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
                 "score": plan.config.aggregation.score if alphas[i] is None else "log_probability",
                 "readers": plan.deliveries[i].readers,
                 "num_slots": 1 + plan.lookahead,
-                "gives_back": not plan.placement.is_separate,
+                "gives_back": plan.gives_back,
                 "shares_process": plan.config.cluster.launcher == "local",
             },
             plan.placement.teachers[i],
@@ -287,6 +291,7 @@ def _student_group(cluster: Cluster, plan: Plan) -> Group:
             "device": plan.device,
             "transport": plan.transport,
             "block_bytes": plan.memory.block_bytes,
+            "gives_back": plan.gives_back,
             "end_ids": plan.data.student.end_ids if isinstance(plan.data, Prompts) else (),
         },
         plan.placement.student,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.cluster.placement import Placement
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.batch_grid import BatchGrid
@@ -70,6 +71,15 @@ class Plan:
             settings.micro_batch_tokens or -(-train.tokens_at_a_time * width // train.max_length)
             for settings, width in zip(teachers, self.survey.widths, strict=True)
         )
+
+    @property
+    def gives_back(self) -> bool:
+        """Whether another process needs what PyTorch caches of a GPU's memory."""
+        cluster, rollout = self.config.cluster, self.config.rollout
+        if isinstance(rollout, ServerRollout) and rollout.url is None:
+            return self.device == "cuda"
+        shares = self.placement.groups_per_device > 1 and cluster.launcher == "ray"
+        return self.device == "cuda" and shares and not self.memory.caches_fit
 
     @property
     def lookahead(self) -> int:

@@ -13,6 +13,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import load_config
 from nemo_opd.progress import tracked, working
+from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
@@ -100,6 +101,7 @@ def preflight(config: RunConfig) -> Plan:
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
         through_host=transport == "pinned_memory",
     )
+    config, situation = settle_copies(config, situation, placement)
     config, memory = settle_memory(config, situation)
     return Plan(
         config=config,
@@ -109,8 +111,8 @@ def preflight(config: RunConfig) -> Plan:
         checkpoint_bytes=checkpoint_bytes,
         device=device,
         placement=placement,
-        student_layout=student_layout,
-        teacher_layouts=teacher_layouts,
+        student_layout=situation.student.layout,
+        teacher_layouts=tuple(teacher.layout for teacher in situation.teachers),
         deliveries=deliveries,
         transport=transport,
         student_vocab_size=student.vocab_size,

@@ -8,6 +8,7 @@ import torch
 
 from nemo_opd.cluster.placement import Placement, Processes, num_cores
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
@@ -176,16 +177,27 @@ def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tu
     """Return the layouts of the student and of every active teacher. Raises ConfigError as `resolve_layout` does."""
     models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
     student, *teachers = (
-        resolve_layout(key, len(places), tp=model.parallelism.tp, cp=model.parallelism.cp)
+        resolve_layout(key, len(places), model.parallelism)
         for (key, model), places in zip(models.items(), placement.groups, strict=True)
     )
     return student, tuple(teachers)
 
 
-def resolve_layout(key: str, num_ranks: int, *, tp: int, cp: int) -> Layout:
-    """Return the layout of the model at `key`. Raises ConfigError where tp · cp does not divide its ranks."""
+def resolve_layout(key: str, num_ranks: int, parallelism: Parallelism) -> Layout:
+    """Return the layout of the model at `key`.
+
+    Raises ConfigError where tp · cp does not divide its ranks, or replicas what is left.
+    """
+    tp, cp, replicas = parallelism.tp, parallelism.cp, parallelism.replicas
     if num_ranks % (tp * cp) == 0:
-        return Layout.of(num_ranks, cp, tp)
+        dp = num_ranks // (tp * cp)
+        if replicas != "auto" and dp % replicas:
+            raise ConfigError(
+                f"{key}.parallelism.replicas={replicas}: of its {num_ranks} ranks {dp} are data parallel, which are no "
+                f"{replicas} equal copies; write {key}.parallelism.replicas={_largest_divisor(dp, replicas)}, or "
+                "change the number of ranks"
+            )
+        return Layout.of(num_ranks, parallelism)
     smaller_tp = _largest_divisor(num_ranks, tp)
     smaller_cp = _largest_divisor(num_ranks // smaller_tp, cp)
     raise ConfigError(

@@ -192,11 +192,12 @@ def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
 
 
 def _describe_layout(layout: Layout) -> str:
-    """Return text such as `8 ranks: 2 data × 4 tensor parallel`."""
+    """Return text such as `16 ranks: 4 data × 4 tensor parallel, in 2 copies of the model`."""
     kinds = {"data": layout.dp, "context": layout.cp, "tensor": layout.tp}
     parallel = [f"{degree} {kind}" for kind, degree in kinds.items() if degree > 1]
     ranks = f"{layout.size} rank" + ("s" if layout.size > 1 else "")
-    return f"{ranks}: {' × '.join(parallel)} parallel" if parallel else ranks
+    copies = f", in {layout.replicas} copies of the model" if layout.replicas > 1 else ""
+    return f"{ranks}: {' × '.join(parallel)} parallel{copies}" if parallel else ranks
 
 
 def _describe_placement(plan: Plan) -> str:

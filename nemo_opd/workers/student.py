@@ -1,7 +1,6 @@
 """The student on one data-parallel rank."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
@@ -53,10 +52,10 @@ from nemo_opd.workers.memory import (
     OPTIMIZER,
     ROLLOUT,
     needs_memory,
-    resident,
 )
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.phases import Phases
+from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
 
@@ -114,12 +113,13 @@ class StudentWorker:
         device: str,
         transport: str,
         block_bytes: int,
+        gives_back: bool = False,
         end_ids: Collection[int] = (),
     ) -> None:
         """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
 
-        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits,
-        the same on all ranks. end_ids: tokens that end a sampled sequence.
+        projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits, the
+        same on all ranks. gives_back: other processes need the device's cached memory. end_ids: end a sampled sequence.
         """
         self.config = config
         self.parts = build_parts(
@@ -128,9 +128,9 @@ class StudentWorker:
         self.vocab_size = vocab_size
         self.device = device
         self.phases = Phases(device)
-        self.offload = config.student.offload is True
+        offload = config.student.offload is True
         parallelism = config.student.parallelism
-        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
         self.averaged_over = fsdp_axis(mesh).size()
         compute, lora = compute_dtype(config.student.dtype, device), config.student.lora
         self.adapters = None if lora is None else Adapters(lora, config.student.model, config.run.seed)
@@ -143,7 +143,7 @@ class StudentWorker:
                 key="student.model",
                 parallelism=parallelism,
                 compute_dtype=compute,
-                device="cpu" if self.offload else device,
+                device="cpu" if offload else device,
                 trainable=True,
                 activation_checkpointing=config.student.activation_checkpointing,
                 compile_layers=config.student.compile,
@@ -159,6 +159,9 @@ class StudentWorker:
         self.logit_rows.block_bytes = block_bytes
         self.exports = Exports(config.student, self.model, self.adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
+        self._residence = Residence(
+            self.model, device, offload=offload, gives_back=gives_back, optimizer=self.optimizer
+        )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
         _, receiver = TRANSPORTS[transport]
@@ -175,12 +178,8 @@ class StudentWorker:
         Where loss or gradient is not finite on any rank, no rank changes anything, and IS_TAKEN is 0.
         """
         self.phases.begin()
-        with self._with_model(self.optimizer):
+        with self._residence.use(optimizer=True):
             return self._train_step(step)
-
-    def _with_model(self, optimizer: torch.optim.Optimizer | None = None) -> AbstractContextManager[None]:
-        gives_back = self.config.cluster.placement == "colocated"
-        return resident(self.model, self.device, offload=self.offload, gives_back=gives_back, optimizer=optimizer)
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
@@ -222,10 +221,14 @@ class StudentWorker:
         return merge(found)
 
     def _communicate_gradients(self, *, is_last: bool) -> None:
-        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one."""
+        """Let the next backward pass reduce gradients and free gathered parameters, or leave both to the last one.
+
+        Copies of the model are summed in the last one alone: until then a rank keeps the sum of its shard.
+        """
         student, outermost = self.config.student, sharded_units(self.model)[0]
         outermost.set_is_last_backward(is_last)
         outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch)
+        outermost.set_requires_all_reduce(is_last)
         outermost.set_reshard_after_backward(is_last or student.parallelism.reshard_after_forward)
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
@@ -310,7 +313,7 @@ class StudentWorker:
             rounds_logits=self.config.handoff.type == "logits",
             reshard_after_forward=self.config.student.parallelism.reshard_after_forward,
         )
-        with needs_memory(ROLLOUT), self._with_model(), ready:
+        with needs_memory(ROLLOUT), self._residence.use(), ready:
             return sampler.generate(requests, sampling, version)
 
     @torch.no_grad()
@@ -321,7 +324,7 @@ class StudentWorker:
         self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
-        with self._with_model(), compiling(self.config.train.compile_losses):
+        with self._residence.use(), compiling(self.config.train.compile_losses):
             for micro in self._micro_batches(step):
                 made = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(made, micro.packing)
@@ -358,23 +361,23 @@ class StudentWorker:
 
         Raises NotFiniteError where a value is not finite: on all ranks, or on the one that merges adapters.
         """
-        with self._with_model(self.optimizer):
+        with self._residence.use(optimizer=True):
             save_state(folder / "state", self.model, self.optimizer, self.scheduler)
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
-        with self._with_model(self.optimizer):
+        with self._residence.use(optimizer=True):
             load_state(folder / "state", self.model, self.optimizer, self.scheduler)
 
     def export(self, folder: Path, served_as: str | None = None) -> None:
         """Call `Exports.write`."""
-        with self._with_model():
+        with self._residence.use():
             self.exports.write(folder, served_as)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
         """Call `Exports.hold`; `release_weights` ends it."""
-        with self._with_model():
+        with self._residence.use():
             return self.exports.hold(served_as)
 
     def release_weights(self) -> None:

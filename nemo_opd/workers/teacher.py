@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -35,11 +34,10 @@ from nemo_opd.workers.memory import (
     handoff_buffer,
     loading_teacher,
     needs_memory,
-    place,
-    resident,
     teacher_answers,
     teacher_forward,
 )
+from nemo_opd.workers.residence import Residence
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +80,16 @@ class TeacherWorker:
 
         vocab_size: of the tokenizer; columns of a wider head are never handed over. handoff: the form of the output.
         score: of each sequence, in addition. readers: by rank, the receivers that map its buffers; by default receiver
-        0. num_slots: number of batches whose output is kept. gives_back: other processes take turns on the device.
+        0. num_slots: number of batches whose output is kept. gives_back: others need what is cached.
         shares_process: the student's rank of the same number is in this process. Raises ModelError for weights or a
         head that cannot be used, and ClusterError where memory runs out, as `forward` does.
         """
         self.score = score
         self.vocab_size = vocab_size
         self.device = device
-        self.offload = settings.offload is True
-        self.gives_back = gives_back
         dtype = getattr(torch, settings.dtype)
         parallelism = settings.parallelism
-        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism.cp, parallelism.tp), device)
+        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
         self._mesh, self._reshard_after_forward = mesh, parallelism.reshard_after_forward
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
@@ -106,11 +102,12 @@ class TeacherWorker:
                 key=key,
                 parallelism=parallelism,
                 compute_dtype=dtype,
-                device="cpu" if self.offload else device,
+                device="cpu" if settings.offload is True else device,
                 trainable=False,
                 compile_layers=settings.compile,
                 attn_implementation=settings.attn_implementation,
             )
+        self._residence = Residence(self.model, device, offload=settings.offload is True, gives_back=gives_back)
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.logit_rows: Headless | WithHead
@@ -137,7 +134,7 @@ class TeacherWorker:
         """Run the model on `tokens`, a microbatch after the other; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
-        with needs_memory(self._forward_task), self._with_model():
+        with needs_memory(self._forward_task), self._residence.use():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
             written = positions = 0
@@ -158,14 +155,11 @@ class TeacherWorker:
             micro = tokens.rows(sequences.start, sequences.stop)
             yield moved(micro, self.device), Packing.of(micro).to(self.device)
 
-    def _with_model(self) -> AbstractContextManager[None]:
-        return resident(self.model, self.device, offload=self.offload, gives_back=self.gives_back)
-
     @torch.no_grad()
     def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
         """Return the teacher's bits per byte on these texts."""
         result = Mean(0.0, 0.0)
-        with self._with_model():
+        with self._residence.use():
             for micro, packing in self._packed(tokens, micro_batches):
                 logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
@@ -184,7 +178,7 @@ class TeacherWorker:
             self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
         )
         ready = generating(self.model, self._mesh, reshard_after_forward=self._reshard_after_forward)
-        with needs_memory(self._answers_task), self._with_model(), ready:
+        with needs_memory(self._answers_task), self._residence.use(), ready:
             return sampler.generate(requests, sampling, version=0)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
@@ -203,4 +197,4 @@ class TeacherWorker:
         if self.link is not None:
             self.link.close()
         self.writer.close()
-        place(self.model, None, "cpu")
+        self._residence.close()

@@ -6,8 +6,11 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, context_axis, fsdp_axis, tensor_axis
 from tests.models.world import as_rank
 
+LAYOUTS = [Layout(2, 2, 2), Layout(3, 1, 2), Layout(1, 2, 3), Layout(1, 4, 1)]
+COPIES = [Layout(4, replicas=2), Layout(6, 1, 2, replicas=3), Layout(4, 2, 1, replicas=2), Layout(4, 2, 2, replicas=4)]
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(3, 1, 2), Layout(1, 2, 3), Layout(1, 4, 1)], ids=str)
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_rank_is_where_the_layout_has_it(layout: Layout) -> None:
     """Another order of axes would put the ranks of a tensor-parallel group on different nodes."""
     for rank in range(layout.size):
@@ -27,6 +30,28 @@ def test_every_rank_is_where_the_layout_has_it(layout: Layout) -> None:
                 assert tensor.mesh.tolist() == [layout.rank(d, c, other) for other in range(layout.tp)]
             if context is not None:
                 assert context.mesh.tolist() == [layout.rank(d, other, t) for other in range(layout.cp)]
+
+
+@pytest.mark.parametrize("layout", COPIES, ids=str)
+def test_a_copy_is_sharded_over_consecutive_ranks(layout: Layout) -> None:
+    """Bugs: copies that are sharded across nodes and replicated within them; a factor without the copies."""
+    of_copy = layout.size // layout.replicas
+    for rank in range(layout.size):
+        with as_rank(rank, layout.size):
+            mesh = build_mesh(layout, "cpu")
+            fsdp = fsdp_axis(mesh)
+            assert fsdp.size() == layout.dp * layout.cp
+            copies = fsdp.mesh.tolist()
+            assert [len(shards) for shards in copies] == [layout.num_shards] * layout.replicas
+            for number, shards in enumerate(copies):
+                assert shards == list(range(number * of_copy + rank % layout.tp, (number + 1) * of_copy, layout.tp))
+            assert tuple(fsdp.get_coordinate() or ()) == (rank // of_copy, rank % of_copy // layout.tp)
+            d, c, t = layout.coordinates(rank)
+            for axis, place, degree in ((tensor_axis(mesh), t, layout.tp), (context_axis(mesh), c, layout.cp)):
+                assert (axis is None) == (degree == 1)
+                assert axis is None or (axis.size(), axis.get_local_rank()) == (degree, place)
+            if (tensor := tensor_axis(mesh)) is not None:
+                assert tensor.mesh.tolist() == [layout.rank(d, c, other) for other in range(layout.tp)]
 
 
 def test_data_parallel_alone_is_one_axis() -> None:

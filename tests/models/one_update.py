@@ -1,4 +1,4 @@
-"""A model cut over two ranks, and one update of it."""
+"""A model cut over the ranks of this world, and one update of it."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -20,11 +21,11 @@ from nemo_opd.models.sharded_load import load_sharded
 from tests.models.families import VOCABULARY
 from tests.packings import unpadded
 
-RANKS = 2
 USED = VOCABULARY - 2
 """The head is wider than the tokenizer."""
-IDS = torch.randint(0, USED, (6, 7), generator=torch.Generator().manual_seed(1))
-"""An odd number of tokens in a microbatch of three, which sequence_parallel has to pad."""
+MICRO_BATCH = 3
+IDS = torch.randint(0, USED, (12, 7), generator=torch.Generator().manual_seed(1))
+"""An odd number of tokens in a microbatch, which sequence_parallel has to pad."""
 MASKS = {1.0: torch.rand(IDS.shape, generator=torch.Generator().manual_seed(2)) < 0.7, 0.5: torch.ones_like(IDS).bool()}
 """Two losses: weight, and the tokens that are scored."""
 NORMALIZER = 10
@@ -47,7 +48,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 def cut(
     folder: Path, parallelism: Parallelism, *, activation_checkpointing: bool = False
 ) -> tuple[Any, PreTrainedModel]:
-    mesh = build_mesh(Layout(RANKS // parallelism.tp, 1, parallelism.tp), "cpu")
+    mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), "cpu")
     model = load_sharded(
         str(folder),
         torch.float64,
@@ -89,9 +90,9 @@ def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[
         torch.testing.assert_close(of_logits, logits, rtol=1e-6, atol=1e-6)
     model.train()
     own = len(IDS) // fsdp_axis(mesh).size()
-    begin = own * fsdp_axis(mesh).get_local_rank()
-    for start in range(begin, begin + own, own // 2):
-        accumulate(headless, slice(start, start + own // 2), mesh)
+    begin = own * (dist.get_rank() // parallelism.tp)
+    for start in range(begin, begin + own, MICRO_BATCH):
+        accumulate(headless, slice(start, start + MICRO_BATCH), mesh)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
     gradients = full((name, parameter.grad) for name, parameter in model.named_parameters())
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)

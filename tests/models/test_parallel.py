@@ -1,4 +1,4 @@
-"""Cut over two ranks in any way, a model gives the gradients and the update that it gives whole."""
+"""Cut over ranks in any way, a model gives the gradients and the update that it gives whole."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.models.export import save_pretrained
+from tests.models.families import save
 from tests.models.one_update import IDS, MASKS, NORMALIZER, USED, Trained, adamw, cut, train
+from tests.models.world import on_ranks
 
 pytestmark = pytest.mark.world
 
@@ -32,6 +34,11 @@ LAYOUTS = {
     "tp": Parallelism(tp=2),
     "tp, positions shared": Parallelism(tp=2, sequence_parallel=True),
 }
+FAMILY = "llama, tied"
+"""The family whose checkpoints are read, and which is cut in several copies."""
+COPIES = {"two copies": Parallelism(replicas=2)}
+SHARDED_COPIES = {**COPIES, "two copies, tp": Parallelism(replicas=2, tp=2)}
+"""On four ranks."""
 TOLERANCE = 4e-6
 """Of a tensor's largest entry. Everything is float64 but FSDP2's sums over ranks and what transformers itself computes
 in float32, norms above all: 2**-24 relative each, some dozens of them one after the other.
@@ -77,11 +84,11 @@ def errors_on_rank(folders: Mapping[str, Path], output: Path) -> dict[str, dict[
     errors: dict[str, dict[str, float]] = {}
     for family, folder in folders.items():
         wanted = whole(folder)
-        for layout, parallelism in LAYOUTS.items():
+        for layout, parallelism in (LAYOUTS | (COPIES if family == FAMILY else {})).items():
             mesh, model = cut(folder, parallelism, activation_checkpointing="positions" in layout)
             found, optimizer = train(model, mesh, parallelism)
             errors[f"{family}/{layout}"] = compared(found, wanted)
-            if family.startswith("llama"):
+            if family == FAMILY:
                 errors[f"{family}/{layout}/saved"] = saved_and_read(model, optimizer, folder, output / layout)
     return errors
 
@@ -123,9 +130,34 @@ def test_gradients_and_update(errors: dict[str, dict[str, float]], family: str, 
     assert not wrong
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *COPIES])
 def test_a_checkpoint_is_read_by_another_layout_and_exported_the_same(
     errors: dict[str, dict[str, float]], layout: str
 ) -> None:
-    wrong = {what: error for what, error in errors[f"llama, tied/{layout}/saved"].items() if error}
+    wrong = {what: error for what, error in errors[f"{FAMILY}/{layout}/saved"].items() if error}
     assert not wrong
+
+
+@pytest.mark.parametrize("layout", COPIES)
+def test_gradients_and_update_of_several_copies(errors: dict[str, dict[str, float]], layout: str) -> None:
+    """Bugs: gradients that are averaged over a copy alone; a norm that counts each copy."""
+    test_gradients_and_update(errors, FAMILY, layout)
+
+
+@pytest.mark.nightly
+def test_copies_that_are_sharded(tmp_path: Path) -> None:
+    """Bugs as above, and copies that are sharded over each other's ranks."""
+    folder = save(FAMILY, tmp_path)
+    for found in on_ranks(4, errors_of_sharded_copies, folder, tmp_path / "ranks"):
+        wrong = {f"{layout}: {what}": error for layout, each in found.items() for what, error in each.items()}
+        assert wrong
+        assert {what: error for what, error in wrong.items() if not error < TOLERANCE} == {}
+
+
+def errors_of_sharded_copies(folder: Path) -> dict[str, dict[str, float]]:
+    wanted, errors = whole(folder), {}
+    for layout, parallelism in SHARDED_COPIES.items():
+        mesh, model = cut(folder, parallelism)
+        found, optimizer = train(model, mesh, parallelism)
+        errors[layout] = compared(found, wanted) | saved_and_read(model, optimizer, folder, folder / layout)
+    return errors

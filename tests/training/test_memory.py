@@ -3,12 +3,15 @@
 import io
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 from transformers import LlamaConfig, Qwen3Config
 
 from nemo_opd.config import RunConfig
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory import (
@@ -25,6 +28,7 @@ from nemo_opd.training.memory import (
 from nemo_opd.training.memory.estimate import CONTEXT_BYTES
 from nemo_opd.training.memory.parts import USABLE
 from nemo_opd.training.memory.report import memory_report
+from nemo_opd.training.plan import Plan
 from tests.composition import compose
 
 GIB = 2**30
@@ -101,16 +105,17 @@ def needed(config: RunConfig, sizes: list[ModelSize], *flags: bool) -> float:
 
 def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
     """First the larger teacher, then the other, then the student."""
-    config = configure("train.micro_batch_size=1", "student.activation_checkpointing=false")
+    config = configure("train.micro_batch_size=1", "+teachers.0.micro_batch_tokens=32768")
     steps = [(False, False, False), (True, False, False), (True, True, False), (True, True, True)]
     limits = [needed(config, sizes, *flags) for flags in steps]
     assert sorted(set(limits), reverse=True) == limits
 
     for flags, gib in zip(steps, limits, strict=True):
-        settled, made = settle_memory(config, situation(sizes, gib=gib))
+        around = situation(sizes, gib=gib)
+        settled, made = settle_memory(config, around)
         assert offloaded(settled) == flags
         assert made.fits
-        assert made == estimate(settled, replace(situation(sizes, gib=gib), small_blocks=True))
+        assert made in [estimate(settled, replace(around, small_blocks=are_small)) for are_small in (False, True)]
 
 
 def test_small_blocks_come_before_offloading(sizes: list[ModelSize]) -> None:
@@ -237,8 +242,9 @@ def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
     assert {str(part) for part in gone.parts if part.at(Phase.TEACHERS) and part.owner == "student"} == {
         "student: CUDA"
     }
-    assert host.total(Phase.TEACHERS) == 12 * sizes[0].parameters
-    assert host.total(Phase.BACKWARD) == 2 * (sizes[1].parameters + sizes[2].parameters)
+    # The host's copies stay while their models are on the device.
+    of_all = 12 * sizes[0].parameters + 2 * (sizes[1].parameters + sizes[2].parameters)
+    assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == of_all
 
 
 def test_a_student_without_logits(sizes: list[ModelSize]) -> None:
@@ -321,3 +327,46 @@ def test_the_report_of_what_does_not_fit(sizes: list[ModelSize]) -> None:
     assert "warning: each GPU: " in told
     assert "of 8.0 GiB" in told
     assert "train.max_length=1024 would save " in told
+
+
+# What is given back
+
+
+def test_caches_are_given_back_where_they_do_not_fit(sizes: list[ModelSize]) -> None:
+    """Bugs: memory that is asked for again in each step though all fits; a process that keeps what others need.
+
+    What a process holds in its own largest phase it may keep, each teacher what it holds in its turn.
+    """
+    config = configure()
+    together = estimate(config, situation(sizes, gib=None)).memories[0].peak / GIB
+    assert not estimate(config, situation(sizes, gib=together / USABLE)).caches_fit
+    assert not estimate(config, situation(sizes, gib=None)).caches_fit
+    assert estimate(config, situation(sizes, gib=4 * together)).caches_fit
+
+
+@pytest.mark.parametrize(
+    ("device", "launcher", "shared", "caches_fit", "server", "expected"),
+    [
+        ("cuda", "ray", 3, False, None, True),
+        ("cuda", "ray", 3, True, None, False),
+        ("cuda", "ray", 1, False, None, False),
+        ("cuda", "local", 3, False, None, False),
+        ("cpu", "ray", 3, False, None, False),
+        ("cuda", "ray", 1, True, "own", True),
+        ("cuda", "local", 1, True, "http://host:1/v1", False),
+    ],
+)
+def test_who_gives_back(
+    device: str, launcher: str, shared: int, caches_fit: bool, server: str | None, expected: bool
+) -> None:
+    """Bug: an emptied cache where no other process is on the device."""
+    overrides = [f"cluster.launcher={launcher}"]
+    rollout = None if server is None else ServerRollout(url=None if server == "own" else server)
+    config = configure(*overrides).model_copy(update={"rollout": rollout})
+    plan: Any = SimpleNamespace(
+        config=config,
+        device=device,
+        placement=SimpleNamespace(groups_per_device=shared),
+        memory=SimpleNamespace(caches_fit=caches_fit),
+    )
+    assert Plan.gives_back.fget(plan) is expected  # type: ignore[attr-defined]

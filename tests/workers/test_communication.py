@@ -1,4 +1,4 @@
-"""Weights that stay gathered and gradients that are reduced once a step change what is sent, and nothing else."""
+"""Weights that stay gathered, gradients that are reduced once a step and copies change what is sent, nothing else."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.world
 
 KEPT = tuple(f"{model}.parallelism.reshard_after_forward=false" for model in ("student", "teachers.0", "teachers.1"))
 ONCE = ("student.sync_each_micro_batch=false",)
-OPTIONS = {"default": (), "kept": KEPT, "once": ONCE, "both": (*KEPT, *ONCE)}
+COPIES = ("cluster.cpu_ranks=2", *(f"+{model}.parallelism.replicas=2" for model in ("student", "teachers.0")))
+OPTIONS = {"default": (), "kept": KEPT, "once": ONCE, "both": (*KEPT, *ONCE), "copies": COPIES}
 MICRO_BATCHES = 4
 
 
@@ -48,6 +49,8 @@ class Result:
     """Number of all-gathers in each step, the teachers' included."""
     reductions: list[int]
     """Number of reduce-scatters in each step."""
+    sums: list[int]
+    """Number of all-reduces in each step, that of the gradient's norm left out."""
 
 
 class Sent(TorchDispatchMode):
@@ -63,16 +66,17 @@ class Sent(TorchDispatchMode):
 
 
 def train(job: Job) -> Result:
-    curve, evaluations, gathers, reductions = [], [], [], []
+    curve, evaluations, gathers, reductions, sums = [], [], [], [], []
     with opened(job.plan) as models:
         for batch in job.batches:
             with Sent() as sent:
                 curve.append(train_step(models, batch))
             gathers.append(sent.calls["c10d::_allgather_base_"])
             reductions.append(sent.calls["c10d::_reduce_scatter_base_"])
+            sums.append(sent.calls["c10d::allreduce_"])
             # Without an update in between, and with weights that were just updated.
             evaluations.append(evaluate(models, batch))
-        return Result(curve, evaluations, weights(models), gathers, reductions)
+        return Result(curve, evaluations, weights(models), gathers, reductions, sums)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +90,7 @@ def results(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     return dict(zip(OPTIONS, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["kept", "once", "both"])
+@pytest.mark.parametrize("name", ["kept", "once", "both", "copies"])
 def test_the_same_is_learned(results: dict[str, Result], name: str) -> None:
     """Bugs: weights of before an update, in the next step or in an evaluation; gradients that are lost or doubled."""
     expected, found = results["default"], results[name]
@@ -102,6 +106,12 @@ def test_gradients_are_reduced_once_a_step(results: dict[str, Result]) -> None:
     assert [MICRO_BATCHES * number for number in once] == each
     assert min(once) > 0
     assert results["kept"].reductions == each
+
+
+def test_copies_are_summed_once_a_step(results: dict[str, Result]) -> None:
+    """Bugs: gradients that cross nodes after each microbatch; copies that drift apart."""
+    more = [own - other for own, other in zip(results["copies"].sums, results["default"].sums, strict=True)]
+    assert more == results["once"].reductions
 
 
 def test_weights_are_gathered_once_a_step(results: dict[str, Result]) -> None:

@@ -44,7 +44,7 @@ def exported(job: tuple[Student, Path]) -> Seen:
     model = load_sharded(
         settings.model,
         torch.float32,
-        build_mesh(Layout.of(dist.get_world_size(), 1, 1), "cpu"),
+        build_mesh(Layout(dist.get_world_size()), "cpu"),
         key="student.model",
         parallelism=Parallelism(),
         compute_dtype=torch.float32,

@@ -29,7 +29,7 @@ MICRO_BATCH_SIZES = (1, 2, 4)
 WORLDS = (1, 2)
 
 
-def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:
+def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int, *more: str) -> Plan:
     """Plan 26 documents in 17 rows, some of several sequences: in the third batch all of one rank's are empty."""
     return plan_of(
         [
@@ -41,6 +41,7 @@ def make_plan(tiny: Tiny, documents: Path, micro_batch_size: int) -> Plan:
             "student.optimizer.lr=1e-2",
             "student.optimizer.eps=1e-3",
             "student.scheduler.warmup_steps=0",
+            *more,
         ]
     )
 
@@ -55,6 +56,10 @@ class Runs:
     """Results by ranks and microbatch size."""
     continued: dict[tuple[int, int], Trained]
     """Results by the numbers of ranks of the first two steps and of the rest."""
+    copies: Trained
+    """Result of two ranks that each have a copy of the student."""
+    of_copies: dict[str, Trained]
+    """What the last steps after a checkpoint of copies are, with copies and without."""
     exported: Path
 
 
@@ -72,12 +77,22 @@ def runs(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     begun = {world: Training(plan, batches[:2], save_to=folder / f"checkpoint_{world}") for world in WORLDS}
     rest = {world: Training(plan, batches[2:], load_from=folder / f"checkpoint_{world}") for world in WORLDS}
     *alone, _, same_1 = in_world(1, train, [*whole, begun[1], rest[1]], folder / "one")
-    *paired, _, more, same_2 = in_world(2, train, [*whole, begun[2], rest[1], rest[2]], folder / "two")
+    copied = make_plan(tiny, documents, 2, "cluster.cpu_ranks=2", "+student.parallelism.replicas=2")
+    saved = folder / "checkpoint_copies"
+    of_copies = [
+        Training(copied, batches),
+        Training(copied, batches[:2], save_to=saved),
+        Training(copied, batches[2:], load_from=saved),
+        Training(plan, batches[2:], load_from=saved),
+    ]
+    *paired, _, more, same_2, copies, _, again, sharded = in_world(
+        2, train, [*whole, begun[2], rest[1], rest[2], *of_copies], folder / "two"
+    )
     (fewer,) = in_world(1, train, [rest[2]], folder / "one")
     by_grid = {(1, size): result for size, result in zip(MICRO_BATCH_SIZES, alone, strict=True)}
     by_grid |= {(2, size): result for size, result in zip(MICRO_BATCH_SIZES, paired, strict=True)}
     continued = {(1, 1): same_1, (1, 2): more, (2, 1): fewer, (2, 2): same_2}
-    return Runs(plan, batches, by_grid, continued, folder / "exported")
+    return Runs(plan, batches, by_grid, continued, copies, {"copies": again, "sharded": sharded}, folder / "exported")
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +155,24 @@ def test_checkpoints_are_read_by_another_number_of_ranks(runs: Runs, before: int
         assert {**actual, "peak_memory_gb": 0} == pytest.approx({**expected, "peak_memory_gb": 0}, rel=RTOL)
     for name, value in runs.by_grid[before, 2].weights.items():
         torch.testing.assert_close(resumed.weights[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+def test_copies_learn_the_same(runs: Runs, oracle) -> None:
+    """Bugs: gradients averaged over a copy's ranks alone; microbatches before the last that are lost or doubled."""
+    curve, weights = oracle
+    for expected, actual in zip(curve, runs.copies.curve, strict=True):
+        assert {name: actual[name] for name in expected} == pytest.approx(expected, rel=RTOL)
+    for name, value in weights.items():
+        torch.testing.assert_close(runs.copies.weights[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
+
+
+def test_training_of_copies_is_resumed(runs: Runs) -> None:
+    """With copies the same to the last bit; and by ranks that shard one copy."""
+    for expected, actual in zip(runs.copies.curve[2:], runs.of_copies["copies"].curve, strict=True):
+        assert {**actual, "peak_memory_gb": 0} == {**expected, "peak_memory_gb": 0}
+    for name, value in runs.copies.weights.items():
+        assert torch.equal(runs.of_copies["copies"].weights[name], value), name
+        torch.testing.assert_close(runs.of_copies["sharded"].weights[name], value, rtol=RTOL, atol=WEIGHT_ATOL)
 
 
 def test_export_of_two_ranks_loads_with_transformers(runs: Runs) -> None:

@@ -36,9 +36,7 @@ class RayCluster(Cluster):
         self.device = device
         self.placement = placement
         self.timeout_s = settings.timeout_s
-        per_node = -(-placement.num_processes // placement.num_nodes)
-        # More threads than cores wait for each other and cost time.
-        self.threads = max(1, num_cores() // per_node) if device == "cpu" else 1
+        self.threads = placement.num_threads(num_cores()) if device == "cpu" else 1
         self.host = LOOPBACK if placement.num_nodes == 1 else None
         """Host of the groups' stores; None: the address of a node, which the other nodes can reach."""
         self.monitors: list[ProgressMonitor] = []
@@ -108,7 +106,7 @@ class RayGroup(Group):
         self, cluster: RayCluster, name: str, worker: type, arguments: Mapping[str, Any], places: Places
     ) -> None:
         """Start the processes, rank r at `places[r]`; `ready` returns when they have built their workers."""
-        super().__init__(cluster, name, len(places))
+        super().__init__(cluster, name, places)
         self.actors = [self._actor(rank, place) for rank, place in enumerate(places)]
         self._address = self.actors[0].serve.remote()
         self._monitor = ProgressMonitor(name, self._store)

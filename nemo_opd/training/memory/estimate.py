@@ -10,16 +10,18 @@ from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.training.memory.parts import USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.sampling import rollouts
 from nemo_opd.training.memory.server import server_parts, shares_gpus
 from nemo_opd.training.memory.situation import Machine, Situation
 from nemo_opd.training.memory.student import student_process
-from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer
+from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer, teachers_at_work
 
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries in each process."""
+_CACHED = 1.25
+"""Memory that a process caches at most, as a multiple of its peak: the estimate is right within 20 %."""
 _STUDENT = -1
 """Index of the student among the teachers' indices."""
 _SMALLEST_SAVING = 0.01
@@ -101,7 +103,16 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: _samples_on_device(config, machine)}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     found = tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories)
-    return MemoryEstimate(found, situation.block_bytes)
+    return MemoryEstimate(found, situation.block_bytes, _caches_fit(config, situation))
+
+
+def _caches_fit(config: RunConfig, situation: Situation) -> bool:
+    """Return whether a GPU has room for what each of its processes holds in its own largest phase, at the same time."""
+    if situation.machine.device_bytes is None:
+        return False
+    processes = [student_process(config, situation), *teachers_at_work(config, situation)]
+    kept = [max(sum(part.at(phase) for part in _with_context(each)) for phase in Phase) for each in processes]
+    return _CACHED * sum(kept) < USABLE * situation.machine.device_bytes
 
 
 def _samples_on_device(config: RunConfig, machine: Machine) -> bool:
@@ -139,7 +150,7 @@ def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, Run
             yield f"{section}.{key}={'null' if value is None else str(value).lower()}", run, situation
     if config.handoff.type == "logits":
         yield "handoff.type=hidden_states", config.model_copy(update={"handoff": HiddenStatesHandoff()}), situation
-    yield from _more_tensor_parallel(config, situation)
+    yield from _other_layouts(config, situation)
 
 
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str, object]]:
@@ -184,15 +195,16 @@ def _is_allowed(config: RunConfig) -> bool:
     return True
 
 
-def _more_tensor_parallel(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
-    """Yield twice the tensor parallelism in place of data parallelism, where there are ranks for it."""
+def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
+    """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
     models = [situation.student, *situation.teachers]
     for i, setup in enumerate(models):
-        layout = setup.layout
-        if layout.dp % 2 or (i == 0 and config.student.lora is not None):
-            continue
-        wider = replace(setup, layout=replace(layout, dp=layout.dp // 2, tp=2 * layout.tp))
-        student, *teachers = (wider if j == i else each for j, each in enumerate(models))
-        changed = replace(situation, student=student, teachers=tuple(teachers))
-        key = f"teachers.{i - 1}" if i else "student"
-        yield f"{key}.parallelism.tp={2 * layout.tp}", config, changed
+        layout, found = setup.layout, {}
+        if layout.replicas > 1:
+            found["replicas=1"] = replace(layout, replicas=1)
+        if layout.dp // layout.replicas % 2 == 0 and (i or config.student.lora is None):
+            found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
+        for setting, other in found.items():
+            student, *teachers = (replace(each, layout=other) if j == i else each for j, each in enumerate(models))
+            changed = replace(situation, student=student, teachers=tuple(teachers))
+            yield f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{setting}", config, changed

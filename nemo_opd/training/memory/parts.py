@@ -17,7 +17,7 @@ class Phase(StrEnum):
     ROLLOUT = "rollout"
     """The student samples in its own workers."""
     TEACHERS = "teachers"
-    """All teachers' forward passes at the same time."""
+    """The teachers' forward passes: one at a time where they share a device."""
     LOSS = "forward, loss"
     """The student's forward pass up to the gradient of its logits or last hidden states."""
     BACKWARD = "backward"
@@ -101,6 +101,8 @@ class MemoryEstimate:
     """Memories of devices, then of the host."""
     block_bytes: int
     """Budget that they count for a block of the student's logits, and for the temporaries of a loss."""
+    caches_fit: bool = False
+    """Whether all processes of a GPU may keep what PyTorch caches of their own peaks."""
     advice: tuple[Advice, ...] = ()
     """Settings that save memory where the run does not fit, largest saving first."""
 

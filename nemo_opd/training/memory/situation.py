@@ -78,7 +78,7 @@ class ModelSetup:
         """Number of parameters gathered at a time; with several ranks the next layer is prefetched."""
         largest = self.size.largest_layer
         layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
-        return self.rest + layer * (1 if self.layout.dp * self.layout.cp == 1 else 2)
+        return self.rest + layer * (1 if self.layout.num_shards == 1 else 2)
 
     def kept(self, model: Student | Teacher) -> int:
         """Return the number of parameters that are gathered at a time, or of those that stay so."""

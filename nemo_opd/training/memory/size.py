@@ -122,7 +122,7 @@ def shard_numel(shapes: tuple[_Shape, ...], layout: Layout) -> int:
     total = 0
     for rows, *columns in shapes:
         rows = -(-rows // layout.tp) if columns else rows
-        total += -(-rows // (layout.dp * layout.cp)) * prod(columns)
+        total += -(-rows // layout.num_shards) * prod(columns)
     return total
 
 

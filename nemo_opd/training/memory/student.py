@@ -34,6 +34,8 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
     at_first = (Phase.LOADING,) if offload else (Phase.LOADING, Phase.ANSWERS)
     away = {Phase.ANSWERS: parameters, Phase.ROLLOUT: optimizer, Phase.TEACHERS: parameters + optimizer}
+    if situation.machine.device == "cuda":  # where the host's copy stays
+        away |= dict.fromkeys((Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES), parameters + optimizer)
     device = (
         part(_OWNER, "parameters", parameters, *at_first, Phase.ROLLOUT, *here),
         part(_OWNER, "optimizer", optimizer, *here),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 
@@ -22,16 +23,33 @@ def teachers_answer(config: RunConfig) -> bool:
 
 
 def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
-    """Return every teacher's process. Where teachers share a device, only the largest one's answers count."""
+    """Return every teacher's process. Of teachers that take turns in a phase, the one that needs most has its turn."""
     jobs = teacher_jobs(config, situation)
-    waiting = [_process(job, answers=False) for job in jobs]
-    if not teachers_answer(config):
-        return waiting
-    answering = [_process(job, answers=True) for job in jobs]
-    if situation.machine.device == "cuda" and config.cluster.placement == "separate":
-        return answering
-    i = max(range(len(jobs)), key=lambda i: _on_device(answering[i]) - _on_device(waiting[i]))
-    return [*waiting[:i], answering[i], *waiting[i + 1 :]]
+    working: list[set[Phase]] = [set() for _ in jobs]
+    for phase in _work(config):
+        at_once = config.cluster.placement == "separate" and (
+            phase is Phase.TEACHERS or situation.machine.device == "cuda"
+        )
+        needs = [_more_at_work(job, phase) for job in jobs]
+        for i, phases in enumerate(working):
+            if at_once or i == needs.index(max(needs)):
+                phases.add(phase)
+    return [_process(job, phases) for job, phases in zip(jobs, working, strict=True)]
+
+
+def teachers_at_work(config: RunConfig, situation: Situation) -> list[Process]:
+    """Return every teacher's process as it is in its own turns."""
+    return [_process(job, _work(config)) for job in teacher_jobs(config, situation)]
+
+
+def _work(config: RunConfig) -> tuple[Phase, ...]:
+    return (Phase.TEACHERS, Phase.ANSWERS) if teachers_answer(config) else (Phase.TEACHERS,)
+
+
+def _more_at_work(job: TeacherJob, phase: Phase) -> int:
+    """Return the bytes that a teacher needs more on its device in its turn than while it waits."""
+    at_work, waiting = (sum(each.at(phase) for each in _process(job, work).device) for work in ((phase,), ()))
+    return at_work - waiting
 
 
 def reading_phases(config: RunConfig) -> tuple[Phase, ...]:
@@ -137,26 +155,25 @@ def answer_batch(job: TeacherJob) -> SamplingBatch:
     return sampling_batch(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
 
 
-def _process(job: TeacherJob, *, answers: bool) -> Process:
+def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
+    """Return a teacher's process, which works in these phases and waits in the others."""
     name, t, setup = job.settings.name, job.item_bytes, job.setup
     offload = job.settings.offload is True
-    working = (Phase.ANSWERS, Phase.TEACHERS) if answers else (Phase.TEACHERS,)
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
     # FSDP2 keeps embedding and head gathered until the model moves, or all of it.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
     stays = setup.rest if job.settings.parallelism.reshard_after_forward else setup.whole
-    gathered = {Phase.TEACHERS: t * setup.kept(job.settings), **dict.fromkeys(left, t * stays)}
+    reading = [Phase.TEACHERS] if Phase.TEACHERS in working else []
+    gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(reading, t * setup.kept(job.settings))
     device = (
         part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
         Part(name, "gathered parameters", gathered),
-        part(name, "activations", job.forward_bytes(), Phase.TEACHERS),
+        part(name, "activations", job.forward_bytes(), *reading),
         *(() if job.through_host else job.handed_over()),
-        *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if answers else ()),
+        *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if Phase.ANSWERS in working else ()),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
-    waits = (part(name, "parameters", t * setup.shard, *waiting),) if offload else ()
+    # On the host of a GPU the copy stays while the teacher works.
+    held = waiting if job.device == "cpu" else [*waiting, *working]
+    waits = (part(name, "parameters", t * setup.shard, *held),) if offload else ()
     return Process(device, (read, *waits, *(job.handed_over() if job.through_host else ())))
-
-
-def _on_device(process: Process) -> int:
-    return sum(each.at(Phase.ANSWERS) for each in process.device)

@@ -1,0 +1,88 @@
+"""Whose calls may be under way at the same time, and how many threads each has; no process is started."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+
+from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
+from nemo_opd.cluster.placement import Placement
+
+
+class Noted(Cluster):
+    """A cluster that notes when calls begin, and when somebody has waited for their end."""
+
+    timeout_s = 1.0
+
+    def __init__(self) -> None:
+        self.begun: list[Call] = []
+        self.ended: list[Call] = []
+        self.together: set[frozenset[str]] = set()
+        """Names of groups that were at work at the same time."""
+
+    def group(self, *_: Any) -> Group:
+        raise AssertionError("groups are made below")
+
+    def gather(self, calls: Sequence[Call]) -> list[list[Any]]:
+        self.ended += calls
+        return [[] for _ in calls]
+
+    def close(self) -> None:
+        pass
+
+
+class NotedGroup(Group):
+    cluster: Noted
+
+    def submit(self, method: str, arguments: Any = None, *, about: str = "") -> Call:
+        call = Call(self.name, method, about)
+        running = {other.group for other in self.cluster.begun if other not in self.cluster.ended}
+        self.cluster.together |= {frozenset({self.name, other}) for other in running}
+        self.cluster.begun.append(call)
+        return call
+
+    def address(self) -> tuple[str, int]:
+        raise AssertionError("nothing is sent")
+
+    def close(self) -> None:
+        pass
+
+
+def together(placement: Placement) -> set[frozenset[str]]:
+    cluster = Noted()
+    groups = [NotedGroup(cluster, f"teacher {i}", places) for i, places in enumerate(placement.teachers)]
+    calls = in_turn([(group, partial(group.submit, "forward")) for group in groups])
+    assert [call.group for call in calls] == [group.name for group in groups]
+    assert len(cluster.ended) == len(set(map(id, cluster.ended))), "each is waited for once"
+    return cluster.together
+
+
+@pytest.mark.parametrize("num_teachers", [1, 2, 4])
+def test_teachers_on_the_same_devices_take_turns(num_teachers: int) -> None:
+    """Bug: forward passes in slices of one GPU's time, with the activations of all of them in its memory."""
+    assert together(Placement.colocated(num_nodes=2, ranks_per_node=4, num_teachers=num_teachers)) == set()
+
+
+def test_teachers_on_separate_devices_work_at_the_same_time() -> None:
+    """Bug: turns where nothing is shared, so that devices wait."""
+    names = [frozenset({f"teacher {i}", f"teacher {j}"}) for i in range(3) for j in range(i)]
+    separate = Placement.separate(num_nodes=2, student_per_node=2, teachers_per_node=(2, 1, 3))
+    assert together(separate) == set(names)
+    one_device_in_common = Placement(separate.student, (*separate.teachers[:2], separate.teachers[1][:1]))
+    assert together(one_device_in_common) == {names[0], names[1]}
+
+
+@pytest.mark.parametrize(
+    ("placement", "threads"),
+    [
+        (Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=3), 16),
+        (Placement.colocated(num_nodes=1, ranks_per_node=4, num_teachers=2), 4),
+        (Placement.colocated(num_nodes=2, ranks_per_node=4, num_teachers=2), 4),
+        (Placement.separate(num_nodes=1, student_per_node=2, teachers_per_node=(1, 1)), 4),
+        (Placement.separate(num_nodes=1, student_per_node=20, teachers_per_node=(1,)), 1),
+    ],
+)
+def test_processes_that_work_at_a_time_share_the_cores(placement: Placement, threads: int) -> None:
+    """Bugs: cores that are idle while a process waits for its turn; more threads than cores."""
+    assert placement.num_threads(16) == threads
