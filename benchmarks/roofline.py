@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from demo import commit  # noqa: E402
 from roofline_counts import loss_as_it_is, micro_batch, work_of  # noqa: E402
-from roofline_hardware import GPUS, Assumptions  # noqa: E402
+from roofline_hardware import GPU, GPUS, Assumptions  # noqa: E402
 from roofline_models import MODELS, RECIPES, SHARDED, TINY, Recipe  # noqa: E402
 from roofline_time import Machine, Plan, Times, Weights, step_times  # noqa: E402
 from roofline_work import Counts, Kind  # noqa: E402
@@ -196,44 +196,14 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    recipes, first = Recipes(), Machine(GPUS[0], 1)
-    chosen = (TINY,) if options.tiny else (*RECIPES, SHARDED)
-    rows = []
-    for recipe in chosen:
-        for gpu in GPUS[:1] if options.tiny else GPUS:
-            for number in (8,) if recipe is SHARDED else (1, 8):
-                machine = Machine(gpu, number)
-                if fits(recipe, machine, recipes.tp(recipe, number)):
-                    rows.append(per_row(recipes.row(recipe, machine), recipes, recipe, machine))
-    text = [
-        "# Roofline: the production recipes by arithmetic",
-        "",
-        *INTRODUCTION,
-        "",
-        "## The goal",
-        "",
-        *verdict(rows),
-    ]
-    text += ["", "## Recipes, ms for 2,048 tokens of the student on each GPU", "", *table(rows)]
+    recipes = Recipes()
+    chosen, gpus = ((TINY,), GPUS[:1]) if options.tiny else ((*RECIPES, SHARDED), GPUS)
+    rows = [row for recipe in chosen for gpu in gpus for row in rows_of(recipes, recipe, gpu)]
     stages = []
-    for number in (1,) if options.tiny else (1, 8):
-        machine = Machine(GPUS[0], number)
-        of = changes(recipes, chosen[0], machine)
-        stages += [per_row(row, recipes, chosen[0], machine) for row in of]
-    text += ["", f"## One change after the other, {chosen[0].name}", "", *CHANGES, "", *table(stages)]
-    text += ["", "## Counts", ""]
-    for recipe in chosen:
-        machine = Machine(GPUS[0], 8 if recipe.is_sampled else 1)
-        text += [
-            f"{recipe.name}, {sum(recipe.lengths):,} tokens:",
-            "",
-            *counts_table(recipes.parts(recipe, machine)),
-            "",
-        ]
-    text += ["## How far it depends on what is assumed", "", *sensitivity(recipes, chosen[0], first)]
-    text += ["", "## Constants", "", *(f"* {gpu.name}: {gpu.source}" for gpu in GPUS), *assumptions()]
+    for machine in (Machine(GPUS[0], 1), Machine(GPUS[0], 8)):
+        stages += [per_row(row, recipes, chosen[0], machine) for row in changes(recipes, chosen[0], machine)]
     facts = {"commit": commit(), "date": date.today().isoformat(), "command": COMMAND, "torch": torch.__version__}
-    text += ["", *(f"* {name}: {value}" for name, value in facts.items()), ""]
+    text = report(recipes, chosen, rows, stages) + [*(f"* {name}: {value}" for name, value in facts.items()), ""]
     (options.output / "roofline.md").write_text("\n".join(text), encoding="utf-8")
     record = {
         **facts,
@@ -244,6 +214,37 @@ def main() -> None:
     }
     (options.output / "roofline.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print("\n".join(text))
+
+
+def rows_of(recipes: Recipes, recipe: Recipe, gpu: GPU) -> list[Row]:
+    """Return a recipe on one of these GPUs and on eight, where it fits."""
+    machines = [Machine(gpu, number) for number in ((8,) if recipe is SHARDED else (1, 8))]
+    found = [each for each in machines if fits(recipe, each, recipes.tp(recipe, each.number))]
+    return [per_row(recipes.row(recipe, each), recipes, recipe, each) for each in found]
+
+
+def report(recipes: Recipes, chosen: Sequence[Recipe], rows: Sequence[Row], stages: Sequence[Row]) -> list[str]:
+    """Return the lines of the report, without its facts."""
+    text = ["# Roofline: the production recipes by arithmetic", "", *INTRODUCTION]
+    text += ["", "## The goal", "", *verdict(rows), *what_else(stages)]
+    text += ["", "## Recipes, ms for 2,048 tokens of the student on each GPU", "", *table(rows)]
+    text += ["", f"## One change after the other, {chosen[0].name}", "", *CHANGES, "", *table(stages)]
+    text += ["", "## Counts", ""]
+    for recipe in chosen:
+        parts = recipes.parts(recipe, Machine(GPUS[0], 8))
+        text += [f"{recipe.name}, {sum(recipe.lengths):,} tokens:", "", *counts_table(parts), ""]
+    of_one = sensitivity(recipes, chosen[0], Machine(GPUS[0], 1))
+    text += ["## How far it depends on what is assumed", "", *of_one]
+    return [*text, "", "## Constants", "", *(f"* {gpu.name}: {gpu.source}" for gpu in GPUS), *assumptions(), ""]
+
+
+def what_else(stages: Sequence[Row]) -> list[str]:
+    """Say what the settings give that are not defaults, and compiled layers at most."""
+    *_, now, _, settings, bound = stages
+    return [
+        f"* {now.machine}, one change after the other: {now.mfu:.0%} now, {settings.mfu:.0%} with settings that are no "
+        f"defaults, {bound.mfu:.0%} at most with compiled layers, of which nothing is known here"
+    ]
 
 
 def assumptions() -> list[str]:

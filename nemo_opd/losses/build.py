@@ -168,14 +168,14 @@ def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
 
 
 def _where_sampled(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
-    """Chunk ids [B, S] of what the student sampled, −1 elsewhere."""
+    """Return chunk ids [B, S] of what the student sampled, −1 elsewhere."""
     if sampled is None:
         return planned(lambda chunks: [torch.full_like(chunks, -1)], chunks)[0]
     return planned(lambda chunks, own: [chunks.where(own.unsqueeze(1), -1)], chunks, sampled.is_sampled)[0]
 
 
 def _logprobs(student: TokenRows, sampled: SampledRows | None) -> Arguments:
-    """What the engine said of the samples; of validation it said nothing."""
+    """Return what the engine said of the samples; of validation it said nothing."""
     if sampled is None:
         return {}
     width = student.ids.shape[1]
