@@ -203,7 +203,7 @@ def main() -> None:
     for machine in (Machine(GPUS[0], 1), Machine(GPUS[0], 8)):
         stages += [per_row(row, recipes, chosen[0], machine) for row in changes(recipes, chosen[0], machine)]
     facts = {"commit": commit(), "date": date.today().isoformat(), "command": COMMAND, "torch": torch.__version__}
-    text = report(recipes, chosen, rows, stages) + [*(f"* {name}: {value}" for name, value in facts.items()), ""]
+    text = [*report(recipes, chosen, rows, stages), *(f"* {name}: {value}" for name, value in facts.items()), ""]
     (options.output / "roofline.md").write_text("\n".join(text), encoding="utf-8")
     record = {
         **facts,
