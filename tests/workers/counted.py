@@ -93,7 +93,8 @@ def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
             microbatches = len(models._student_parts(scored)[0][2])
             models.train_step(scored, 1.0)
             of_student = work.taken()
-    return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches}
+    tokens = int(batch.student.lengths.sum())
+    return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches, "tokens": tokens}
 
 
 def main(arguments: list[str]) -> dict[str, Any]:
