@@ -168,13 +168,6 @@ class TeacherRows(Rows):
     units count for in the normalizer; None for 1.
     """
 
-    @property
-    def sequence_weights(self) -> Tensor | None:
-        """float32 [B]: what the units of each sequence are multiplied by; None for 1."""
-        if self.weights is None or self.rollout_weights is None:
-            return self.rollout_weights if self.weights is None else self.weights
-        return self.weights * self.rollout_weights
-
     def student_side(self, student: TokenRows) -> TokenRows:
         """Return the student's tokens that this teacher is compared on; its own where they share a tokenizer.
 
@@ -225,18 +218,6 @@ class Batch(Rows):
     """int64 [B]: the row that a sequence was packed into; consecutive. None in parts of a global batch, and where each
     is a row.
     """
-
-    @property
-    def sampled_mask(self) -> Tensor:
-        """bool [B, S]: scored tokens that the student sampled."""
-        mask = self.student.loss_mask
-        return mask.new_zeros(mask.shape) if self.sampled is None else mask & self.sampled.is_sampled.unsqueeze(1)
-
-    @property
-    def label_mask(self) -> Tensor:
-        """bool [B, S]: scored tokens to be learned from as they are: one's own samples say nothing to cross-entropy."""
-        mask = self.student.loss_mask
-        return mask if self.sampled is None else mask & ~self.sampled.is_sampled.unsqueeze(1)
 
     def __len__(self) -> int:
         return len(self.student)
@@ -310,7 +291,12 @@ class Max:
     maximum: Number
 
     def merge(self, other: Self) -> Max:
-        ours, theirs = self.value(), other.value()
+        ours, theirs = self.maximum, other.maximum
+        # The host waits for no tensor. `clamp` keeps a NaN of either side.
+        if not isinstance(ours, float | int):
+            return Max(ours.clamp(min=theirs))
+        if not isinstance(theirs, float | int):
+            return Max(theirs.clamp(min=ours))
         return Max(math.nan if math.isnan(ours) or math.isnan(theirs) else max(ours, theirs))
 
     def value(self) -> float:

@@ -27,7 +27,10 @@ from torch.utils.flop_counter import flop_registry
 from nemo_opd.losses.fused import Fused
 
 NAME = "pretend"
-WAITS = {"_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "unique_consecutive", "masked_select", "equal"}
+WAITS = {
+    *("_local_scalar_dense", "bincount", "equal", "masked_select", "nonzero"),
+    *("_unique2", "unique_consecutive", "unique_dim"),
+}
 """Operations of which the host needs the result, or its size."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 VIEWS = {

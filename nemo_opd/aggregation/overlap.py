@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.overlap import plan_chunk_overlap, plan_overlap
@@ -45,26 +46,34 @@ class Overlap:
         sampled: SampledRows,
     ) -> PlannedLoss:
         """Plan the metric `overlap` of the samples in these rows; student: the rows that the teacher is compared on."""
-        own = sampled.is_sampled.unsqueeze(1)
         if teacher.chunks is None:
-            positions = torch.arange(student.ids.shape[1], device=student.ids.device)
+            (mask,) = planned(_some_tokens, student.loss_mask, sampled.is_sampled)
             return plan_overlap(
                 student_logits,
                 teacher_logits,
-                mask=student.loss_mask & own & (positions % _EVERY == 0),
+                mask=mask,
                 student_vocab_size=self.student_vocab_size,
                 teacher_vocab_size=self.teacher_vocab_size,
             )
         assert self.projection is not None
-        chunks = teacher.chunks.student
+        (chunks,) = planned(_some_chunks, teacher.chunks.student, sampled.is_sampled)
         return plan_chunk_overlap(
             student_logits,
             teacher_logits,
             projection=self.projection,
             student_ids=student.ids,
             teacher_ids=teacher.tokens.ids,
-            student_chunk_id=chunks.masked_fill(~own | (chunks % _EVERY != 0), -1),
+            student_chunk_id=chunks,
             teacher_chunk_id=teacher.chunks.teacher,
             student_vocab_size=self.student_vocab_size,
             teacher_vocab_size=self.teacher_vocab_size,
         )
+
+
+def _some_tokens(mask: Tensor, is_sampled: Tensor) -> list[Tensor]:
+    is_taken = torch.arange(mask.shape[1], device=mask.device) % _EVERY == 0
+    return [mask & is_sampled.unsqueeze(1) & is_taken]
+
+
+def _some_chunks(chunks: Tensor, is_sampled: Tensor) -> list[Tensor]:
+    return [chunks.masked_fill(~is_sampled.unsqueeze(1) | (chunks % _EVERY != 0), -1)]

@@ -10,14 +10,15 @@ from torch import Tensor
 from nemo_opd.aggregation.overlap import Overlap
 from nemo_opd.aggregation.rules import RULES
 from nemo_opd.config.run import RunConfig
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.combined import AveragedLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.build import TermLoss, build
-from nemo_opd.losses.reduction import count_label_tokens
+from nemo_opd.losses.reduction import count_label_tokens, label_mask, sampled_mask
 from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Batch, Mean, Metric, Normalizers
+from nemo_opd.types import Batch, Mean, Metric, Normalizers, TeacherRows
 
 PART = "kd_part/"
 """Prefix of the metrics whose values, each times that under SHARE if there is one, add up to the KD trained on."""
@@ -88,7 +89,7 @@ class Part:
             rows,
             normalizer,
             sampled=batch.sampled,
-            sequence_weights=rows.sequence_weights,
+            sequence_weights=_sequence_weights(rows),
         )
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
@@ -143,7 +144,8 @@ class Parts:
 
     def normalizers(self, batch: Batch) -> Normalizers:
         """Return the normalizers of a global batch, by part; 1 for a part without units."""
-        labels, sampled = (int(count_label_tokens(mask).sum()) for mask in (batch.label_mask, batch.sampled_mask))
+        masks = label_mask(batch), sampled_mask(batch.student.loss_mask, batch.sampled)
+        labels, sampled = (int(count_label_tokens(mask).sum()) for mask in masks)
         return Normalizers(labels or 1, tuple(divisor.value for divisor in self.divisors(batch)), sampled or 1)
 
     def plan(
@@ -176,6 +178,13 @@ class Parts:
         own = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
         overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
         return [own, *(plan for plans in overlaps for plan in plans)]
+
+
+def _sequence_weights(rows: TeacherRows) -> Tensor | None:
+    """Return what the units of each sequence are multiplied by, float32 [B]; None for 1."""
+    if rows.weights is None or rows.rollout_weights is None:
+        return rows.rollout_weights if rows.weights is None else rows.weights
+    return planned(lambda own, among_samples: [own * among_samples], rows.weights, rows.rollout_weights)[0]
 
 
 def _sum_where(values: Sequence[float], kinds: Sequence[str], wanted: str) -> float:

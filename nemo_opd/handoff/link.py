@@ -1,8 +1,10 @@
 """Between nodes: tensors sent from a teacher's ranks to the student's by torch.distributed.
 
 Communicates point to point, over NCCL on GPUs and gloo on CPUs, in a separate world for each teacher: the student's
-ranks first, then the teacher's. Sender and receiver each name the same tensors in the same order, and wait until all
-tensors of a call are transferred. The two worlds that workers compute in are not involved.
+ranks first, then the teacher's. NCCL gets all tensors of a call as one batch over the communicator of that world; one
+at a time, it would make a communicator for each pair of ranks. Sender and receiver each name the same tensors in the
+same order, and wait until all tensors of a call are transferred. The two worlds that workers compute in are not
+involved.
 """
 
 from __future__ import annotations
@@ -55,21 +57,24 @@ class Link:
         Raises RuntimeError where the other side is gone.
         """
         assert self._group is not None
-        # All are started before any is waited for, so that no order of pairs can deadlock.
-        parts = [(_flat_bytes(tensor.to(self._device)), rank) for tensor, rank in tensors if tensor.numel()]
-        self._wait([self._group.send([part], rank, 0) for part, rank in parts])
+        self._transfer(self._group.send, [(tensor.to(self._device), rank) for tensor, rank in tensors], first=0)
 
     def receive(self, tensors: Sequence[tuple[Tensor, int]]) -> None:
         """Fill contiguous tensors, each from a teacher rank. Raises RuntimeError where the other side is gone."""
         assert self._group is not None
-        first = self._num_students
-        self._wait(
-            [self._group.recv([_flat_bytes(tensor)], first + rank, 0) for tensor, rank in tensors if tensor.numel()]
-        )
+        self._transfer(self._group.recv, tensors, first=self._num_students)
 
-    def _wait(self, works: Sequence[dist.Work]) -> None:
-        for work in works:
-            work.wait()
+    def _transfer(self, start: _Start, tensors: Sequence[tuple[Tensor, int]], *, first: int) -> None:
+        """Transfer tensors to or from the ranks of one side, which count from `first` on."""
+        assert self._group is not None
+        coalesces = self._group.supports_coalescing
+        if coalesces:
+            self._group._start_coalescing()
+        # All are started before any is waited for, so that no order of pairs can deadlock.
+        works = [start([_flat_bytes(tensor)], first + rank, 0) for tensor, rank in tensors if tensor.numel()]
+        for work in [self._group._end_coalescing()] if coalesces else works:
+            if work is not None:
+                work.wait()
         if self._device == "cuda":
             torch.cuda.synchronize()
 
@@ -110,12 +115,26 @@ class StudentLinks:
                 link.close()
 
 
+class _Start(Protocol):
+    """`send` or `recv` of a backend."""
+
+    def __call__(self, tensors: list[Tensor], rank: int, tag: int, /) -> dist.Work: ...
+
+
 class _Backend(Protocol):
     """Methods of torch.distributed's backends that its stubs omit."""
+
+    supports_coalescing: bool
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> dist.Work: ...
+
+    def eager_connect_single_device(self, device: torch.device, /) -> None: ...
+
+    def _start_coalescing(self) -> None: ...
+
+    def _end_coalescing(self) -> dist.Work | None: ...
 
     def abort(self) -> None: ...
 
@@ -127,7 +146,10 @@ def _new_backend(store: dist.Store, rank: int, size: int, device: str, timeout_s
         return cast("_Backend", dist.ProcessGroupGloo(store, rank, size, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    return cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+    made = cast("_Backend", dist.ProcessGroupNCCL(store, rank, size, options))
+    # All ranks must take part in making the communicator, but not in each transfer.
+    made.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
+    return made
 
 
 def _flat_bytes(tensor: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ The head is planned as an output of one row, which every data- and context-paral
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,25 +34,9 @@ class Sides:
                 f"{len(self.teacher_places)} places; give each rank one"
             )
 
-    def distance(self, student_rank: int, teacher_rank: int) -> int:
-        """Return 0 for one device, 1 for one node, 2 for two nodes."""
-        student, teacher = self.student_places[student_rank], self.teacher_places[teacher_rank]
-        if student.node != teacher.node:
-            return 2
-        return 0 if student.device == teacher.device else 1
-
     def crosses(self, student_rank: int, teacher_rank: int) -> bool:
         """Return whether the ranks are on different nodes."""
-        return self.distance(student_rank, teacher_rank) == 2
-
-    def nearest(self, student_rank: int, replicas: Sequence[Shard]) -> Shard:
-        """Return the replica on the same device, else the one with the lowest rank on the same node.
-
-        For replicas on other nodes the student's ranks take turns, so that they do not all load one rank's network.
-        """
-        least = min(self.distance(student_rank, shard.rank) for shard in replicas)
-        near = sorted((s for s in replicas if self.distance(student_rank, s.rank) == least), key=lambda s: s.rank)
-        return near[student_rank % len(near)] if least == 2 else near[0]
+        return self.student_places[student_rank].node != self.teacher_places[teacher_rank].node
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +111,57 @@ def head_pieces(sides: Sides, columns: Sequence[range]) -> list[list[Piece]]:
 
 
 def _pieces(sides: Sides, shards: Sequence[Shard], windows: Sequence[range]) -> list[list[Piece]]:
-    """Return the pieces of each student rank's window, which are read from the nearest replica of each shard."""
+    """Return the pieces of each student rank's window, which are read from the nearest replica of each shard.
+
+    Shards have disjoint rows or the same. Takes time in proportion to the ranks and the pieces.
+    """
     # Hidden states are replicated over tp and cp, logits over cp, a head's shard over dp and cp.
-    replicas: dict[tuple[range, range], list[Shard]] = defaultdict(list)
+    ranks: dict[tuple[range, range], list[int]] = defaultdict(list)
     for shard in shards:
         if shard.columns:
-            replicas[shard.rows, shard.columns].append(shard)
-    in_order = sorted(replicas, key=lambda key: (key[0].start, key[1].start))
+            ranks[shard.rows, shard.columns].append(shard.rank)
+    in_order = sorted(ranks, key=lambda key: (key[0].start, key[0].stop, key[1].start))
+    replicas = [_Replicas.of(ranks[key], sides.teacher_places) for key in in_order]
+    ends = [rows.stop for rows, _ in in_order]
     pieces: list[list[Piece]] = []
     for student_rank, window in enumerate(windows):
         pieces.append([])
-        for rows, columns in in_order:
-            if shared := overlap(rows, window):
-                rank = sides.nearest(student_rank, replicas[rows, columns]).rank
-                pieces[-1].append(Piece(rank, _shifted(shared, -rows.start), _shifted(shared, -window.start), columns))
+        for i in range(bisect_right(ends, window.start), len(in_order)):
+            rows, columns = in_order[i]
+            if rows.start >= window.stop:
+                break
+            shared = overlap(rows, window)
+            rank = replicas[i].nearest(student_rank, sides.student_places[student_rank])
+            pieces[-1].append(Piece(rank, _shifted(shared, -rows.start), _shifted(shared, -window.start), columns))
     return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class _Replicas:
+    """Ranks of the teacher that hold the same shard, by place."""
+
+    ranks: tuple[int, ...]
+    by_device: dict[Place, int]
+    """Lowest rank on each device."""
+    by_node: dict[int, int]
+    """Lowest rank on each node."""
+
+    @staticmethod
+    def of(ranks: Sequence[int], places: Sequence[Place]) -> _Replicas:
+        falling = sorted(ranks, reverse=True)
+        return _Replicas(
+            tuple(reversed(falling)),
+            {places[rank]: rank for rank in falling},
+            {places[rank].node: rank for rank in falling},
+        )
+
+    def nearest(self, student_rank: int, place: Place) -> int:
+        """Return the replica on the same device, else the one with the lowest rank on the same node.
+
+        For replicas on other nodes the student's ranks take turns, so that they do not all load one rank's network.
+        """
+        on_node = self.by_device.get(place, self.by_node.get(place.node))
+        return self.ranks[student_rank % len(self.ranks)] if on_node is None else on_node
 
 
 def reading_ranks(pieces: Sequence[Sequence[Piece]], num_teacher_ranks: int) -> list[tuple[int, ...]]:

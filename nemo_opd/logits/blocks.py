@@ -66,7 +66,9 @@ def blocks(source: LogitRows, terms: Sequence[Term]) -> Iterator[Block]:
     for first in range(0, len(found), processes):
         at_once = found[first : first + processes]
         own = at_once[index] if index < len(at_once) else Block(rows[:0], (_nothing_from(terms),), overlaps=False)
+        source.begin([block.rows for block in at_once] + [rows[:0]] * (processes - len(at_once)))
         yield _among(own, at_once)
+    source.begin(())
 
 
 def unit_parts(source: LogitRows, cells: Sequence[int], chunk_size: int | None = None) -> list[slice]:

@@ -79,6 +79,10 @@ class PackedLogits(TrainableRows):
     def read(self, rows: Tensor, width: int) -> Tensor:
         return self.source.read(self._places[rows], width)
 
+    def begin(self, rows: Sequence[Tensor]) -> None:
+        if self.share != (0, 1):
+            self.source.begin([self._places[each] for each in rows])
+
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         return self.source.reduce(tensor, op)
 

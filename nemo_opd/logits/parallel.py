@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -17,18 +20,29 @@ class VocabParallelLogits(TrainableRows):
     its own.
     """
 
-    def __init__(self, local: TensorLogits | HeadLogits, group: dist.ProcessGroup) -> None:
-        """Take this rank's columns. local: consecutive, in rank order; their number may differ. Collective."""
+    def __init__(self, local: TensorLogits | HeadLogits, shards: VocabularyShards) -> None:
+        """Take this rank's columns. local: those of its shard."""
         self.local = local
         self.leaves = local.leaves
         self.device, self.dtype, self.is_product = local.device, local.dtype, local.is_product
-        self.shards = VocabularyShards(group, local.shape[2], local.device)
+        self.shards = shards
         self.shape = (*local.shape[:2], sum(self.shards.num_columns))
         self.share = (self.shards.rank, self.shards.num_ranks)
+        self._announced: tuple[Tensor, list[int]] | None = None
+
+    def begin(self, rows: Sequence[Tensor]) -> None:
+        self._announced = (torch.cat(list(rows)), [len(each) for each in rows]) if rows else None
+
+    def of_all(self, rows: Tensor) -> tuple[Tensor, list[int]]:
+        """Return the rows of every rank in rank order, and their counts. Communicates where they are not announced."""
+        if self._announced is None:
+            return self.shards.gather_rows(rows)
+        assert self._announced[1][self.shards.rank] == len(rows)
+        return self._announced
 
     def read(self, rows: Tensor, width: int) -> Tensor:
         widths = self.shards.widths(width)
-        every, counts = self.shards.gather_rows(rows)
+        every, counts = self.of_all(rows)
         return self.shards.to_rows(self.local.read(every, widths[self.shards.rank]), counts, widths)
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -45,7 +59,7 @@ class _VocabParallelGradients(Gradients):
 
     def add(self, rows: Tensor, gradient: Tensor, *, onto: bool) -> None:
         shards = self._source.shards
-        every, counts = shards.gather_rows(rows)
+        every, counts = self._source.of_all(rows)
         gradient = gradient.to(self.dtype)
         self._local.add(every, shards.to_columns(gradient, counts, shards.widths(gradient.shape[1])), onto=onto)
 
@@ -69,6 +83,11 @@ class ContextParallelLogits(TrainableRows):
         self.device, self.dtype, self.is_product = every.device, every.dtype, every.is_product
         index, processes = every.share
         self.share = (dist.get_rank(group) * processes + index, dist.get_world_size(group) * processes)
+
+    def begin(self, rows: Sequence[Tensor]) -> None:
+        _, processes = self.every.share
+        first = dist.get_rank(self.group) * processes
+        self.every.begin(rows[first : first + processes])
 
     def read(self, rows: Tensor, width: int) -> Tensor:
         return self.every.read(rows, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,12 @@ class LogitRows(ABC):
         """Read the leading `width` columns of rows [R] → [R, width], without a graph; maybe a view, not to be written.
 
         With a `share`, every process calls it equally often, each for rows of its own.
+        """
+
+    def begin(self, rows: Sequence[Tensor]) -> None:  # noqa: B027  most need not know
+        """Announce the rows [R] that each process of the share reads and adds to next; none: what comes is not known.
+
+        With a `share`, processes that know them need not tell each other.
         """
 
     def reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
@@ -137,7 +144,7 @@ class _TensorGradients(Gradients):
         width = gradient.shape[1]
         columns = self._rows.narrow(1, 0, width)
         if onto:
-            self._rows.index_fill_(0, rows[~self._is_put[rows]], 0)
+            self._zero_what_is_not_put(rows)
             columns.index_add_(0, rows, gradient.to(self._sum.dtype))
         else:
             columns.index_copy_(0, rows, gradient.to(self._sum.dtype))
@@ -147,8 +154,18 @@ class _TensorGradients(Gradients):
     def pull_back(self, logits: Tensor, gradient: Tensor) -> Tensor:
         return gradient
 
+    def _zero_what_is_not_put(self, rows: Tensor) -> None:
+        if rows.device.type == "cpu":
+            self._rows.index_fill_(0, rows[~self._is_put[rows]], 0)
+        else:  # Their number is in their values, for which the host would wait.
+            is_missing = ~self._is_put[rows].unsqueeze(1)
+            self._rows.index_copy_(0, rows, self._rows.index_select(0, rows).masked_fill_(is_missing, 0))
+
     def sums(self) -> tuple[Tensor, ...]:
-        self._rows.index_fill_(0, (~self._is_put).nonzero().squeeze(1), 0)
+        if self._rows.device.type == "cpu":
+            self._rows.index_fill_(0, (~self._is_put).nonzero().squeeze(1), 0)
+        else:
+            self._rows.masked_fill_(~self._is_put.unsqueeze(1), 0)
         return (self._sum,)
 
 

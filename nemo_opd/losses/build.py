@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.config.loss import FunctionTerm, LossTerm, Objective, StrictTerm, TCADTerm
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -20,7 +21,7 @@ from nemo_opd.losses.function import check_function, chunk_function, token_funct
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
 from nemo_opd.losses.p_kl import p_kl
-from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens
+from nemo_opd.losses.reduction import ChunkUnits, count_chunks, count_label_tokens, sampled_mask
 from nemo_opd.losses.same_vocab import same_vocab
 from nemo_opd.losses.sampled_chunk_kl import sampled_chunk_kl
 from nemo_opd.losses.sampled_kl import sampled_kl
@@ -140,8 +141,8 @@ def _scored_tokens_with_ids(
 
 
 def _sampled_tokens(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
-    is_sampled, logprobs = _of_samples(student, sampled)
-    return {"ids": student.ids, "mask": student.loss_mask & is_sampled, **logprobs}
+    mask = sampled_mask(student.loss_mask, sampled)
+    return {"ids": student.ids, "mask": mask, **_logprobs(student, sampled)}
 
 
 def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
@@ -158,18 +159,27 @@ def _aligned_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sample
 
 
 def _sampled_chunks(type_: str, student: TokenRows, teacher: TeacherRows, sampled: SampledRows | None) -> Arguments:
-    is_sampled, logprobs = _of_samples(student, sampled)
-    aligned = _aligned_chunks(type_, student, teacher, sampled)
-    chunks = aligned["student_chunk_id"].where(is_sampled, -1)
-    return aligned | {"student_chunk_id": chunks, "mask": student.loss_mask & is_sampled, **logprobs}
+    aligned, mask = _aligned_chunks(type_, student, teacher, sampled), sampled_mask(student.loss_mask, sampled)
+    return aligned | {
+        "student_chunk_id": _where_sampled(aligned["student_chunk_id"], sampled),
+        "mask": mask,
+        **_logprobs(student, sampled),
+    }
 
 
-def _of_samples(student: TokenRows, sampled: SampledRows | None) -> tuple[Tensor, Arguments]:
-    """Which sequences were sampled, bool [B, 1], and what the engine said of them. None of those of validation were."""
+def _where_sampled(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
+    """Return chunk ids [B, S] of what the student sampled, −1 elsewhere."""
     if sampled is None:
-        return torch.zeros_like(student.loss_mask[:, :1]), {}
+        return planned(lambda chunks: [torch.full_like(chunks, -1)], chunks)[0]
+    return planned(lambda chunks, own: [chunks.where(own.unsqueeze(1), -1)], chunks, sampled.is_sampled)[0]
+
+
+def _logprobs(student: TokenRows, sampled: SampledRows | None) -> Arguments:
+    """Return what the engine said of the samples; of validation it said nothing."""
+    if sampled is None:
+        return {}
     width = student.ids.shape[1]
-    return sampled.is_sampled.unsqueeze(1), {
+    return {
         "logprobs": sampled.logprobs[:, :width],
         "behaviour_logprobs": sampled.behaviour_logprobs[:, :width],
     }

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import TrainableRows
@@ -58,8 +59,14 @@ class Importance:
             return None
         rows = label_rows(mask)
         targets = ids.flatten().index_select(0, rows + 1).long()
-        sequences, num_sequences = rows // mask.shape[1], len(ids)
-        student_rows = sequences * student.shape[1] + rows % mask.shape[1]
+        width, num_sequences = mask.shape[1], len(ids)
+
+        def of_rows(rows: Tensor) -> list[Tensor]:
+            sequences = rows // width
+            return [sequences, torch.bincount(sequences, minlength=num_sequences) > 0]
+
+        sequences, is_sampled = planned(of_rows, rows)
+        student_rows = sequences * student.shape[1] + rows % width
         own = _log_likelihoods(student, student_rows, targets, vocab_size)
         weights = own - behaviour.flatten().index_select(0, rows + 1)
         smallest = weights.new_full((num_sequences,), math.inf).scatter_reduce(0, sequences, weights, "amin")
@@ -67,7 +74,7 @@ class Importance:
         return SequenceImportance(
             weights.new_zeros(num_sequences).index_add(0, sequences, weights),
             is_vetoed,
-            torch.bincount(sequences, minlength=num_sequences) > 0,
+            is_sampled,
         )
 
     def applied(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.losses.arguments import check_same_length
+from nemo_opd.types import Batch, SampledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,24 @@ class ChunkUnits:
 
         fields = (self.student_rows, self.teacher_rows, self.student_lengths, self.teacher_lengths)
         return ChunkUnits(*planned(selected, kept, *fields))
+
+
+def sampled_mask(mask: Tensor, sampled: SampledRows | None) -> Tensor:
+    """Return bool [B, S]: tokens of a mask that the student sampled, as `planned`. Nothing of validation was."""
+    if sampled is None:
+        return planned(lambda mask: [torch.zeros_like(mask)], mask)[0]
+    return planned(lambda mask, is_sampled: [mask & is_sampled.unsqueeze(1)], mask, sampled.is_sampled)[0]
+
+
+def label_mask(batch: Batch) -> Tensor:
+    """Return bool [B, S]: scored tokens to be learned from as they are, as `planned`.
+
+    One's own samples say nothing to cross-entropy.
+    """
+    mask = batch.student.loss_mask
+    if batch.sampled is None:
+        return mask
+    return planned(lambda mask, is_sampled: [mask & ~is_sampled.unsqueeze(1)], mask, batch.sampled.is_sampled)[0]
 
 
 def count_label_tokens(mask: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.clipped_ratio import LARGEST_LOG_RATIO
-from nemo_opd.losses.reduction import label_rows
+from nemo_opd.losses.reduction import label_rows, sampled_mask
 from nemo_opd.types import Max, Mean, Metric, SampledRows, TokenRows
 
 LIVE_COPIES = 4
@@ -36,7 +36,7 @@ def plan_rollout_statistics(
     student = trainable_rows(student_logits)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask, logprobs=sampled.logprobs)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
-    rows = label_rows(tokens.loss_mask & sampled.is_sampled.unsqueeze(1))
+    rows = label_rows(sampled_mask(tokens.loss_mask, sampled))
     targets = tokens.ids.flatten().index_select(0, rows + 1).long()
     of_engine = sampled.logprobs.flatten().index_select(0, rows + 1)
     num_bytes = tokens.num_bytes.flatten().index_select(0, rows + 1)

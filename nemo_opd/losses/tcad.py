@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
@@ -121,9 +122,14 @@ class _SequenceMeans:
 
     @staticmethod
     def of(places: LabelPositions, mask: Tensor, sequence_weights: Tensor | None) -> _SequenceMeans:
-        tokens = torch.bincount(places.sequences, minlength=len(mask))
-        given = torch.ones_like(tokens) if sequence_weights is None else sequence_weights
-        return _SequenceMeans(given.double() * (tokens > 0), tokens)
+
+        def means(sequences: Tensor, *given: Tensor) -> list[Tensor]:
+            tokens = torch.bincount(sequences, minlength=len(mask))
+            weights = (tokens > 0).double()
+            return [weights * given[0] if given else weights, tokens]
+
+        given = () if sequence_weights is None else (sequence_weights,)
+        return _SequenceMeans(*planned(means, places.sequences, *given))
 
     def of_tokens(self, places: LabelPositions) -> Tensor:
         """Return w_b / tokens of b for each token: [U]."""

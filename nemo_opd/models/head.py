@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, tensor_axis
 from nemo_opd.distributed.shards import local
+from nemo_opd.distributed.vocab_parallel import VocabularyShards
 from nemo_opd.errors import ModelError
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.packed import PackedLogits, Packing
@@ -57,6 +58,7 @@ class _LogitSource(ABC):
         """width: columns of the whole head. mesh, parallelism: those that the model was cut with."""
         self._model: Any = model
         self._tensor, self._context = (None, None) if mesh is None else (tensor_axis(mesh), context_axis(mesh))
+        self._shards: VocabularyShards | None = None
         self._ring = None if self._context is None else RingAttention(self._context)
         self._multiple = 1 if self._ring is None else self._ring.multiple
         if parallelism is not None and parallelism.sequence_parallel:
@@ -120,7 +122,9 @@ class _LogitSource(ABC):
         """
         source: TrainableRows = made
         if self._tensor is not None:
-            source = VocabParallelLogits(made, self._tensor.get_group())
+            if self._shards is None:
+                self._shards = VocabularyShards(self._tensor.get_group(), made.shape[2], made.device)
+            source = VocabParallelLogits(made, self._shards)
         if self._context is not None:
             source = ContextParallelLogits(source, self._context.get_group())
         return PackedLogits(source, packing.places, self.block_bytes)

@@ -33,6 +33,7 @@ from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.fused import compiling
 from nemo_opd.losses.policy_gradient import grpo
+from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.lora import Adapters
@@ -257,7 +258,7 @@ class StudentWorker:
             ce = cross_entropy.plan(
                 logits,
                 batch.student.ids,
-                mask=batch.label_mask,
+                mask=label_mask(batch),
                 normalizer=step.normalizers.ce,
                 vocab_size=self.vocab_size,
             )
@@ -277,7 +278,7 @@ class StudentWorker:
         policy = grpo.plan(
             logits,
             ids=batch.student.ids,
-            mask=batch.sampled_mask,
+            mask=sampled_mask(batch.student.loss_mask, sampled),
             logprobs=sampled.logprobs,
             behaviour_logprobs=sampled.behaviour_logprobs,
             advantages=sampled.advantages,

@@ -19,6 +19,7 @@ from nemo_opd.aggregation.weighted_sum import weighted
 from nemo_opd.data.collate import only_chosen, shards
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.planned import compute_together
+from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.rows import pad_rows
@@ -96,8 +97,8 @@ def test_what_is_known_of_samples_follows_its_rows() -> None:
     assert moved(first.rows(1, 2), "cpu").sampled.behaviour_logprobs.tolist() == [[-2.5, -3.0]]
     for logprobs in (second.sampled.logprobs, second.sampled.behaviour_logprobs):
         assert logprobs.untyped_storage().nbytes() == 8 * 4
-    assert second.sampled_mask.sum() == 3
-    assert first.label_mask.sum() == 1
+    assert sampled_mask(second.student.loss_mask, second.sampled).sum() == 3
+    assert label_mask(first).sum() == 1
 
 
 def test_units_of_rollouts_count_by_their_weight(tiny: Tiny) -> None:

@@ -15,6 +15,7 @@ from nemo_opd.cluster.rank import Failure
 from nemo_opd.distributed import process_group
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.errors import HandoffError
+from nemo_opd.handoff import link as link_module
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle, Message
 from nemo_opd.handoff.link import Link, Rendezvous, StudentLinks
@@ -131,6 +132,44 @@ def test_a_tensor_without_elements_need_not_be_sent(both: Ends) -> None:
     links.receive([(), [handle]])
     assert teacher.pipe.recv() == "sent"
     assert receiver.tensor(handle).shape == (0, 7)
+
+
+class Coalescing:
+    """A backend such as NCCL's, which notes what it is given."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+
+    def send(self, _: list[torch.Tensor], rank: int, __: int) -> None:
+        self.calls.append(("send", rank))
+
+    def recv(self, _: list[torch.Tensor], rank: int, __: int) -> None:
+        self.calls.append(("recv", rank))
+
+    def _start_coalescing(self) -> None:
+        self.calls.append(("start", -1))
+
+    def _end_coalescing(self) -> None:
+        self.calls.append(("end", -1))
+
+    def abort(self) -> None: ...
+
+
+def test_nccl_gets_one_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: each pair of ranks makes a communicator, for which both must wait in the middle of a step."""
+    backend = Coalescing()
+    monkeypatch.setattr(link_module, "connect_store", lambda *_: dist.HashStore())
+    monkeypatch.setattr(link_module, "_new_backend", lambda *_: backend)
+    rendezvous = Rendezvous("127.0.0.1", 0, num_students=4, num_teachers=2, timeout_s=1)
+    one, none = torch.ones(1), torch.ones(0)
+
+    Link(rendezvous, "cpu", teacher=1).send([(one, 2), (none, 1), (one, 0)])
+    Link(rendezvous, "cpu", student=3).receive([(one, 1), (one, 1)])
+
+    sent = [("start", -1), ("send", 2), ("send", 0), ("end", -1)]
+    assert backend.calls == [*sent, ("start", -1), ("recv", 5), ("recv", 5), ("end", -1)]
 
 
 @pytest.mark.parametrize("both", [("cpu", "shared_memory")], indirect=True)

@@ -1,6 +1,9 @@
 """Which rows of which buffers a student rank reads."""
 
 import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +121,38 @@ def test_rows_that_cannot_be_cut_are_refused() -> None:
 def test_every_rank_needs_a_place() -> None:
     with pytest.raises(ConfigError, match="2 student and 1 teacher ranks"):
         Sides(Layout(2), Layout(1), (Place(0, 0),), (Place(0, 0),))
+
+
+@pytest.mark.parametrize("layout", [lambda n: Layout(n), lambda n: Layout(n // 8, 1, 8)], ids=["dp", "tp 8"])
+def test_twice_the_ranks_are_twice_the_work(layout: Callable[[int], Layout]) -> None:
+    """Bug: each rank of the student looks through all ranks of the teacher, in every step."""
+
+    def plan(num_ranks: int) -> None:
+        sides = colocated(Layout(num_ranks), layout(num_ranks), ranks_per_node=8)
+        lengths, columns = [7] * 2 * num_ranks, vocabulary_columns(1024, sides.teacher.tp)
+        for widths in (columns, [range(5)] * sides.teacher.tp):
+            output_pieces(sides, output_shards(sides.teacher, lengths, widths), lengths)
+        reading_ranks(head_pieces(sides, columns), num_ranks)
+
+    assert lines_of(plan, 512) < 2.2 * lines_of(plan, 256)
+
+
+def lines_of(function: Callable[[int], None], argument: int) -> int:
+    """Count the lines that are executed; one of a comprehension counts once an item."""
+    count = 0
+
+    def note(_: object, event: str, __: object) -> Any:
+        nonlocal count
+        count += event == "line"
+        return note
+
+    before = sys.gettrace()
+    sys.settrace(note)
+    try:
+        function(argument)
+    finally:
+        sys.settrace(before)
+    return count
 
 
 @given(vocab_size=st.integers(1, 40), tp=st.integers(1, 9))

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.logits import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.logits import Head, HeadLogits
+from tests.vocab_parallel import vocab_parallel
 
 from .head_draws import Draw, Exact, gradient_bound, value_bound
 
@@ -52,7 +53,7 @@ def excess_on_rank(seed: int, rank: int) -> float:
     weight = whole.weight.detach()[own].clone().requires_grad_()
     bias = None if whole.bias is None else whole.bias.detach()[own].clone().requires_grad_()
     head = Head(weight, bias, whole.scale, whole.soft_cap)
-    loss = draw.loss(VocabParallelLogits(HeadLogits(hidden, head), group), draw.teacher)
+    loss = draw.loss(vocab_parallel(HeadLogits(hidden, head), group), draw.teacher)
     loss.backward()
     shares = [abs(loss.item() - exact.loss.item()) / value_bound(draw, exact)]
     of_hidden, *of_rest = exact.gradients

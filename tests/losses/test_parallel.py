@@ -11,11 +11,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from nemo_opd.logits import Head, HeadLogits, VocabParallelLogits
+from nemo_opd.logits import Head, HeadLogits
 from nemo_opd.logits.parallel import ContextParallelLogits
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.losses import sampled_chunk_kl, sampled_kl
 from nemo_opd.types import LossOutput
+from tests.vocab_parallel import vocab_parallel
 
 from .cases import LOSSES, Batch, Case, random_logits
 
@@ -59,8 +60,8 @@ def found_with(kind: str, case: Case, batch: Batch, rank: int) -> tuple[Tensor, 
         batch = batch.widened(17, 4)
     student, teacher = shard(batch.student, rank), batch.teacher
     if kind == "logits of both sides":
-        teacher = VocabParallelLogits(TensorLogits(shard(batch.teacher, rank).detach()), group)
-    sources = batch.with_logits(VocabParallelLogits(TensorLogits(student), group), teacher)
+        teacher = vocab_parallel(TensorLogits(shard(batch.teacher, rank).detach()), group)
+    sources = batch.with_logits(vocab_parallel(TensorLogits(student), group), teacher)
     loss = case.run(sources, chunk_size=2, **sizes).loss
     _, whole = case.value_and_gradient(batch, **sizes)
     return loss.detach(), [torch.autograd.grad(loss, student)[0]], [whole[..., cut(whole.shape[-1], rank)]]
@@ -75,7 +76,7 @@ def _with_heads(
     weight = random_logits(1, batch.student.shape[2], 4, 8, 1.0)[0]
     options: dict[str, Any] = {"scale": 0.5, "soft_cap": 3.0}
     own = weight[cut(len(weight), rank)].clone().requires_grad_()
-    sources = batch.with_logits(VocabParallelLogits(HeadLogits(hidden, Head(own, **options)), group))
+    sources = batch.with_logits(vocab_parallel(HeadLogits(hidden, Head(own, **options)), group))
     loss = case.run(sources, **sizes).loss
     whole_weight = weight.clone().requires_grad_()
     whole = case.run(batch.with_logits(HeadLogits(hidden, Head(whole_weight, **options))), **sizes).loss
@@ -106,7 +107,7 @@ def metric_with(case: Case, batch: Batch, rank: int) -> tuple[float, float]:
     group = dist.group.WORLD
     assert group is not None
     sizes = {"student_vocab_size": batch.student.shape[2], "teacher_vocab_size": batch.teacher.shape[2]}
-    sharded = batch.with_logits(VocabParallelLogits(TensorLogits(shard(batch.student, rank)), group))
+    sharded = batch.with_logits(vocab_parallel(TensorLogits(shard(batch.student, rank)), group))
     found, whole = (case.run(own, chunk_size=2, **sizes).metrics["kd"] for own in (sharded, batch))
     return found.value(), whole.value()
 

@@ -22,7 +22,6 @@ from nemo_opd.logits import (
     Head,
     HeadLogits,
     TensorLogits,
-    VocabParallelLogits,
     blocks,
     compute_together,
 )
@@ -31,6 +30,7 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.losses import alm, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
 from nemo_opd.losses.overlap import plan_overlap
+from tests.vocab_parallel import vocab_parallel
 
 from .cases import ALL_LOSSES, Batch, Case, identity, random_logits
 from .test_parallel import largest_error
@@ -138,7 +138,7 @@ def largest_difference(plan: Plan, kind: str, rank: int, budget: int = BUDGET) -
     student, teachers, leaves = made(
         kind,
         shard,
-        lambda local: ContextParallelLogits(local, group) if kind == "context" else VocabParallelLogits(local, group),
+        lambda local: ContextParallelLogits(local, group) if kind == "context" else vocab_parallel(local, group),
     )
     blocks.CPU_BLOCK_BYTES = budget
     out = compute_together(plan(student, teachers))

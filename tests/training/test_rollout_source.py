@@ -14,6 +14,7 @@ from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample, TeacherSample, Tokens
 from nemo_opd.errors import CheckpointError, RolloutError
+from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.training.rollout_source import RolloutSource, RolloutSteps
 from tests.config.settings import on_policy
 
@@ -104,8 +105,8 @@ def test_rows_carry_what_the_engine_said() -> None:
     assert batch.sampled.is_sampled.all()
     assert batch.sampled.logprobs.tolist() == [[0, 0, -0.5 - i % N, -0.5 - i % N] for i in range(4 * N)]
     assert batch.sampled.behaviour_logprobs.tolist() == [[0, 0, -0.25, -0.25]] * 4 * N
-    assert torch.equal(batch.sampled_mask, batch.student.loss_mask)
-    assert not batch.label_mask.any()
+    assert torch.equal(sampled_mask(batch.student.loss_mask, batch.sampled), batch.student.loss_mask)
+    assert not label_mask(batch).any()
 
 
 def test_the_engine_follows_every_step() -> None:
@@ -185,7 +186,7 @@ def test_a_share_comes_from_the_dataset() -> None:
     assert batch.sampled is not None
     assert batch.sampled.is_sampled.tolist() == [True] * 2 * N + [False] * 2
     assert len(batch.sampled.prompts.unique()) == 4
-    assert batch.label_mask.any(1).tolist() == [False] * 2 * N + [True] * 2
+    assert label_mask(batch).any(1).tolist() == [False] * 2 * N + [True] * 2
 
 
 def test_rewards_become_advantages_and_weights() -> None:

@@ -1,6 +1,7 @@
 """Training steps on the pretended GPU, as a program: prints what the third step asks for, as JSON.
 
 uv run python -m tests.workers.counted [settings]
+uv run python -m tests.workers.counted on-policy tcad grpo
 """
 
 import json
@@ -22,8 +23,11 @@ from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.distributed import process_group
 from nemo_opd.handoff.base import Receiver, Sender
 from nemo_opd.training.models import Models
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch
 from tests.pretend_gpu import NAME, OnDevice, counted
 from tests.tiny import make_tiny
+from tests.workers import on_policy
 from tests.workers.local import first_batches, plan_of
 
 STEPS = 3
@@ -58,23 +62,45 @@ def on_the_device() -> Iterator[None]:
         yield
 
 
-def main(settings: list[str]) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder, on_the_device(), counted() as work:
+def off_policy(settings: list[str]) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
         plan = plan_of(make_tiny(Path(folder)).overrides(*settings))
-        batches = first_batches(plan, STEPS)
-        plan = replace(plan, device=NAME)
-        with (
-            LocalCluster(plan.config.cluster, device="cpu", placement=plan.placement) as cluster,
-            Models(cluster, plan) as models,
-        ):
-            for batch in batches:
-                work.clear()
-                scored = models.collect(models.submit(batch, ""))
-                of_teachers = work.taken()
-                microbatches = len(models._student_parts(scored)[0][2])
-                models.train_step(scored, 1.0)
-                of_student = work.taken()
-    return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches}
+        return steps(plan, first_batches(plan, STEPS))
+
+
+def on_samples(loss: str) -> dict[str, Any]:
+    """loss: one of `on_policy.LOSSES`."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plan = on_policy.plan(make_tiny(folder), on_policy.write_prompts(folder), *on_policy.LOSSES[loss])
+        plan = on_policy.with_micro(plan, 1)
+        return steps(plan, [on_policy.batch_of(plan, seed) for seed in range(STEPS)])
+
+
+def steps(plan: Plan, batches: list[Batch]) -> dict[str, Any]:
+    """Count the last of some steps: what is made once is made in the first."""
+    plan = replace(plan, device=NAME)
+    with (
+        on_the_device(),
+        counted() as work,
+        LocalCluster(plan.config.cluster, device="cpu", placement=plan.placement) as cluster,
+        Models(cluster, plan) as models,
+    ):
+        for batch in batches:
+            work.clear()
+            scored = models.collect(models.submit(batch, ""))
+            of_teachers = work.taken()
+            microbatches = len(models._student_parts(scored)[0][2])
+            models.train_step(scored, 1.0)
+            of_student = work.taken()
+    tokens = int(batch.student.lengths.sum())
+    return {"teachers": of_teachers, "student": of_student, "microbatches": microbatches, "tokens": tokens}
+
+
+def main(arguments: list[str]) -> dict[str, Any]:
+    if arguments[:1] == ["on-policy"]:
+        return {loss: on_samples(loss) for loss in arguments[1:]}
+    return off_policy(arguments)
 
 
 if __name__ == "__main__":

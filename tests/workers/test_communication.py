@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
@@ -27,11 +28,26 @@ from tests.workers.local import (
 
 pytestmark = pytest.mark.world
 
+COLLECTIVES = {
+    *("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allgather_", "c10d::allreduce_"),
+    *("c10d::alltoall_base_", "_c10d_functional::all_reduce"),
+}
+"""Those of models and losses; the driver's calls scatter, gather and broadcast, and gather sizes from all."""
 KEPT = tuple(f"{model}.parallelism.reshard_after_forward=false" for model in ("student", "teachers.0", "teachers.1"))
 ONCE = ("student.sync_each_micro_batch=false",)
 COPIES = ("cluster.cpu_ranks=2", *(f"+{model}.parallelism.replicas=2" for model in ("student", "teachers.0")))
-OPTIONS = {"default": (), "kept": KEPT, "once": ONCE, "both": (*KEPT, *ONCE), "copies": COPIES}
+TENSOR = ("cluster.cpu_ranks=2", "student.parallelism.tp=2")
+OPTIONS = {
+    "default": (),
+    "kept": KEPT,
+    "once": ONCE,
+    "both": (*KEPT, *ONCE),
+    "copies": COPIES,
+    "tensor": TENSOR,
+}
 MICRO_BATCHES = 4
+BUDGETS = {"default": (4, 13, 306_000), "tensor": (8, 16, 228_000)}
+"""Microbatches of a rank in a step, and for one of them the collectives and the bytes of their tensors."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +67,24 @@ class Result:
     """Number of reduce-scatters in each step."""
     sums: list[int]
     """Number of all-reduces in each step, that of the gradient's norm left out."""
+    sent: Counter[str]
+    """Collectives of the last step by name."""
+    sent_bytes: int
+    """Bytes of their tensors."""
 
 
 class Sent(TorchDispatchMode):
-    """Counts the collectives inside, by their names in torch.ops."""
+    """Counts the collectives inside, by their names in torch.ops, and the bytes of their tensors."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[operator.name().partition(".")[0]] += 1
+        if (name := operator.name().partition(".")[0]) in COLLECTIVES:
+            self.calls[name] += 1
+            self.num_bytes += sum(each.nbytes for each in tree_iter((args, kwargs)) if isinstance(each, Tensor))
         return operator(*args, **(kwargs or {}))
 
 
@@ -76,7 +99,7 @@ def train(job: Job) -> Result:
             sums.append(sent.calls["c10d::allreduce_"])
             # Without an update in between, and with weights that were just updated.
             evaluations.append(evaluate(models, batch))
-        return Result(curve, evaluations, weights(models), gathers, reductions, sums)
+        return Result(curve, evaluations, weights(models), gathers, reductions, sums, sent.calls, sent.num_bytes)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +113,7 @@ def results(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, R
     return dict(zip(OPTIONS, found, strict=True))
 
 
-@pytest.mark.parametrize("name", ["kept", "once", "both", "copies"])
+@pytest.mark.parametrize("name", ["kept", "once", "both", "copies", "tensor"])
 def test_the_same_is_learned(results: dict[str, Result], name: str) -> None:
     """Bugs: weights of before an update, in the next step or in an evaluation; gradients that are lost or doubled."""
     expected, found = results["default"], results[name]
@@ -121,3 +144,12 @@ def test_weights_are_gathered_once_a_step(results: dict[str, Result]) -> None:
     assert kept[1:] == units[1:]
     assert units[0] < kept[0] < results["default"].gathers[0]
     assert results["both"].gathers == kept
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_microbatch_sends_no_more_than_its_budget(results: dict[str, Result], name: str) -> None:
+    """Bugs: counts of rows that all ranks of a tensor-parallel group gather for each block; weights gathered twice."""
+    micro_batches, calls, num_bytes = BUDGETS[name]
+    found = results[name]
+    assert 0.5 * calls < found.sent.total() / micro_batches <= calls, found.sent
+    assert 0.5 * num_bytes < found.sent_bytes / micro_batches <= num_bytes

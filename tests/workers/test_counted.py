@@ -16,26 +16,64 @@ SETTINGS = {
     "strict": ["loss=strict"],
     "weights by sequence": ["aggregation.weights=bits_per_byte"],
     "a sequence a document": ["data.packing=false"],
+    "logits": ["handoff=logits"],
 }
 KERNELS = {
-    "p_kl": 529,
-    "strict": 517,
-    "weights by sequence": 538,
-    "a sequence a document": 493,
+    "p_kl": 506,
+    "strict": 500,
+    "weights by sequence": 514,
+    "a sequence a document": 470,
+    "logits": 506,
 }
 """Of a microbatch of the student, model and optimizer included; budgets, to be lowered with what is saved."""
 
 
+MEGABYTES = {
+    "p_kl": 98,
+    "strict": 82,
+    "weights by sequence": 98,
+    "a sequence a document": 103,
+    "logits": 110,
+}
+"""Read and written by the student's kernels for 1,000 tokens, likewise."""
+ON_SAMPLES = {"tcad": (18, 711), "sampled_kl, sequences": (26, 947), "grpo": (24, 791)}
+"""Copies and kernels of a microbatch of samples, as budgets."""
+
+
 @pytest.fixture(scope="module", params=SETTINGS)
 def counted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.workers.counted", *SETTINGS[request.param]]
+    return request.param, program(*SETTINGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def on_samples() -> dict[str, Any]:
+    return program("on-policy", *ON_SAMPLES)
+
+
+def program(*arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.workers.counted", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
-    return request.param, json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
 
 
 def test_the_host_waits_for_metrics_once_a_step(counted: tuple[str, dict[str, Any]]) -> None:
     _, found = counted
+    assert_waits_once(found)
+
+
+@pytest.mark.parametrize("loss", ON_SAMPLES)
+def test_the_host_knows_what_was_sampled(on_samples: dict[str, Any], loss: str) -> None:
+    """Bugs: masks of samples, or numbers of tokens, that are made on the device; maxima that are compared there."""
+    found, (copies, kernels) = on_samples[loss], ON_SAMPLES[loss]
+    assert_waits_once(found)
+    assert all("distributed/transfer.py" in place for place in found["student"]["copies"])
+    assert sum(found["student"]["copies"].values()) <= copies * found["microbatches"]
+    assert 0.5 * kernels < found["student"]["kernels"] / found["microbatches"] <= kernels
+
+
+def assert_waits_once(found: dict[str, Any]) -> None:
     assert found["microbatches"] > 1
     ((place, number),) = found["student"]["waits"].items()
     assert "workers/student.py" in place
@@ -53,6 +91,13 @@ def test_a_microbatch_has_no_more_kernels_than_its_budget(counted: tuple[str, di
     name, found = counted
     kernels = found["student"]["kernels"] / found["microbatches"]
     assert 0.5 * KERNELS[name] < kernels <= KERNELS[name]
+
+
+def test_tokens_have_no_more_bytes_than_their_budget(counted: tuple[str, dict[str, Any]]) -> None:
+    """Bug: another pass over rows of logits, or a copy of them."""
+    name, found = counted
+    megabytes = found["student"]["bytes"] / found["tokens"] / 1e3
+    assert 0.5 * MEGABYTES[name] < megabytes <= MEGABYTES[name]
 
 
 def test_teachers_wait_for_their_scores_alone(counted: tuple[str, dict[str, Any]]) -> None:
