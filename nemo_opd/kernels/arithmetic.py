@@ -25,7 +25,7 @@ def log_of_sum(peak, total):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def expm1_of_negative(x):  # type: ignore[no-untyped-def]
-    """exp(x) − 1 for x ≤ 0; a Taylor polynomial near 0, where the difference would lose its digits."""
+    """Compute exp(x) − 1 for x ≤ 0; a Taylor polynomial near 0, where the difference would lose its digits."""
     series = 1 + x / 7 * (1 + x / 8)
     for j in tl.static_range(6, 1, -1):
         series = 1 + x / j * series
@@ -34,7 +34,7 @@ def expm1_of_negative(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def log1p_of_negative(x):  # type: ignore[no-untyped-def]
-    """log(1 + x) for −1 ≤ x ≤ 0; 2 artanh(x / (2 + x)) near 0, as a series."""
+    """Compute log(1 + x) for −1 ≤ x ≤ 0; 2 artanh(x / (2 + x)) near 0, as a series."""
     y = x / (2 + x)
     q = y * y
     near = 2 * y * (1 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q / 9))))

@@ -74,17 +74,11 @@ class CellMap:
     """Y lists, of the same cells in the same order."""
     cells_of_student: Entries
     """V lists of cells."""
+    num_pairs: int
 
     @property
     def num_cells(self) -> int:
         return self.student_of_cell.num_lists
-
-    @property
-    def num_pairs(self) -> int:
-        return len(self.partner) - self.num_others
-
-    num_others: int
-    """Student tokens in no pair."""
 
 
 @dataclass(frozen=True, slots=True)

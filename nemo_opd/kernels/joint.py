@@ -44,9 +44,14 @@ def add_losses(student: Tensor, parts: Sequence[Placed], total: Tensor, *, is_fi
     student: logits [R, ≥ X]; parts: one of each of `FORMS` at most. total: [R, X], of any floating-point type; rows in
     which some part has a unit are read only if something was put there, else put.
     """
+    # Triton launches on the current device.
+    with torch.cuda.device_of(student):
+        return _added(_in_rows(student), [part.in_rows() for part in parts], total, is_first)
+
+
+def _added(student: Tensor, parts: Sequence[Placed], total: Tensor, is_first: bool) -> list[Tensor]:
     from nemo_opd.kernels.row_sums import row_sums
 
-    student, parts = _in_rows(student), [part.in_rows() for part in parts]
     most = max(len(part) for part in parts)
     numbers = torch.arange(most, dtype=torch.int32, device=student.device)
     maps = [_unit_of_row(part, numbers, len(student)) for part in parts]

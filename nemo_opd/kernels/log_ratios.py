@@ -50,7 +50,7 @@ def log_ratios(
 
 @triton.jit
 def _shift(sums, row, other_sums, unit):  # type: ignore[no-untyped-def]
-    """Sums of the other side less those of this one, on the cells: the peaks first, which are large."""
+    """Take log-sums of this side from those of the other, on the cells: the peaks first, which are large."""
     peaks = tl.load(other_sums + unit * 4 + 2) - tl.load(sums + row * 4 + 2)
     return peaks + (tl.load(other_sums + unit * 4 + 3) - tl.load(sums + row * 4 + 3))
 

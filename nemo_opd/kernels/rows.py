@@ -10,7 +10,7 @@ from nemo_opd.kernels.arithmetic import compare
 
 @triton.jit
 def _log_p(x, sums, row):  # type: ignore[no-untyped-def]
-    """x: logits/τ; sums: of a row, at its peak."""
+    """Compute log p of logits/τ. sums, row: where the peak of its row is."""
     return (x - tl.load(sums + row)) - tl.load(sums + row + 1)
 
 
@@ -69,7 +69,7 @@ def of_rows(  # type: ignore[no-untyped-def]
     IS_FIRST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of row r: units_*[r] is its unit of that form, below 0 where it has none.
+    """Compute losses of a row. units_*[row]: its unit of that form, below 0 where it has none.
 
     Without gradients: put the divergences of b and c, and the sums (leans) of their gradients by log s. With them: put
     Σ factor · gradient into `total`, or add it; and the surprises, and the divergences whose leans are known to be 0.

@@ -61,8 +61,8 @@ Logits are those of the chunks' first positions, cut to the vocabularies, in the
 gradient.
 """
 
-CompareOnto = Callable[[Rows, Rows, Onto], Tensor]
-"""(student logits/τ, teacher logits/τ, where the gradient with respect to the first goes) → the same, [u]."""
+CompareOnto = Callable[[Rows, Rows, slice, Onto], Tensor]
+"""(student logits/τ, teacher logits/τ, units, where the gradient with respect to the first goes) → the same, [u]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ def first_position_term(
     def closed_form(student: Rows, part: slice, onto: Onto) -> Tensor:
         assert compare_onto is not None
         teacher = Rows(ahead.of(part), None)
-        return compare_onto(student.over(temperature), teacher.over(temperature), onto.over(temperature))
+        return compare_onto(student.over(temperature), teacher.over(temperature), part, onto.over(temperature))
 
     def for_kernels(part: slice) -> CellComparison:
         assert on_cells is not None

@@ -79,7 +79,7 @@ def p_kl(
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         student = taken_once(student)
         log_covered, shares = project(student, sparse)
         value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)

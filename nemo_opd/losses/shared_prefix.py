@@ -53,7 +53,7 @@ def shared_prefix(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         of_teacher, _ = project(teacher, cells.teacher, has_shares=False)
         of_student, shares = project(student, cells.student)
         value, gradient = compare_with_gradient(of_teacher, of_student, compare)

@@ -61,7 +61,7 @@ def strict(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(*vocabulary.cells(teacher, student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
 
     def for_kernels() -> CellMap:
