@@ -1,4 +1,4 @@
-"""Where kernels are launched, and whether they are."""
+"""Launching of kernels, and whether it is done."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from nemo_opd.logits.term import Term
 
 
 class JointTerms:
-    """Those among terms that have a form for kernels, in groups of one of each form."""
+    """Terms that have a form for kernels, in groups of one of each form."""
 
     def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
         self._terms = terms

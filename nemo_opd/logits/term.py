@@ -49,7 +49,7 @@ class Onto:
     total: Tensor
     """[R, X]: of a block, to be added to."""
     places: Tensor | None
-    """As of the `Rows`."""
+    """Rows of the units, as in `Rows`."""
     factors: Tensor
     """[u, 1]"""
     is_first: bool
