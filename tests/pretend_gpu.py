@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
 
+from nemo_opd.kernels import launch
 from nemo_opd.losses.fused import Fused
 
 NAME = "pretend"
@@ -104,13 +105,19 @@ class Work:
 def counted(*, has_values: bool = True) -> Iterator[Work]:
     """Inside, the device is there; yield what it is asked for.
 
-    has_values: False for a device that knows shapes only, of which the host reads ones.
+    has_values: False for a device that knows shapes only, of which the host reads ones, and on which Triton's kernels
+    are counted as what they say of themselves; else they are not used.
     """
     mode = _Mode(torch.device("cpu" if has_values else "meta"))
     lifts = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device=…) is a copy from the host
     try:
-        with mode, patch.object(Fused, "as_compiled", lambda *given, **more: mode.fused(*given, **more)):
+        with (
+            mode,
+            patch.object(Fused, "as_compiled", lambda *given, **more: mode.fused(*given, **more)),
+            patch.object(launch, "is_supported", lambda device: device == NAME and not has_values),
+            patch.object(launch, "launch", mode.launched),
+        ):
             yield mode.work
     finally:
         torch._C._set_only_lift_cpu_tensors(lifts)
@@ -222,6 +229,10 @@ class _Mode(TorchDispatchMode):
         written = sum(_size(each) for each in tree_iter(made) if id(each) in is_made)
         self.work.kernels.append(Kernel(f"compiled {function.function.__name__}", fusing.num_bytes + written, 0))
         return made
+
+    def launched(self, name: str, num_bytes: int, run: object) -> None:
+        """Count a kernel of Triton's."""
+        self.work.kernels.append(Kernel(f"triton {name}", num_bytes, 0))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(not issubclass(each, OnDevice | torch.nn.Parameter) and each is not Tensor for each in types):

@@ -21,6 +21,7 @@ ORDER = (
     "alignment",
     "projection",
     "distributed",
+    "kernels",
     "logits",
     "losses",
     "demo",
@@ -39,7 +40,7 @@ ORDER = (
 )
 """One level a package, from the lowest: a package imports those above it in this list, never those below."""
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
-HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "wandb": {"logging"}}
+HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
 WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "extras", "config", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}

@@ -30,9 +30,9 @@ class Train(Settings):
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient."""
     compile_losses: bool | None = None
-    """Compile the parts of losses that read whole rows of logits with `torch.compile`; by default on GPUs.
+    """Compute losses by Triton kernels, or compile their functions of rows with `torch.compile`; by default on GPUs.
 
-    It takes some seconds at the start. On a CPU it needs a C++ compiler.
+    Either takes some seconds at the start. On a CPU, which has no Triton, it needs a C++ compiler.
     """
     max_skipped_steps: int = Field(5, ge=1)
     """Number of consecutive steps, skipped because loss or gradient is not finite, after which the run fails."""

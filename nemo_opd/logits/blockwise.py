@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from nemo_opd.logits.blocks import Block, blocks, rows_budget
+from nemo_opd.kernels.launch import KernelError, give_up
+from nemo_opd.logits.blocks import Block, Step, blocks, rows_budget
+from nemo_opd.logits.jointly import JointTerms
 from nemo_opd.logits.rows import Gradients, LogitRows, TrainableRows
 from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Rows, Term, width_of
@@ -40,8 +42,11 @@ def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Se
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
-            for i, part, places, logits in _parts(source, terms, block):
-                sums[i] += terms[i].sums(logits[places].to(compute_dtype(source)), part)
+            logits = _read(source, terms, block)
+            for step in block.steps:
+                for i, (part, places) in enumerate(step):
+                    own = logits[places].narrow(1, 0, terms[i].width)
+                    sums[i] += terms[i].sums(own.to(compute_dtype(source)), part)
         return BlockwiseSum(*_totals(source, sums, coefficients))
 
 
@@ -55,13 +60,11 @@ class _BlockwiseSum(torch.autograd.Function):
     def forward(
         ctx: Any, source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float], *leaves: Tensor
     ) -> tuple[Tensor, Tensor]:
-        sums, gradients = _zeros(source, terms), source.gradients()
-        for block in blocks(source, terms):
-            of_block = _BlockGradient(terms, block, gradients, compute_dtype(source))
-            for i, part, places, logits in _parts(source, terms, block):
-                sums[i] += of_block.add(terms[i], coefficients[i], part, places, logits)
-            gradients.add(block.rows, of_block.total(), onto=block.overlaps)
-        saved = gradients.sums()
+        try:
+            sums, saved = _sums_and_gradients(source, terms, coefficients)
+        except KernelError as error:
+            give_up(error)
+            sums, saved = _sums_and_gradients(source, terms, coefficients)
         ctx.dtypes = [None if gradient is None else leaf.dtype for leaf, gradient in zip(leaves, saved, strict=True)]
         ctx.save_for_backward(*(gradient for gradient in saved if gradient is not None))
         total, of_terms = _totals(source, sums, coefficients)
@@ -80,33 +83,57 @@ def _zeros(source: LogitRows, terms: Sequence[Term]) -> Tensor:
     return torch.zeros(len(terms), 2, dtype=compute_dtype(source), device=source.device)
 
 
-def _parts(
-    source: LogitRows, terms: Sequence[Term], block: Block
-) -> Iterator[tuple[int, slice, slice | Tensor, Tensor]]:
-    """Yield for each step and term: the term, its units, the places of their rows, and the logits of the block."""
+def _read(source: LogitRows, terms: Sequence[Term], block: Block) -> Tensor:
+    """Return the logits of a block [R, X], and let what is read ahead begin."""
     for i, term in enumerate(terms):
         if term.ahead is not None:
             term.ahead.begin(block.units(i), rows_budget(source, terms))
-    logits = source.read(block.rows, width_of(terms))
-    for step in block.steps:
-        for i, (units, places) in enumerate(step):
-            yield i, units, places, logits.narrow(1, 0, terms[i].width)
+    return source.read(block.rows, width_of(terms))
+
+
+def _sums_and_gradients(
+    source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    sums, gradients = _zeros(source, terms), source.gradients()
+    joint = JointTerms(source, terms, gradients)
+    for block in blocks(source, terms):
+        of_block = _BlockGradient(terms, block, gradients, compute_dtype(source), joint)
+        logits = _read(source, terms, block)
+        for step in block.steps:
+            for i, found in of_block.add_step(coefficients, step, logits):
+                sums[i] += found
+        gradients.add(block.rows, of_block.total(), onto=block.overlaps)
+    return sums, gradients.sums()
 
 
 class _BlockGradient:
     """Gradient with respect to the rows of a block [R, X], while it is put together."""
 
-    def __init__(self, terms: Sequence[Term], block: Block, gradients: Gradients, dtype: torch.dtype) -> None:
+    def __init__(
+        self, terms: Sequence[Term], block: Block, gradients: Gradients, dtype: torch.dtype, joint: JointTerms
+    ) -> None:
         """dtype: that in which gradients are computed."""
         self._shape, self._gradients, self._dtype = (len(block.rows), width_of(terms)), gradients, dtype
-        self._first = terms[0] if len(terms) == 1 or _first_covers(terms, block) else None
+        self._terms, self._joint = terms, joint
+        is_alone = len(terms) == 1
+        self._first = terms[0] if not joint and (is_alone or _first_covers(terms, block)) else None
         """Term that puts what others add to, so that no zeros are needed."""
         self._is_one = len(terms) == len(block.steps) == 1
         # Rounded at once where nothing is added to it.
-        self._total_dtype = gradients.dtype if len(terms) == 1 and self._is_direct(terms[0]) else dtype
+        is_put_once = joint.are_all or (is_alone and self._is_direct(terms[0]))
+        self._total_dtype = gradients.dtype if is_put_once else dtype
         self._total: Tensor | None = None
 
-    def add(self, term: Term, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
+    def add_step(self, coefficients: Sequence[float], step: Step, logits: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Add the gradient of Σ coefficient · a term's units, and yield each term with the sums [2] of its units."""
+        if self._joint:
+            yield from self._joint.add(coefficients, step, logits, self._columns(logits))
+        for i, (part, places) in enumerate(step):
+            if i not in self._joint:
+                own = logits.narrow(1, 0, self._terms[i].width)
+                yield i, self._add_alone(self._terms[i], coefficients[i], part, places, own)
+
+    def _add_alone(self, term: Term, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
         """Add the gradient of coefficient · a term's units, and return their sums [2]."""
         is_first = term is self._first
         if self._is_direct(term):
@@ -137,7 +164,8 @@ class _BlockGradient:
     def _columns(self, like: Tensor) -> Tensor:
         """Return as many columns of the total as a tensor [·, width] has."""
         if self._total is None:
-            make = like.new_zeros if self._first is None else like.new_empty
+            is_put = self._joint.are_all or self._first is not None
+            make = like.new_empty if is_put else like.new_zeros
             self._total = make(self._shape, dtype=self._total_dtype)
         return self._total.narrow(1, 0, like.shape[1])
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from nemo_opd.kernels.forms import RowLoss
 from nemo_opd.logits.read_ahead import ReadAhead
 
 ChunkLoss = Callable[[Tensor, slice], Tensor]
@@ -48,7 +49,7 @@ class Onto:
     total: Tensor
     """[R, X]: of a block, to be added to."""
     places: Tensor | None
-    """As of the `Rows`."""
+    """Rows of the units, as in `Rows`."""
     factors: Tensor
     """[u, 1]"""
     is_first: bool
@@ -95,6 +96,8 @@ class Term:
     """Other rows that `loss_of` reads, in the order of units, and is told of each block of them."""
     closed_form: ClosedForm | None = None
     """Computes loss and gradient at once, where a unit has one row; None: the gradient is formed by autograd."""
+    row_loss: RowLoss | None = None
+    """The same for kernels, which compute several terms together."""
 
     @property
     def num_units(self) -> int:
@@ -109,9 +112,10 @@ class Term:
 
     def sums(self, logits: Tensor, part: slice) -> Tensor:
         """Weighted and unweighted: [2]."""
-        return self._sums_of(self.loss_of(logits, part), part)
+        return self.sums_of(self.loss_of(logits, part), part)
 
-    def _sums_of(self, losses: Tensor, part: slice) -> Tensor:
+    def sums_of(self, losses: Tensor, part: slice) -> Tensor:
+        """Sum the losses [u] of a part's units, weighted and unweighted: [2]."""
         unweighted = losses.sum()
         total = unweighted if self.weights is None else (losses * self.weights[part]).sum()
         return torch.stack([total, unweighted]) * self.factor
@@ -119,14 +123,15 @@ class Term:
     def add_gradient(self, rows: Rows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
         """Return sums [2], and add the gradient of `sums_and_gradient` to that of a block [R, X] by the closed form."""
         assert self.closed_form is not None
-        dtype = torch.promote_types(rows.of_block.dtype, torch.float32)
-        factor, weights = coefficient * self.factor, None if self.weights is None else self.weights[part].unsqueeze(1)
-        factors = (
-            torch.full((len(rows), 1), factor, dtype=dtype, device=total.device)
-            if weights is None
-            else factor * weights.to(dtype)
-        )
-        return self._sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)
+        factors = self.factors(part, coefficient, torch.promote_types(rows.of_block.dtype, torch.float32)).unsqueeze(1)
+        return self.sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)
+
+    def factors(self, part: slice, coefficient: float, dtype: torch.dtype) -> Tensor:
+        """Return what the loss of each of a part's units is multiplied with, [u]."""
+        factor = coefficient * self.factor
+        if self.weights is None:
+            return torch.full((part.stop - part.start,), factor, dtype=dtype, device=self.rows.device)
+        return factor * self.weights[part].to(dtype)
 
     def sums_and_gradient(self, logits: Tensor, part: slice, coefficient: float) -> tuple[Tensor, Tensor]:
         """Sums [2], and the gradient of coefficient · the first with respect to logits [R, X].

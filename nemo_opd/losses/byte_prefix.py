@@ -13,15 +13,18 @@ from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ProjectionError
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.alm import log1mexp, log_surprise
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.cell_map import CommonCells
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 from nemo_opd.losses.continuation import chunk_loss
-from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.divergence import Divergence, compare_logits
+from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.softmax import log_sum_exp
+from nemo_opd.losses.sparse_projection import project, pull_back
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -107,11 +110,15 @@ def byte_prefix(
         bound = chains.bound(inputs, cells, part)
         return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
+        return _add_comparison(student, teacher, chains.bound(inputs, cells, part), cells, compare, onto)
+
     term = first_position_term(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
+        compare_onto=unit_loss_onto,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
@@ -202,18 +209,48 @@ class _Bound:
         """
         log_first = teacher.gather(1, self.first_teacher)
         moved = log_first + self.log_moved
-        log_u = cells.teacher.log_project(teacher.scatter(1, self.first_teacher, log_first + self.log_kept))
+        kept = Rows(teacher.scatter(1, self.first_teacher, log_first + self.log_kept), None)
+        log_u, _ = project.function(kept, cells.teacher, has_shares=False)
         own = torch.logaddexp(log_u.gather(1, self.column), moved.masked_fill(self.is_apart, -math.inf))
         apart = moved.masked_fill(~self.is_apart, -math.inf)
         return torch.cat([log_u.scatter(1, self.column, own), apart], 1)
 
     def student_cells(self, student: Tensor, cells: CommonCells) -> Tensor:
         """Map logits [u, V] to those on the same cells, [u, X + 1]."""
-        log_realised = student.gather(1, self.realised)
-        elsewhere = log_realised.masked_fill(self.is_apart, torch.finfo(student.dtype).min)
-        log_p = cells.student.log_project(student.scatter(1, self.realised, elsewhere))
-        apart = log_realised.masked_fill(~self.is_apart, -math.inf)
-        return torch.cat([log_p, apart], 1)
+        log_p = cells.student.log_project(self._elsewhere(student))
+        return torch.cat([log_p, self._apart(student)], 1)
+
+    def student_cells_and_shares(self, student: Tensor, cells: CommonCells) -> tuple[Tensor, Tensor]:
+        """Return the same without a graph, and the shares of `project`."""
+        log_p, shares = project.function(Rows(self._elsewhere(student), None), cells.student)
+        return torch.cat([log_p, self._apart(student)], 1), shares
+
+    def pull_back(self, gradient: Tensor, shares: Tensor, cells: CommonCells) -> Tensor:
+        """Turn the gradient with respect to the student's cells [u, X + 1] into that of its logits [u, V]."""
+        of_tokens = pull_back.function(gradient[:, :-1], shares, cells.student)
+        own = torch.where(self.is_apart, gradient[:, -1:], of_tokens.gather(1, self.realised))
+        return of_tokens.scatter_(1, self.realised, own)
+
+    def _elsewhere(self, student: Tensor) -> Tensor:
+        """Return logits without x where it is apart."""
+        own = student.gather(1, self.realised).masked_fill(self.is_apart, torch.finfo(student.dtype).min)
+        return student.scatter(1, self.realised, own)
+
+    def _apart(self, student: Tensor) -> Tensor:
+        return student.gather(1, self.realised).masked_fill(~self.is_apart, -math.inf)
+
+
+@fused
+def _add_comparison(
+    student: Rows, teacher: Rows, bound: _Bound, cells: CommonCells, of: Divergence, onto: Onto
+) -> Tensor:
+    """Compare logits/τ of units on the cells of `bound` → [u], and add the gradient."""
+    own = student.taken()
+    of_teacher = bound.teacher_cells(teacher.taken().to(own.dtype), cells)
+    of_student, shares = bound.student_cells_and_shares(own, cells)
+    found = compare_logits(of_teacher, of_student, of)
+    onto.add(bound.pull_back(found.gradient, shares, cells))
+    return found.value
 
 
 def _first_ids(ids: Tensor, rows: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
+from nemo_opd.kernels.forms import CellComparison, CellMap, RowLoss
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.read_ahead import ReadAhead
@@ -23,6 +24,7 @@ from nemo_opd.losses.arguments import (
     over,
     own_columns,
 )
+from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 
 if TYPE_CHECKING:
@@ -59,8 +61,19 @@ Logits are those of the chunks' first positions, cut to the vocabularies, in the
 gradient.
 """
 
-CompareOnto = Callable[[Rows, Rows, Onto], Tensor]
-"""(student logits/τ, teacher logits/τ, where the gradient with respect to the first goes) → the same, [u]."""
+CompareOnto = Callable[[Rows, Rows, slice, Onto], Tensor]
+"""(student logits/τ, teacher logits/τ, units, where the gradient with respect to the first goes) → the same, [u]."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnCells:
+    """A comparison on cells that both vocabularies fall into."""
+
+    of: Divergence
+    cells: Callable[[], CellMap]
+    """Made where it is first needed."""
+    coverage: float = 0.0
+    """Factor of −log of the student's mass on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +184,7 @@ class ChunkInputs:
         *,
         ahead: ReadAhead | None = None,
         closed_form: ClosedForm | None = None,
+        row_loss: RowLoss | None = None,
     ) -> Term:
         """Return a sum over the units, each with the weight of its sequence. ahead: as `teacher_ahead` gives it."""
         return Term(
@@ -183,6 +197,7 @@ class ChunkInputs:
             chunk_size=self.chunk_size,
             ahead=ahead,
             closed_form=closed_form,
+            row_loss=row_loss,
         )
 
     def planned(self, terms: Sequence[Term], num_units: int | None = None) -> PlannedLoss:
@@ -198,11 +213,12 @@ def first_position_term(
     cells_per_unit: int,
     positions: tuple[Sequence[int], int] | None = None,
     compare_onto: CompareOnto | None = None,
+    on_cells: OnCells | None = None,
 ) -> Term:
     """Make the term τ² · Σ compare over units (methods.md §5, §7.1).
 
     cells_per_unit: fp32 numbers that a unit takes at the peak of a chunk, both sides' logits included; positions: what
-    it takes besides, see `unit_cells`. compare_onto: the same as `compare`, in closed form.
+    it takes besides, see `unit_cells`. compare_onto, on_cells: the same as `compare`, in closed form and for kernels.
     """
     temperature, units = inputs.temperature, inputs.units
     ahead = inputs.teacher_ahead(units.teacher_rows)
@@ -213,9 +229,14 @@ def first_position_term(
     def closed_form(student: Rows, part: slice, onto: Onto) -> Tensor:
         assert compare_onto is not None
         teacher = Rows(ahead.of(part), None)
-        return compare_onto(student.over(temperature), teacher.over(temperature), onto.over(temperature))
+        return compare_onto(student.over(temperature), teacher.over(temperature), part, onto.over(temperature))
+
+    def for_kernels(part: slice) -> CellComparison:
+        assert on_cells is not None
+        return CellComparison(ahead.of(part), temperature, on_cells.of.measure, on_cells.cells(), on_cells.coverage)
 
     cells = unit_cells(len(units), cells_per_unit, *([] if positions is None else [positions]))
     closed = None if compare_onto is None else closed_form
-    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed)
+    row_loss = None if on_cells is None else RowLoss(CellComparison, for_kernels)
+    term = inputs.term(units.student_rows, loss_of, cells, ahead=ahead, closed_form=closed, row_loss=row_loss)
     return term.times(temperature**2)

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from nemo_opd.kernels.forms import RowLoss, Surprise
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows, trainable_rows
 from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
@@ -39,5 +40,6 @@ def cross_entropy(
         return add_surprise(rows, targets[part], onto)
 
     cells = unit_cells(len(rows), LIVE_COPIES * size)
-    term = Term(rows, loss_of, cells, size, chunk_size=chunk_size, closed_form=closed_form)
+    for_kernels = RowLoss(Surprise, lambda part: Surprise(targets[part]))
+    term = Term(rows, loss_of, cells, size, chunk_size=chunk_size, closed_form=closed_form, row_loss=for_kernels)
     return PlannedLoss.of("ce", student, [term], len(rows), normalizer)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.kernels.forms import FORWARD_KL, JSD, MIXED, REVERSE_KL, TVD, Measure
 from nemo_opd.logits.saved import scaled
 from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.fused import fused
@@ -51,6 +52,14 @@ class Divergence:
     def excess_weight(self) -> float:
         """Factor of s − t in each cell, in addition to the formulas of methods.md §3.1."""
         return 0.0 if self.forward_share is None else 2 * self.forward_share - 1
+
+    @property
+    def measure(self) -> Measure:
+        """The same for kernels."""
+        share = self.forward_share
+        if share is None:
+            return Measure(TVD) if self.kind == "tvd" else Measure(JSD, self.beta)
+        return Measure(MIXED, share) if 0 < share < 1 else Measure(FORWARD_KL if share == 1 else REVERSE_KL)
 
     def __call__(self, log_t: Tensor, log_s: Tensor) -> Tensor:
         """Compare log-probabilities: [..., X] and [..., X] → [...]; see `divergence`."""

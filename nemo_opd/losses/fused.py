@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import update_wrapper
 from typing import Generic, ParamSpec, TypeVar
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch._dynamo import config, maybe_mark_dynamic
 from torch._dynamo.exc import TorchDynamoException
 
+from nemo_opd.kernels.launch import is_compiled
 from nemo_opd.logits.term import Onto, Rows
 
 Parameters = ParamSpec("Parameters")
@@ -20,23 +20,10 @@ Result = TypeVar("Result")
 
 _MOST_VARIANTS = 64
 """Forms of one function that are compiled: for each teacher's projection, with and without something to add to."""
-_is_on: bool | None = None
-"""Whether functions are compiled; None: on all devices but CPUs."""
-
-
-@contextmanager
-def compiling(is_on: bool | None) -> Iterator[None]:
-    """Compile `fused` functions inside, on any device, or none of them; None: on all devices but CPUs."""
-    global _is_on
-    before, _is_on = _is_on, is_on
-    try:
-        yield
-    finally:
-        _is_on = before
 
 
 class Fused(Generic[Parameters, Result]):
-    """A function that `compiling` decides on. Its first argument is a tensor [u, ...], or `Rows`."""
+    """A function that `kernels.launch.compiling` decides on. Its first argument is a tensor [u, ...], or `Rows`."""
 
     def __init__(self, function: Callable[Parameters, Result]) -> None:
         self.function = function
@@ -72,7 +59,7 @@ class Fused(Generic[Parameters, Result]):
 
 
 def fused(function: Callable[Parameters, Result]) -> Fused[Parameters, Result]:
-    """Let a function be compiled where `compiling` says so, by default on GPUs."""
+    """Let a function be compiled where `kernels.launch.compiling` says so, by default on GPUs."""
     return Fused(function)
 
 
@@ -82,8 +69,7 @@ def taken_once(rows: Rows) -> Rows:
 
 
 def _is_compiled(rows: Tensor | Rows) -> bool:
-    device = (rows if isinstance(rows, Tensor) else rows.of_block).device
-    return device.type != "cpu" if _is_on is None else _is_on
+    return is_compiled((rows if isinstance(rows, Tensor) else rows.of_block).device)
 
 
 def _tensors_of_rows(args: Iterable[object], num_rows: int) -> Iterator[Tensor]:

@@ -167,7 +167,7 @@ class _PairedDivergence:
     def has_closed_form(self) -> bool:
         return self.is_distribution and bool(len(self.pairs.student_rest) and len(self.pairs.teacher_rest))
 
-    def onto(self, student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def onto(self, student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         """Compute the same of logits/τ of units, and add its gradient."""
         student, teacher = taken_once(student), taken_once(teacher)
         compared = self.pairs, self.divergence, True, onto, self.common_weight

@@ -9,7 +9,7 @@ from torch import Tensor
 from nemo_opd.errors import ConfigError
 from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
-from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, OnCells, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
 
 _MERGES = ("first", "mean", "observed")
@@ -43,13 +43,16 @@ class Merge:
         *,
         cells_per_unit: int,
         compare_onto: CompareOnto | None = None,
+        on_cells: OnCells | None = None,
     ) -> Term:
         """Make `first_position_term`, or the like for merged positions.
 
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
         if self.kind == "first":
-            return first_position_term(inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto)
+            return first_position_term(
+                inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto, on_cells=on_cells
+            )
         return self._merged_term(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:

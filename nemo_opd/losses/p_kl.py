@@ -10,15 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.errors import ConfigError
+from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Onto, Rows, unit_cells
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells
 from nemo_opd.losses.compat import check_compat, fixed_by
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused, taken_once
+from nemo_opd.losses.kernel_cells import covered_columns
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
@@ -77,7 +79,7 @@ def p_kl(
     def kept_only(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return truncated(compare, teacher, cells.take_kept(sparse.log_project(student)).log_softmax(-1))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         student = taken_once(student)
         log_covered, shares = project(student, sparse)
         value, log_sum, gradient = _compare_covered(teacher, log_covered, sparse.columns, compare, coverage)
@@ -86,11 +88,17 @@ def p_kl(
 
     if compat is not None:
         how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
+
+    def for_kernels() -> CellMap:
+        return covered_columns(projection, inputs.student_size, inputs.teacher_size, inputs.device)
+
+    is_on_all = compat is None and cells.kept is None
     term = how.term(
         inputs,
         unit_loss if compat is None else kept_only,
         cells_per_unit=_cells_per_unit(sparse, inputs),
-        compare_onto=unit_loss_onto if compat is None and cells.kept is None else None,
+        compare_onto=unit_loss_onto if is_on_all else None,
+        on_cells=OnCells(compare, for_kernels, coverage) if is_on_all else None,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 

@@ -4,6 +4,7 @@ from typing import Unpack
 
 from torch import Tensor
 
+from nemo_opd.kernels.forms import Comparison, RowLoss
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Onto, Rows, Term, unit_cells
@@ -55,6 +56,9 @@ def same_vocab(
         teacher = Rows(ahead.of(part), None)
         return add_comparison(rows.over(temperature), teacher.over(temperature), of, onto.over(temperature))
 
+    def for_kernels(part: slice) -> Comparison:
+        return Comparison(ahead.of(part), temperature, of.measure)
+
     takes_all = columns.takes_all(size)
     besides = 0 if takes_all else LIVE_ROWS * size
     cells = unit_cells(len(places), LIVE_COPIES * columns.num_cells(size) + besides)
@@ -68,5 +72,6 @@ def same_vocab(
         chunk_size=places.chunk_size,
         ahead=ahead,
         closed_form=closed_form if takes_all else None,
+        row_loss=RowLoss(Comparison, for_kernels) if takes_all else None,
     )
     return PlannedLoss.of("kd", places.student, [term], len(places), places.normalizer)

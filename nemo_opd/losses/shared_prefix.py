@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Unpack
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nemo_opd.errors import ProjectionError
@@ -11,9 +13,10 @@ from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Onto, Rows
 from nemo_opd.losses.cell_map import CommonCells
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_with_gradient
+from nemo_opd.losses.kernel_cells import common_cells
 from nemo_opd.losses.sparse_projection import add_pulled_back, project
 
 if TYPE_CHECKING:
@@ -44,12 +47,13 @@ def shared_prefix(
     """
     inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
     compare = Divergence(divergence, beta, mixed_weight)
-    cells = _shared_cells(projection, inputs)
+    sizes = inputs.student_size, inputs.teacher_size
+    cells = CommonCells.of(*_maps(projection), *sizes, inputs.device)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         of_teacher, _ = project(teacher, cells.teacher, has_shares=False)
         of_student, shares = project(student, cells.student)
         value, gradient = compare_with_gradient(of_teacher, of_student, compare)
@@ -59,19 +63,19 @@ def shared_prefix(
     term = first_position_term(
         inputs,
         unit_loss,
-        cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size),
+        cells_per_unit=cells.cells_per_unit(*sizes),
         compare_onto=unit_loss_onto,
+        on_cells=OnCells(compare, lambda: common_cells(*_maps(projection), *sizes, inputs.device)),
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 
-def _shared_cells(projection: ProjectionMatrix, inputs: ChunkInputs) -> CommonCells:
-    """Return the shared vocabulary as cells. Raises ProjectionError for a projection without the maps onto it."""
+def _maps(projection: ProjectionMatrix) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the maps onto the shared vocabulary. Raises ProjectionError for a projection without them."""
     student_cells, teacher_cells = projection.student_shared_prefix, projection.teacher_shared_prefix
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
             "shared_prefix needs the shared-prefix maps, which this projection does not have; add them with "
             "nemo_opd.projection.add_shared_prefix or tools/projection/byte_prefix.py, or use projection: auto"
         )
-    device = inputs.device
-    return CommonCells.of(student_cells, teacher_cells, inputs.student_size, inputs.teacher_size, device)
+    return student_cells, teacher_cells

@@ -71,7 +71,11 @@ class SparseProjection:
         indices, weights = projection.indices, projection.weights
         sizes = student_vocab_size, teacher_vocab_size
         return made_once(
-            lambda: _build(indices, weights, *sizes).to(device), (indices, weights), SparseProjection, *sizes, device
+            lambda: SparseProjection.of_entries(*entries_within(indices, weights, *sizes), sizes[0]).to(device),
+            (indices, weights),
+            SparseProjection,
+            *sizes,
+            device,
         )
 
     @staticmethod
@@ -160,9 +164,13 @@ def add_pulled_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection, 
     onto.add(pull_back.function(gradient, shares, sparse))
 
 
-def _build(
+def entries_within(
     indices: np.ndarray, weights: np.ndarray, student_vocab_size: int, teacher_vocab_size: int
-) -> SparseProjection:
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Return the entries [nnz] of a matrix within the given sizes: student token, teacher token, weight above 0.
+
+    Raises ProjectionError where there is none.
+    """
     indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
     student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
     if not len(student):
@@ -170,8 +178,7 @@ def _build(
             f"the projection has no entry within {student_vocab_size} student and {teacher_vocab_size} teacher tokens; "
             "it belongs to another pair of tokenizers, or they have nothing in common"
         )
-    weight = weights[student, slot].astype(np.float64)
-    return SparseProjection.of_entries(student, indices[student, slot], weight, student_vocab_size)
+    return student, indices[student, slot].astype(np.int64), weights[student, slot].astype(np.float64)
 
 
 def _block(

@@ -9,12 +9,14 @@ from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.errors import ConfigError
+from nemo_opd.kernels.forms import CellMap
 from nemo_opd.logits.planned import Loss, PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.logits.term import Onto, Rows
-from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, first_position_term
+from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs, OnCells, first_position_term
 from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence
+from nemo_opd.losses.kernel_cells import pairs_and_rest
 from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
@@ -59,14 +61,19 @@ def strict(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         return compare.of_logits(*vocabulary.cells(teacher, student))
 
-    def unit_loss_onto(student: Rows, teacher: Rows, onto: Onto) -> Tensor:
+    def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
+
+    def for_kernels() -> CellMap:
+        sizes = inputs.student_size, inputs.teacher_size
+        return pairs_and_rest(projection, *sizes, inputs.device, has_rest=vocabulary.has_rest)
 
     term = first_position_term(
         compared,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, vocabulary),
         compare_onto=unit_loss_onto if vocabulary.top_k is None else None,
+        on_cells=OnCells(compare, for_kernels) if vocabulary.top_k is None else None,
     )
     return chunk_loss(
         inputs,

@@ -24,6 +24,7 @@ from nemo_opd.handoff.link import Rendezvous, StudentLinks
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
+from nemo_opd.kernels.launch import compiling
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.planned import PlannedLoss, compute_together
@@ -31,7 +32,6 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.fused import compiling
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.models.generation import generating

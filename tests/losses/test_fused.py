@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from nemo_opd.kernels.launch import compiling
 from nemo_opd.losses import fused
 from nemo_opd.losses.softmax import softmax
 from tests.losses.cases import LOSSES, Case
@@ -26,7 +27,7 @@ def traced() -> Iterator[None]:
 
     with (
         patch.object(fused.Fused, "as_compiled", lambda self, *args, **more: traced(self)(*args, **more)),
-        fused.compiling(True),
+        compiling(True),
     ):
         yield
     torch.compiler.reset()
@@ -37,7 +38,7 @@ def traced() -> Iterator[None]:
 def test_a_traced_loss_is_the_one_that_is_written(case: Case, traced: None) -> None:
     batch = case.batch(0, torch.float64)
     found = case.value_and_gradient(batch)
-    with fused.compiling(False):
+    with compiling(False):
         expected = case.value_and_gradient(batch)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
@@ -50,7 +51,7 @@ def test_a_compiled_loss_is_the_one_that_is_written(name: str) -> None:
     """The compiler for CPUs writes C++."""
     (case,) = (case for case in CASES if case.name == name)
     batch = case.batch(0, torch.float32)
-    with fused.compiling(True):
+    with compiling(True):
         found = case.value_and_gradient(batch)
     for ours, theirs in zip(found, case.value_and_gradient(batch), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -59,7 +60,7 @@ def test_a_compiled_loss_is_the_one_that_is_written(name: str) -> None:
 def test_one_form_is_compiled_for_any_number_of_rows() -> None:
     forms = CompileCounter()
     counted = torch.compile(softmax.function, fullgraph=True, backend=forms)
-    with patch.object(softmax, "as_compiled", counted), fused.compiling(True):
+    with patch.object(softmax, "as_compiled", counted), compiling(True):
         for number in (7, 3, 2, 1, 0, 64):
             softmax(torch.randn(number, 5))
     assert forms.frame_count == 1
@@ -72,7 +73,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once() -> None:
         return rows * 2
 
     rows = torch.ones(3, 2)
-    with fused.compiling(True):
+    with compiling(True):
         with pytest.warns(UserWarning, match=r"asks_the_user.*could not be compiled.*train\.compile_losses=false"):
             assert torch.equal(asks_the_user(rows), rows * 2)
         assert torch.equal(asks_the_user(rows), rows * 2)

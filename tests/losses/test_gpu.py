@@ -22,10 +22,10 @@ CHUNKS = oracle.random_chunk_ids(np.random.default_rng(0), B, S, S)
 IDS = torch.zeros(B, S, dtype=torch.long)
 
 
-def loss_and_gradient(name: str, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+def loss_and_gradient(name: str, device: str, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     student, teacher = (3 * torch.randn(B, S, V, generator=generator, dtype=torch.float64) for _ in range(2))
-    student, teacher = student.to(device).requires_grad_(), teacher.to(device)
+    student, teacher = student.to(device, dtype).requires_grad_(), teacher.to(device, dtype)
     if name == "same_vocab":
         loss = same_vocab(student, teacher, mask=torch.ones(B, S, device=device), divergence="jsd").loss
     else:
@@ -76,6 +76,16 @@ def test_cuda_equals_cpu_and_itself(name):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     on_cpu = loss_and_gradient(name, "cpu")
     torch.testing.assert_close([tensor.cpu() for tensor in first], list(on_cpu), rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("error:a Triton kernel")
+@pytest.mark.parametrize("name", ["same_vocab", "p_kl"])
+def test_kernels_equal_pytorch_and_themselves(name):
+    first, second = (loss_and_gradient(name, "cuda", torch.float32) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    on_cpu = loss_and_gradient(name, "cpu")
+    torch.testing.assert_close([tensor.cpu().double() for tensor in first], list(on_cpu), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.gpu

@@ -1,12 +1,15 @@
 """Losses at the size of real models, on a pretended GPU that knows shapes only: prints what each asks for, as JSON.
 
 uv run python -m tests.losses.traffic
+uv run python -m tests.losses.traffic --by-part    # kernels and gigabytes by operation, most bytes first
 
 A student of the shape of Llama-3.2-1B learns from heads of the shapes of Llama-3.2-3B and Qwen3-4B, in bf16, at 2,048
 positions; two of three tokens of its vocabulary have a partner in the other, and every third chunk has two tokens.
 """
 
 import json
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,20 +115,40 @@ PLANS: dict[str, Plan] = {
 TOGETHER = ("cross_entropy", "same_vocab, forward_kl", "p_kl")
 
 
-def found(work: Work, sides: Sides, *names: str) -> dict[str, Any]:
+def found(work: Work, sides: Sides, *names: str) -> Work:
     """Forward and backward of these losses together, in a second call: what is made once was made in the first."""
     for _ in range(2):
         work.clear()
         compute_together([PLANS[name](sides) for name in names]).loss.backward()
-    return work.taken()
+    return work
+
+
+def by_part(work: Work) -> str:
+    """Return a table of operations."""
+    kernels, num_bytes = Counter[str](), Counter[str]()
+    for kernel in work.kernels:
+        kernels[kernel.name] += 1
+        num_bytes[kernel.name] += kernel.num_bytes
+    rows = [f"{total / 1e9:8.3f} GB {kernels[name]:4d} {name}" for name, total in num_bytes.most_common()]
+    return "\n".join(row for row in rows if not row.lstrip().startswith("0.000"))
 
 
 def main() -> dict[str, Any]:
     with counted(has_values=False) as work:
         sides = Sides.made()
-        alone = {name: found(work, sides, name) for name in PLANS}
-        return alone | {"together": found(work, sides, *TOGETHER)}
+        alone = {name: found(work, sides, name).taken() for name in PLANS}
+        return alone | {"together": found(work, sides, *TOGETHER).taken()}
+
+
+def print_parts() -> None:
+    with counted(has_values=False) as work:
+        sides = Sides.made()
+        for names in (TOGETHER, *((name,) for name in PLANS)):
+            print(f"{', '.join(names)}\n{by_part(found(work, sides, *names))}\n")
 
 
 if __name__ == "__main__":
-    print(json.dumps(main()))
+    if "--by-part" in sys.argv:
+        print_parts()
+    else:
+        print(json.dumps(main()))

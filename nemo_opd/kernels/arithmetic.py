@@ -1,0 +1,73 @@
+"""Functions of cells that kernels share."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-3.0e38)
+"""Stands for −∞ as a maximum, from which −∞ can be taken."""
+
+
+@triton.jit
+def add_to_sum(peak, total, x, weight):  # type: ignore[no-untyped-def]
+    """Add weight · exp(x) to total · exp(peak), lane by lane."""
+    new = tl.maximum(peak, tl.where(weight > 0, x, -float("inf")))
+    return new, total * tl.exp(peak - new) + tl.where(weight > 0, weight * tl.exp(x - new), 0.0)
+
+
+@triton.jit
+def log_of_sum(peak, total):  # type: ignore[no-untyped-def]
+    """Join lanes: return peak and log of the sum, less that peak."""
+    highest = tl.max(peak, 0)
+    return highest, tl.log(tl.sum(total * tl.exp(peak - highest), 0))
+
+
+@triton.jit
+def expm1_of_negative(x):  # type: ignore[no-untyped-def]
+    """Compute exp(x) − 1 for x ≤ 0; a Taylor polynomial near 0, where the difference would lose its digits."""
+    series = 1 + x / 7 * (1 + x / 8)
+    for j in tl.static_range(6, 1, -1):
+        series = 1 + x / j * series
+    return tl.where(x > -0.5, x * series, tl.exp(x) - 1)
+
+
+@triton.jit
+def log1p_of_negative(x):  # type: ignore[no-untyped-def]
+    """Compute log(1 + x) for −1 ≤ x ≤ 0; 2 artanh(x / (2 + x)) near 0, as a series."""
+    y = x / (2 + x)
+    q = y * y
+    near = 2 * y * (1 + q * (1.0 / 3 + q * (1.0 / 5 + q * (1.0 / 7 + q / 9))))
+    return tl.where(x > -0.25, near, tl.log(1 + x))
+
+
+@triton.jit
+def not_nan(x):  # type: ignore[no-untyped-def]
+    """Put 0 for 0 · ±∞."""
+    return tl.where(x == x, x, 0.0)
+
+
+@triton.jit
+def compare(t, s, log_ratio, KIND: tl.constexpr, weight):  # type: ignore[no-untyped-def]
+    """Return the value of each cell, and its derivative by log s (methods.md §3.1).
+
+    Both are homogeneous in t and s, so that parts of a cell add up to it. KIND: see `forms`.
+    """
+    excess = s - t
+    if KIND == 3:
+        d = not_nan(log_ratio)
+        of_smaller = tl.where(d >= 0, 1 - weight, weight)
+        mixture = log1p_of_negative(expm1_of_negative(-tl.abs(d)) * of_smaller)
+        gradient = not_nan((tl.minimum(-d, 0.0) - mixture) * s) * (1 - weight)
+        return not_nan((tl.minimum(d, 0.0) - mixture) * t) * weight + gradient, gradient
+    if KIND == 4:
+        sign = tl.where(excess > 0, 0.5, tl.where(excess < 0, -0.5, 0.0))
+        return tl.abs(excess) / 2, sign * s
+    forward = not_nan(log_ratio * t)
+    reverse = not_nan(-log_ratio * s)
+    if KIND == 0:
+        return forward + excess, excess
+    if KIND == 1:
+        return reverse - excess, reverse
+    value = weight * forward + (1 - weight) * reverse + (2 * weight - 1) * excess
+    return value, (1 - weight) * reverse + weight * excess

@@ -1,0 +1,105 @@
+"""Losses of units of one row each, as kernels compute them together with their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+FORWARD_KL, REVERSE_KL, MIXED, JSD, TVD = range(5)
+
+
+@dataclass(frozen=True, slots=True)
+class Surprise:
+    """−log p of a token."""
+
+    targets: Tensor
+    """int64 [u]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Divergence of two distributions (methods.md §3.1)."""
+
+    kind: int
+    """One of those above."""
+    weight: float = 0.0
+    """mixed: the share of forward KL; jsd: β."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Divergence of two softmaxes, column by column."""
+
+    teacher: Tensor
+    """[u, X]: logits, any floating-point type but fp64."""
+    temperature: float
+    measure: Measure
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Y lists of entries, those of up to `launch.SHORT` entries first."""
+
+    begins: Tensor
+    """int32 [Y + 1]"""
+    others: Tensor
+    """int32 [M]: what each entry is about."""
+    weights: Tensor
+    """fp32 [M], above 0."""
+    num_short: int
+
+    @property
+    def num_lists(self) -> int:
+        return len(self.begins) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class CellMap:
+    """Cells that the tokens of two vocabularies fall into, some into several with weights that sum to 1 at most.
+
+    Most cells have one token a side, of weight 1: a pair. Y others have lists.
+    """
+
+    partner: Tensor
+    """int32 [V]: the teacher token of a pair; −1 for the other tokens."""
+    student_weights: Tensor
+    """fp32 [V]: sum of a token's weights."""
+    teacher_weights: Tensor
+    """fp32 [W]"""
+    student_of_cell: Entries
+    """Y lists of tokens."""
+    teacher_of_cell: Entries
+    """Y lists, of the same cells in the same order."""
+    cells_of_student: Entries
+    """V lists of cells."""
+    num_pairs: int
+
+    @property
+    def num_cells(self) -> int:
+        return self.student_of_cell.num_lists
+
+
+@dataclass(frozen=True, slots=True)
+class CellComparison:
+    """Divergence of two softmaxes on common cells, renormalised, plus coverage · −log of the student's mass on them."""
+
+    teacher: Tensor
+    """[u, W]"""
+    temperature: float
+    measure: Measure
+    cells: CellMap
+    coverage: float = 0.0
+
+
+RowForm = Surprise | Comparison | CellComparison
+
+
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """A loss that kernels can compute."""
+
+    kind: type[RowForm]
+    of: Callable[[slice], RowForm]
+    """Return what it is of consecutive units."""

@@ -1,0 +1,83 @@
+"""Launching of kernels, and whether it is done."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+
+BLOCK = 1024
+"""Columns that a kernel takes at a time."""
+WARPS = 8
+"""Warps of a program."""
+SHORT = 32
+"""Entries of a list up to which lists are taken side by side; a longer one gets a program of its own."""
+
+_is_on: bool | None = None
+"""Whether functions of losses are compiled; None: on all devices but CPUs."""
+_has_failed = False
+
+
+class KernelError(Exception):
+    """A kernel that could not be compiled or launched."""
+
+
+@contextmanager
+def compiling(is_on: bool | None) -> Iterator[None]:
+    """Compile functions of losses inside and use kernels, on any device, or do neither; None: not on CPUs."""
+    global _is_on
+    before, _is_on = _is_on, is_on
+    try:
+        yield
+    finally:
+        _is_on = before
+
+
+def is_compiled(device: torch.device) -> bool:
+    """Return whether functions on a device are compiled."""
+    return device.type != "cpu" if _is_on is None else _is_on
+
+
+def launch(name: str, num_bytes: int, run: Callable[[], object]) -> None:
+    """Run a kernel. Raises KernelError where it cannot be.
+
+    num_bytes: what it reads and writes of rows of logits and gradients, nothing of it from a cache, and what gathers
+    take. Maps that all rows share are counted once: they are small enough to stay in a GPU's cache.
+    """
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise KernelError(f"{name}: {type(error).__name__}: {error}") from error
+
+
+def give_up(error: KernelError) -> None:
+    """Launch no kernels from now on, and say so."""
+    global _has_failed
+    _has_failed = True
+    reason = " ".join(str(error).split("\n")[:2]).strip()
+    warnings.warn(
+        f"a Triton kernel of the losses could not be used, PyTorch's are, more slowly: {reason}; "
+        "train.compile_losses=false leaves both Triton and torch.compile out",
+        stacklevel=2,
+    )
+
+
+def are_used(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether kernels compute losses of logits of this type there; on a CPU they would have to be interpreted.
+
+    They compute in fp32, so that fp64 is left to PyTorch.
+    """
+    takes = dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return takes and not _has_failed and is_compiled(device) and is_supported(device.type)
+
+
+def is_supported(device: str) -> bool:
+    """Return whether Triton has kernels for a type of device."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return (device == "cuda" or is_interpreted) and find_spec("triton") is not None

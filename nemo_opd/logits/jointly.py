@@ -1,0 +1,69 @@
+"""Terms that kernels compute together, so that rows are read and their gradient is written as few times as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from nemo_opd.kernels import launch
+from nemo_opd.kernels.joint import Placed, add_losses
+from nemo_opd.logits.blocks import Step
+from nemo_opd.logits.rows import Gradients, LogitRows
+from nemo_opd.logits.term import Term
+
+
+class JointTerms:
+    """Terms that have a form for kernels, in groups of one of each form."""
+
+    def __init__(self, source: LogitRows, terms: Sequence[Term], gradients: Gradients) -> None:
+        self._terms = terms
+        are_used = launch.are_used(source.device, source.dtype) and not gradients.pulls_back
+        self._groups = _groups(terms) if are_used else []
+        self.are_all = len(self._groups) == 1 and len(self._groups[0]) == len(terms)
+        """They are all terms, and each row of a block is in the one step of its units."""
+
+    def __bool__(self) -> bool:
+        return bool(self._groups)
+
+    def __contains__(self, term: int) -> bool:
+        return any(term in group for group in self._groups)
+
+    def add(
+        self, coefficients: Sequence[float], step: Step, logits: Tensor, total: Tensor
+    ) -> Iterable[tuple[int, Tensor]]:
+        """Yield each term with the sums [2] of its units, and add their gradients to that of the block [R, X].
+
+        Raises KernelError.
+        """
+        for group in self._groups:
+            parts = [self._placed(i, coefficients[i], *step[i]) for i in group]
+            kept = [(i, part) for i, part in zip(group, parts, strict=True) if len(part)]
+            losses = add_losses(logits, [part for _, part in kept], total, is_first=self.are_all) if kept else []
+            for (i, _), of_units in zip(kept, losses, strict=True):
+                yield i, self._terms[i].sums_of(of_units, step[i][0])
+
+    def _placed(self, i: int, coefficient: float, units: slice, places: slice | Tensor) -> Placed:
+        term = self._terms[i]
+        assert term.row_loss is not None
+        return Placed(term.row_loss.of(units), places, term.factors(units, coefficient, torch.float32), term.width)
+
+
+def _groups(terms: Sequence[Term]) -> list[list[int]]:
+    groups: list[list[int]] = []
+    for i, term in enumerate(terms):
+        if term.row_loss is None:
+            continue
+        kind = term.row_loss.kind
+        without = (group for group in groups if all(_kind(terms[j]) is not kind for j in group))
+        group = next(without, None)
+        if group is None:
+            groups.append([i])
+        else:
+            group.append(i)
+    return groups
+
+
+def _kind(term: Term) -> type | None:
+    return None if term.row_loss is None else term.row_loss.kind
