@@ -6,6 +6,11 @@ from tests import bytecode
 bytecode.share()
 
 import os
+
+# Threads that wait for others would spin, which takes the cores from those: of a tiny model, nine tenths of the time.
+# OpenMP reads it when torch is imported, in this process and in all that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from pathlib import Path
 
 import pytest
