@@ -69,7 +69,7 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
-    os.environ["NEMO_OPD_CACHE"] = str(folder)
+    os.environ |= {"NEMO_OPD_CACHE": str(folder), "HF_DATASETS_CACHE": str(folder / "datasets")}
     return folder
 
 

@@ -1,11 +1,11 @@
 """What a training step asks of a GPU, counted on one that is none: the host waits once a step, whatever it reads."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 pytestmark = pytest.mark.world
 
@@ -28,10 +28,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module", params=SETTINGS)
 def counted(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.workers.counted", *SETTINGS[request.param]]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return request.param, json.loads(done.stdout)
+    return request.param, json.loads(processes.program("tests.workers.counted", *SETTINGS[request.param]))
 
 
 def test_the_host_waits_for_metrics_once_a_step(counted: tuple[str, dict[str, Any]]) -> None:
