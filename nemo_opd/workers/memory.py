@@ -1,4 +1,4 @@
-"""Device memory: errors where it is exhausted, and models that leave the device between phases."""
+"""Errors where memory is exhausted. Without models: every rank imports it before it knows its worker."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from nemo_opd.errors import ClusterError, OPDError
-from nemo_opd.models.parallelize import sharded_units
 
 _UNITS = {unit: 2 ** (10 * i) for i, unit in enumerate(("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
 _REQUESTED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) (bytes|[KMGTPE]iB)", re.IGNORECASE)
@@ -134,33 +131,3 @@ def _size_in(pattern: re.Pattern[str], text: str) -> float | None:
 
 def _amount(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-@contextmanager
-def resident(
-    model: nn.Module, device: str, *, offload: bool, gives_back: bool, optimizer: Optimizer | None = None
-) -> Iterator[None]:
-    """Have the model (and the optimizer's state) on `device` inside, and back on the host afterwards with `offload`.
-
-    gives_back: other processes take turns with this one on the device, so memory that PyTorch caches is released.
-    """
-    try:
-        if offload:
-            place(model, optimizer, device)
-        yield
-    finally:
-        if offload:
-            place(model, optimizer, "cpu")
-        if offload or gives_back:
-            torch.cuda.empty_cache()
-
-
-def place(model: nn.Module, optimizer: Optimizer | None, device: str) -> None:
-    """Move the model and the optimizer's state, except AdamW's step counters, which stay where they are."""
-    for unit in sharded_units(model):
-        unit.reshard()  # a gathered copy would stay
-    model.to(device)
-    for state in {} if optimizer is None else optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0:
-                state[name] = value.to(device)

@@ -53,10 +53,10 @@ from nemo_opd.workers.memory import (
     OPTIMIZER,
     ROLLOUT,
     needs_memory,
-    resident,
 )
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.phases import Phases
+from nemo_opd.workers.residence import resident
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
 

@@ -35,11 +35,10 @@ from nemo_opd.workers.memory import (
     handoff_buffer,
     loading_teacher,
     needs_memory,
-    place,
-    resident,
     teacher_answers,
     teacher_forward,
 )
+from nemo_opd.workers.residence import place, resident
 
 
 @dataclass(frozen=True, slots=True)
