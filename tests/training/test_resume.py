@@ -76,7 +76,7 @@ def interrupted(reference: Run, damaged: Path) -> Run:
 @pytest.fixture(scope="module")
 def finished(reference: Run, interrupted: Run) -> Run:
     assert interrupted.checkpoints[-1] == f"step_{UNDER_WAY:06d}", interrupted.output
-    run = resumed(reference, interrupted.output_dir, WITHOUT_LOADER_WORKERS, "cluster.launcher=local")
+    run = resumed(reference, interrupted.output_dir, WITHOUT_LOADER_WORKERS)
     assert run.end() == 0, run.output
     return run
 
