@@ -6,6 +6,11 @@ from tests import bytecode
 bytecode.share()
 
 import os
+
+# Threads that wait for others would spin, which takes the cores from those: of a tiny model, nine tenths of the time.
+# OpenMP reads it when torch is imported, in this process and in all that tests start.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from pathlib import Path
 
 import pytest
@@ -24,16 +29,42 @@ settings.register_profile("unhurried", settings(), deadline=None, suppress_healt
 settings.load_profile("unhurried")
 # Of clusters that tests start themselves: their workers would give way to all others and hardly get anything done.
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
-SLOWEST = ("training", "workers", "models", "cluster", "rollout")
-"""Folders of tests; with these first, processes that share out the files are done at about the same time."""
-ON_THE_REFERENCE = ("test_run.py", "test_resume.py")
-"""Files of tests that look at one run, which takes a minute; one process has them all."""
+TOGETHER = {
+    "the reference run": ("training/test_run.py", "training/test_resume.py"),
+    "two ranks of models": (
+        "models/test_context_parallel.py",
+        "models/test_parallel.py",
+        "models/test_sharded_load.py",
+    ),
+}
+"""Files that share what takes long to make; one process has them all."""
+LONGEST = (
+    "the reference run",
+    "training/test_across_nodes.py",
+    "training/test_signals.py",
+    "training/test_on_a_server.py",
+    "training/test_on_vllm.py",
+    "rollout/test_server_vllm.py",
+    "training/test_memory_measured.py",
+    "two ranks of models",
+    "workers/test_every_loss.py",
+    "workers/test_layouts.py",
+    "cluster/ray/test_cluster.py",
+    "training/test_faults.py",
+    "losses/test_fused.py",
+    "workers/test_compile.py",
+    "training/test_on_policy.py",
+    "models/test_generation.py",
+)
+"""Files by the time they take, the longest first: processes that share them out are done at about the same time."""
+_GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
+_PLACES = {file: place for place, file in enumerate([file for name in LONGEST for file in TOGETHER.get(name, (name,))])}
 
 
 class ByFile(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
-        return "reference" if Path(file).name in ON_THE_REFERENCE else file
+        return _GROUPS.get(file.removeprefix("tests/"), file)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,7 +73,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in SLOWEST)
+    items.sort(key=lambda item: _PLACES.get(item.path.relative_to(Path(__file__).parent).as_posix(), len(_PLACES)))
     for item in items:
         if not costs.MARKERS & {marker.name for marker in item.iter_markers()}:
             item.add_marker("unit")
@@ -64,7 +95,7 @@ def pytest_runtest_teardown() -> None:
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("cache")
-    os.environ["NEMO_OPD_CACHE"] = str(folder)
+    os.environ |= {"NEMO_OPD_CACHE": str(folder), "HF_DATASETS_CACHE": str(folder / "datasets")}
     return folder
 
 

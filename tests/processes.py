@@ -2,8 +2,13 @@
 
 import multiprocessing
 import os
+import runpy
+import sys
 from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -51,3 +56,31 @@ def _run(environment: dict[str, str], function: Callable[..., None], arguments: 
     os.environ.clear()
     os.environ.update(environment)
     function(*arguments)
+
+
+def program(module: str, *arguments: str) -> str:
+    """Run a module in such a process as `python -m` does; return what it prints. Raises what `start` raises."""
+    with TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        start(_as_program, (module, arguments, output), 1)
+        return output.read_text(encoding="utf-8")
+
+
+def _as_program(_: int, module: str, arguments: tuple[str, ...], output: Path) -> None:
+    sys.argv = [module, *arguments]
+    with output.open("w", encoding="utf-8") as file, redirect_stdout(file):
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    # The interpreter's teardown takes seconds with everything that was imported.
+    os._exit(0)
+
+
+def script(file: Path) -> None:
+    """Run a file in such a process, from its folder. Raises what `start` raises."""
+    start(_as_script, (file,), 1)
+
+
+def _as_script(_: int, file: Path) -> None:
+    sys.path.insert(0, str(file.parent))
+    with chdir(file.parent):
+        runpy.run_path(file.name, run_name="__main__")
+    os._exit(0)

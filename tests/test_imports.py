@@ -135,13 +135,18 @@ def test_config_and_alignment_import_no_torch() -> None:
 
 
 @pytest.mark.world
-def test_importing_config_and_alignment_leaves_torch_out() -> None:
-    """Also through a library: a command line's mistakes are to be told before seconds of imports."""
-    script = (
-        "import sys, nemo_opd.config, nemo_opd.config.load, nemo_opd.alignment, nemo_opd.training.cli\n"
-        "import nemo_opd.training.inputs\n"
-        "print([name for name in ('torch', 'transformers', 'ray', 'datasets') if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "libraries"),
+    [
+        ("config, config.load, alignment, training.cli, training.inputs", ("torch", "transformers", "ray", "datasets")),
+        ("cluster.ray.rank_actor", ("transformers", "datasets", "numba")),
+    ],
+    ids=["settings", "rank"],
+)
+def test_importing_leaves_heavy_libraries_out(modules: str, libraries: tuple[str, ...]) -> None:
+    """Also through a library: the mistakes of a command line are told, and ranks start, before seconds of imports."""
+    imported = ", ".join(f"nemo_opd.{module}" for module in modules.split(", "))
+    script = f"import sys, {imported}\nprint([name for name in {libraries} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"

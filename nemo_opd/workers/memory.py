@@ -1,4 +1,4 @@
-"""Errors where the memory of a device or of the host is exhausted."""
+"""Errors where memory is exhausted. Without models: every rank imports it before it knows its worker."""
 
 from __future__ import annotations
 

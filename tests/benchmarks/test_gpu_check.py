@@ -104,7 +104,7 @@ def test_a_command_that_takes_too_long_is_ended_with_its_children() -> None:
     wait_until(lambda: not psutil.pid_exists(child), "end of what it had started")
 
 
-@pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU, for which the tool itself is the check")
 def test_without_a_gpu_all_that_can_be_done_is_done(tmp_path: Path) -> None:
     command = ["tools/gpu_check.py", "--output", str(tmp_path), "--tests", "tests/handoff/test_transport_contract.py"]

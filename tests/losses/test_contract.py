@@ -76,15 +76,15 @@ def test_one_tokenizer_is_same_vocab(case: Case):
 
 
 @every_loss
-def test_gradient_of_every_logit(case: Case):
-    """Also through heads wider than the vocabularies and cuts between units."""
+def test_gradient_through_wider_heads_and_cuts_between_units(case: Case):
+    """Products of the Jacobian with random vectors: an error in any logit's gradient is in them."""
     batch = case.batch().rows([1]).cut(6).widened(1, 1)
     sizes = {"student_vocab_size": batch.student.shape[-1] - 1, "teacher_vocab_size": batch.teacher.shape[-1] - 1}
 
     def loss(student: torch.Tensor) -> torch.Tensor:
         return case.run(batch.with_logits(student), temperature=1.7, chunk_size=2, normalizer=4, **sizes).loss
 
-    assert torch.autograd.gradcheck(loss, batch.student.requires_grad_())
+    assert torch.autograd.gradcheck(loss, batch.student.requires_grad_(), rtol=1e-6, atol=1e-7, fast_mode=True)
 
 
 @every_divergence

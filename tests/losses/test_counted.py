@@ -6,12 +6,11 @@ given. The gradient of a tensor of logits, `logits/rows.py`, has one wait; one o
 """
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests import processes
 from tests.losses.cases import ALL_LOSSES, Case
 
 pytestmark = pytest.mark.world
@@ -60,11 +59,7 @@ KERNELS = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.losses.counted"], capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    by_loss: dict[str, Any] = json.loads(done.stdout)
+    by_loss: dict[str, Any] = json.loads(processes.program("tests.losses.counted"))
     return by_loss
 
 

@@ -1,15 +1,14 @@
 """Losses from hidden states in any precision, with any head, whole or on two ranks, against float64."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_opd.logits import Head, HeadLogits
+from tests.models.world import on_ranks
 from tests.vocab_parallel import vocab_parallel
 
 from .head_draws import Draw, Exact, gradient_bound, value_bound
@@ -68,18 +67,12 @@ def excess_on_rank(seed: int, rank: int) -> float:
     return max(shares)
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    found = {seed: excess_on_rank(seed, rank) for seed in range(1000, 1000 + DRAWS_ON_RANKS)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
-    dist.destroy_process_group()
+def excesses(seeds: range) -> dict[int, float]:
+    return {seed: excess_on_rank(seed, dist.get_rank()) for seed in seeds}
 
 
 @pytest.mark.world
 def test_a_head_on_two_ranks(tmp_path: Path) -> None:
     """Bug: columns or their gradients rounded on the way between ranks."""
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=RANKS)
-    for rank in range(RANKS):
-        found = json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8"))
+    for found in on_ranks(RANKS, excesses, range(1000, 1000 + DRAWS_ON_RANKS), tmp_path):
         assert {seed: share for seed, share in found.items() if not share <= 1} == {}

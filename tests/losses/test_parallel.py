@@ -1,14 +1,11 @@
 """Two ranks with half the vocabulary, or half the units, each give the loss and the gradient of one rank alone."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_opd.logits import Head, HeadLogits
@@ -16,6 +13,7 @@ from nemo_opd.logits.parallel import ContextParallelLogits
 from nemo_opd.logits.rows import TensorLogits
 from nemo_opd.losses import sampled_chunk_kl, sampled_kl
 from nemo_opd.types import LossOutput
+from tests.models.world import on_ranks
 from tests.vocab_parallel import vocab_parallel
 
 from .cases import LOSSES, Batch, Case, random_logits
@@ -116,15 +114,12 @@ def largest_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)) if wanted.numel() else 0.0
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
-    errors = {}
+def errors_on_rank(kinds: tuple[str, ...]) -> dict[str, float]:
+    rank, errors = dist.get_rank(), {}
     for case in CASES:
         found, wanted = metric_with(case, case.batch(), rank)
         errors[f"{case}/metric"] = abs(found - wanted) / abs(wanted)
-        for kind in KINDS:
+        for kind in kinds:
             batch = case.batch()
             loss, found, wanted = found_with(kind, case, batch, rank)
             whole, _ = case.value_and_gradient(batch)
@@ -132,15 +127,12 @@ def rank_main(rank: int, folder: str) -> None:
             errors[f"{case}/{kind}"] = max(error, *map(largest_error, found, wanted))
             nothing, _, _ = found_with(kind, case, batch.without_chunks(), rank)
             errors[f"{case}/{kind}/no units"] = float(nothing)
-    Path(folder, f"{rank}.json").write_text(json.dumps(errors), encoding="utf-8")
-    dist.destroy_process_group()
+    return errors
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> list[dict[str, float]]:
-    folder = tmp_path_factory.mktemp("vocab_parallel")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+    return on_ranks(RANKS, errors_on_rank, KINDS, tmp_path_factory.mktemp("vocab_parallel"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

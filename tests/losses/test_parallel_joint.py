@@ -4,17 +4,13 @@ Units of several student tokens lie across each other, so that no cut suits all 
 makes many blocks, some with no unit of a term, and others with more steps than those of the other ranks.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from nemo_opd.logits import (
@@ -30,6 +26,7 @@ from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows, TrainableRows
 from nemo_opd.losses import alm, cross_entropy, gold, h_kl, p_kl, sampled_chunk_kl, uld
 from nemo_opd.losses.overlap import plan_overlap
+from tests.models.world import on_ranks
 from tests.vocab_parallel import vocab_parallel
 
 from .cases import ALL_LOSSES, Batch, Case, identity, random_logits
@@ -168,26 +165,21 @@ def without_chunks(case: Case) -> Case:
     return replace(case, loss=Nothing)
 
 
-def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", RANKS)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60))
+def errors_on_rank(interleaved_kinds: tuple[str, ...]) -> dict[str, float]:
+    rank = dist.get_rank()
     errors = {f"{case}/{kind}": largest_difference(partial(plans, case), kind, rank) for case, kind in RUNS}
-    for kind in INTERLEAVED:
+    for kind in interleaved_kinds:
         errors[f"interleaved/{kind}"] = largest_difference(interleaved, kind, rank, SMALL_BUDGET)
     for case in CASES:
         if case.name in ("p_kl", "byte_prefix", "alm"):
             nothing = largest_difference(partial(plans, without_chunks(case)), "heads of both sides", rank)
             errors[f"{case}/heads of both sides"] = max(errors[f"{case}/heads of both sides"], nothing)
-    Path(folder, f"{rank}.json").write_text(json.dumps(errors), encoding="utf-8")
-    dist.destroy_process_group()
+    return errors
 
 
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    folder = tmp_path_factory.mktemp("parallel_joint")
-    mp.spawn(rank_main, (str(folder),), nprocs=RANKS)
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(RANKS)]
+    return on_ranks(RANKS, errors_on_rank, INTERLEAVED, tmp_path_factory.mktemp("parallel_joint"))
 
 
 @pytest.mark.parametrize(("case", "kind"), RUNS, ids=str)

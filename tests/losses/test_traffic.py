@@ -1,11 +1,11 @@
 """What losses ask of a GPU at the size of real models: kernels, and gigabytes that they read and write."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 pytestmark = pytest.mark.world
 
@@ -41,10 +41,7 @@ GIGABYTES = {
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.losses.traffic"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    by_loss: dict[str, Any] = json.loads(done.stdout)
+    by_loss: dict[str, Any] = json.loads(processes.program("tests.losses.traffic"))
     return by_loss
 
 

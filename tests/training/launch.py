@@ -17,6 +17,8 @@ from pathlib import Path
 import psutil
 
 from nemo_opd.logging.jsonl import read
+from nemo_opd.training.off_policy import distil
+from tests.composition import compose
 from tests.segments import left_of, mapped_by
 from tests.waiting import CLEAN_S, ENOUGH_S, wait_until
 
@@ -149,6 +151,12 @@ class Run:
 def hanging(output_dir: Path, mark: str) -> Path:
     """A file that is there as long as the student of a run hangs."""
     return output_dir / f"hanging_{mark}"
+
+
+def run_here(output_dir: Path, overrides: Sequence[str]) -> Path:
+    """Run in this process, which is sooner done; return the output directory."""
+    distil(compose(*overrides, "cluster.launcher=local", f"run.output_dir={output_dir}"))
+    return output_dir
 
 
 def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:

@@ -1,4 +1,6 @@
-"""Teachers on another of two Ray nodes: what they make is sent, the run is the same, and a death ends it."""
+"""Two Ray nodes on this machine: ranks land where they were planned, teachers on another node send what they make, the
+run is the same, and the death of a rank or of a node ends it.
+"""
 
 import time
 from pathlib import Path
@@ -16,10 +18,12 @@ from nemo_opd.errors import ClusterError
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.handoff.window import windows
+from nemo_opd.logging.jsonl import read
 from nemo_opd.training.links import Links
 from nemo_opd.training.plan import Delivery
+from tests.cluster.toy import Toy
 from tests.tiny import Tiny
-from tests.training.launch import Run, start
+from tests.training.launch import Run, run_here, start
 from tests.training.linked import LENGTHS, VOCAB, Learning, Teaching, hidden
 
 if TYPE_CHECKING:
@@ -32,23 +36,21 @@ AT_ONCE_S = 60.0
 STEPS = 8
 
 
-def started(folder: Path, tiny: Tiny, *overrides: str) -> Run:
-    given = tiny.overrides(f"train.max_steps={STEPS}", f"train.validate_every={STEPS // 2}", "loss.scaling=dynamic")
-    return start(folder, [*given, *overrides])
+def overrides(tiny: Tiny, *more: str) -> list[str]:
+    validates = f"train.validate_every={STEPS // 2}"
+    return tiny.overrides(f"train.max_steps={STEPS}", validates, "loss.scaling=dynamic", *more)
 
 
 @pytest.fixture(scope="module")
-def in_one_process(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = started(tmp_path_factory.mktemp("one") / "run", tiny, "cluster.launcher=local")
-    assert run.end() == 0, run.output
-    return run
+def in_one_process(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the output directory."""
+    return run_here(tmp_path_factory.mktemp("one") / "run", overrides(tiny))
 
 
 @pytest.fixture(scope="module")
 def run(nodes: "Nodes", tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The student over both nodes, its tensor-parallel teacher on one of them and the other teacher on the other."""
-    run = started(
-        tmp_path_factory.mktemp("across") / "run",
+    given = overrides(
         tiny,
         f"++cluster.address={nodes.address}",
         "++cluster.num_nodes=2",
@@ -57,18 +59,19 @@ def run(nodes: "Nodes", tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) ->
         "++cluster.teacher_ranks=[2,1]",
         "++teachers.0.parallelism.tp=2",
     )
+    run = start(tmp_path_factory.mktemp("across") / "run", given)
     run.wait_for_step(1)
     assert run.end() == 0, run.output
     return run
 
 
-def test_metrics_are_those_of_one_process(in_one_process: Run, run: Run) -> None:
+def test_metrics_are_those_of_one_process(in_one_process: Path, run: Run) -> None:
     """Bugs: rows of another rank or batch, a batch overwritten by the one ahead or by validation, bits lost.
 
     Sums of more parts: what their last bits become in some steps is more than bits.
     """
     assert len(run.metrics) == STEPS + 1
-    for expected, actual in zip(in_one_process.metrics, run.metrics, strict=True):
+    for expected, actual in zip(read(in_one_process / "metrics.jsonl"), run.metrics, strict=True):
         step = expected["step"]
         names = [name for name in expected if not name.startswith("perf/")]
         assert {name: actual[name] for name in names} == pytest.approx(
@@ -76,8 +79,8 @@ def test_metrics_are_those_of_one_process(in_one_process: Run, run: Run) -> None
         ), step
 
 
-def test_weights_are_those_of_one_process(in_one_process: Run, run: Run) -> None:
-    ours, theirs = (load_file(each.output_dir / "final" / "model.safetensors") for each in (run, in_one_process))
+def test_weights_are_those_of_one_process(in_one_process: Path, run: Run) -> None:
+    ours, theirs = (load_file(each / "final" / "model.safetensors") for each in (run.output_dir, in_one_process))
     assert ours.keys() == theirs.keys()
     for name, weight in theirs.items():
         torch.testing.assert_close(ours[name], weight, rtol=1e-5, atol=1e-6)
@@ -114,3 +117,39 @@ def test_a_teacher_that_dies_while_it_sends(nodes: "Nodes") -> None:
         message = str(caught.value)
         assert message.startswith("teacher big rank 0 died while sending its output to other nodes (step 3) (")
         assert message.endswith("run.resume=auto continues from the last checkpoint")
+
+
+def settings(nodes: "Nodes") -> Cluster:
+    return Cluster(address=nodes.address, num_nodes=2, timeout_s=120)
+
+
+def test_more_nodes_than_there_are(nodes: "Nodes", monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement.colocated(num_nodes=3, ranks_per_node=1, num_teachers=1)
+    few = settings(nodes).model_copy(update={"timeout_s": 1.0})
+    with pytest.raises(
+        ClusterError, match=r"^cluster.num_nodes=3 nodes with 2 CPU each: .* has 2 such .*num_nodes=2, "
+    ):
+        RayCluster(few, device="cpu", placement=placement)
+
+
+def test_ranks_land_as_planned_and_a_lost_node_ends_the_wait(nodes: "Nodes", tmp_path: Path) -> None:
+    """A node each, and what a rank of the student reads is on its own. The last test: it takes a node away, and the
+    rank on the other one goes on.
+    """
+    placement = Placement.separate(num_nodes=2, student_per_node=1, teachers_per_node=(1,))
+    with (
+        RayCluster(settings(nodes), device="cpu", placement=placement) as cluster,
+        RayGroup(cluster, "student", Toy, {}, placement.student) as student,
+    ):
+        with RayGroup(cluster, "teacher", Toy, {}, placement.teachers[0]) as teacher:
+            student.cluster.gather([student.ready, teacher.ready])
+            ours, theirs = ([node for node, _ in group.whereabouts()] for group in (student, teacher))
+        assert student.call("sum_of_ranks", [(0,)] * 2) == [(0, 1.0), (1, 1.0)], "one world over both nodes"
+        assert len(set(ours)) == 2
+        assert theirs == ours
+        (lost,) = nodes.worker_nodes
+        rank = ours.index(lost.node_id)
+        waiting = student.submit("wait_for", [(tmp_path / "what never comes",)] * 2)
+        nodes.remove_node(lost, allow_graceful=False)
+        with pytest.raises(ClusterError, match=rf"^student rank {rank} died while in 'wait_for' \("):
+            student.cluster.gather([waiting])

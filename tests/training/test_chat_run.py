@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from nemo_opd.logging.jsonl import read
 from tests.tiny import Tiny
-from tests.training.launch import start
+from tests.training.launch import run_here
 from tests.training.templates import STUDENT, TEACHER
 
 pytestmark = pytest.mark.world
@@ -28,10 +28,9 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
     ]
     table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8})
     pq.write_table(table, tmp_path / "chats.parquet")
-    run = start(
+    run_here(
         tmp_path / "run",
         tiny.overrides(
-            "cluster.launcher=local",
             "data.train.arrow_files=null",
             f"data.train.parquet_files={tmp_path / 'chats.parquet'}",
             "data.validation.arrow_files=null",
@@ -44,7 +43,6 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
             teachers=1,
         ),
     )
-    assert run.end() == 0, run.output
     start_record, *steps = read(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 4
     assert all(record["train/kd"] > 0 for record in steps)

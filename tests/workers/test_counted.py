@@ -1,11 +1,11 @@
 """What a training step asks of a GPU, counted on one that is none: the host waits once a step, whatever it reads."""
 
 import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+
+from tests import processes
 
 pytestmark = pytest.mark.world
 
@@ -51,10 +51,7 @@ def on_samples() -> dict[str, Any]:
 
 
 def program(*arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "tests.workers.counted", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(processes.program("tests.workers.counted", *arguments))
     return found
 
 

@@ -9,9 +9,7 @@ from tests.workers.local import Trained, Training, first_batches, in_world, plan
 pytestmark = pytest.mark.world
 
 LAYOUTS = {
-    "student tp=2": ["student.parallelism.tp=2"],
     "student tp=2, sequence parallel": ["student.parallelism={tp: 2, sequence_parallel: true}"],
-    "teachers tp=2": ["teachers.0.parallelism.tp=2", "teachers.1.parallelism.tp=2"],
     "all tp=2, one of them data parallel": ["student.parallelism.tp=2", "teachers.0.parallelism.tp=2"],
     "all tp=2, logits": [
         "student.parallelism.tp=2",
@@ -27,16 +25,15 @@ LAYOUTS = {
 NAMES = ("ce", "kd/same", "kd/cross", "grad_norm")
 TERMS = {
     "p_kl, mean": ["loss=p_kl", "loss.merge=mean"],
-    "p_kl, continuation": ["loss=p_kl", "loss.continuation_weight=1"],
     "gold, trl": ["loss=gold", "loss.compat=trl"],
-    "h_kl": ["loss=h_kl"],
     "strict, continuation": ["loss=strict", "loss.continuation_weight=1"],
     "byte_prefix": ["loss=byte_prefix"],
-    "shared_prefix": ["loss=shared_prefix"],
-    "alm": ["loss=alm"],
     "uld, logits": ["loss=uld", "loss.compat=trl", "handoff=logits"],
 }
-"""Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's."""
+"""Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's.
+
+One of each way to read rows; losses/test_parallel_joint.py has all losses.
+"""
 
 
 @pytest.fixture(scope="module")
