@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from roofline_models import MODELS, Recipe, Shape
 from roofline_work import Counts, Kind
@@ -26,17 +25,16 @@ from nemo_opd.handoff.window import Window, windows
 from nemo_opd.logits.blocks import LEAST_BLOCK_BYTES, block_bytes
 from nemo_opd.models import packed_attention
 from nemo_opd.models.head import Headless
-from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.memory import FORWARD
+from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
+from tests.losses.traffic import projection
 from tests.pretend_gpu import DEVICE, Kernel, OnDevice, Work, counted
 
-LONGEST_ROW = 4
-"""Tokens that a token of the student has at most in a projection."""
 _ONE_PLACE = (Place(0, 0),)
 
 
@@ -158,7 +156,7 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
         readers=ONE_READER,
     )
     worker.device, worker.vocab_size, worker.score = str(DEVICE), vocab, None
-    worker.offload = worker.gives_back = False
+    worker._residence = Residence(worker.model, worker.device, offload=False, gives_back=False)
     worker._forward_task, worker._buffer_task = FORWARD, FORWARD
     return worker
 
@@ -172,9 +170,7 @@ def _student(
     worker.logit_rows.block_bytes = LEAST_BLOCK_BYTES if memory is None else block_bytes("cuda", int(memory))
     worker.vocab_size, sizes = shape.more["vocab_size"], [MODELS[name].more["vocab_size"] for name in recipe.teachers]
     is_same = [teacher.type == "same_tokenizer" for teacher in config.active_teachers]
-    between = [
-        None if same else _projection(worker.vocab_size, size) for same, size in zip(is_same, sizes, strict=True)
-    ]
+    between = [None if same else projection(worker.vocab_size, size) for same, size in zip(is_same, sizes, strict=True)]
     worker.parts = build_parts(config, between, student_vocab_size=worker.vocab_size, teacher_vocab_sizes=sizes)
     worker.phases = phases  # type: ignore[assignment]
     worker.receiver = _InProcess(0)
@@ -264,24 +260,6 @@ def _tokens(lengths: Sequence[int], vocab_size: int) -> TokenRows:
 def _samples(tokens: TokenRows) -> SampledRows:
     number, zeros = len(tokens), torch.zeros(tokens.ids.shape)
     return SampledRows(torch.ones(number, dtype=torch.bool), zeros, zeros, torch.zeros(number), torch.arange(number))
-
-
-def _projection(size: int, others: int) -> ProjectionMatrix:
-    """Two thirds of the student's tokens in pairs, the others spelled by up to `LONGEST_ROW` tokens."""
-    generator = np.random.default_rng(0)
-    indices = np.full((size, LONGEST_ROW), -1, np.int32)
-    is_pair = np.zeros(size, np.bool_)
-    is_pair[: min(2 * size // 3, others)] = True
-    is_pair = generator.permutation(is_pair)
-    indices[is_pair, 0] = generator.permutation(others)[: is_pair.sum()]
-    rest = np.flatnonzero(~is_pair)
-    starts, lengths = (
-        generator.integers(*span, len(rest)) for span in ((0, others - LONGEST_ROW), (1, LONGEST_ROW + 1))
-    )
-    for slot in range(LONGEST_ROW):
-        indices[rest[slot < lengths], slot] = starts[slot < lengths] + slot
-    weights = (indices >= 0) / (indices >= 0).sum(1, keepdims=True)
-    return ProjectionMatrix(indices, weights.astype(np.float32), is_pair, teacher_vocab_size=others)
 
 
 def work_of(recipe: Recipe, config: RunConfig, peak: float) -> tuple[Utilization, Batch]:

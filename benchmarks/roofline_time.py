@@ -77,8 +77,10 @@ class Plan:
     reduced_bytes: int = 0
     """That each rank of a tensor-parallel teacher sums over its group for a microbatch."""
     reductions: int = 0
-    keeps: bool = False
-    """Weights are gathered, and gradients reduced, once a step; a teacher's weights once a run."""
+    keeps_student: bool = False
+    """Weights are gathered, and gradients reduced, once a step."""
+    kept_teachers: tuple[str, ...] = ()
+    """Teachers whose weights are gathered once a run."""
 
 
 @dataclass
@@ -108,8 +110,9 @@ def step_times(plan: Plan, machine: Machine) -> Times:
         times.add(part, number * device)
         times.add("launches", number * max(0.0, host - device))
         times.add("waits", number * counts.waits * machine.assumed.wait_s)
-    for weights in plan.teachers.values():
-        _gather_teacher(times, plan, weights, machine)
+    for name, weights in plan.teachers.items():
+        if name not in plan.kept_teachers:
+            _gather_teacher(times, plan, weights, machine)
     _move_student(times, plan, machine)
     if plan.tp > 1:
         each = 2 * machine.exchange_s(plan.reduced_bytes, plan.reductions, plan.tp)
@@ -120,8 +123,6 @@ def step_times(plan: Plan, machine: Machine) -> Times:
 
 def _gather_teacher(times: Times, plan: Plan, weights: Weights, machine: Machine) -> None:
     """FSDP2 gathers bf16 weights for each microbatch, and copies them into and out of what is gathered."""
-    if plan.keeps:
-        return
     ranks = machine.number // plan.tp
     sent = machine.exchange_s(2 * weights.all, weights.units, ranks)
     own = sum(map(machine.device_s, (c for name, c in plan.parts.items() if name.startswith("teacher "))))
@@ -140,12 +141,12 @@ def _move_student(times: Times, plan: Plan, machine: Machine) -> None:
     """FSDP2 casts fp32 weights to bf16 and gathers them; gradients it reduces and adds up in fp32."""
     weights, ranks = plan.student, machine.number
     gathered = 2 * weights.layers + weights.rest
-    gathers = 1 if plan.keeps else plan.micro_batches
-    gathered = weights.all if plan.keeps else gathered
+    gathers = 1 if plan.keeps_student else plan.micro_batches
+    gathered = weights.all if plan.keeps_student else gathered
     copied = machine.bytes_s(6 * gathered / ranks + 4 * _copied(gathered, ranks))
     reduced = machine.bytes_s((2 + 4) * weights.all + 12 * weights.all / ranks)
     times.add("copies of FSDP2", gathers * (copied + reduced))
-    if plan.keeps:  # gradients of microbatches are added up in fp32
+    if plan.keeps_student:  # gradients of microbatches are added up in fp32
         times.add("copies of FSDP2", (plan.micro_batches - 1) * machine.bytes_s((2 + 8) * weights.all))
     passes = machine.device_s(plan.parts["forward"]) + machine.device_s(plan.parts["backward"])
     sent = machine.exchange_s(2 * gathered, 2 * weights.units, ranks)

@@ -24,6 +24,7 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.training.copies import settle_copies
+from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
 from nemo_opd.training.memory import (
     Machine,
@@ -152,7 +153,7 @@ def check(example: Example) -> Checked:
     machine = Machine("cuda", GPU_BYTES, HOST_BYTES, placement.devices_per_node)
     arriving = arriving_bytes(deliveries, 1 + teachers_ahead(config))
     config, situation = settle_copies(config, Situation(own, tuple(others), machine, arriving), placement)
-    config, memory = settle_memory(config, situation)
+    config, memory = settle_memory(settle_kept(config, situation), situation)
     return Checked(config, situation.student.layout, tuple(each.layout for each in situation.teachers), memory)
 
 

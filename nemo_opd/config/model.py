@@ -65,9 +65,9 @@ class Student(Model):
     """Keep only each layer's input, and compute the layer again in the backward pass: a third more work, and far less
     memory for long sequences.
     """
-    sync_each_micro_batch: bool = True
+    sync_each_micro_batch: Literal[True, False, "auto"] = "auto"
     """Reduce gradients over ranks after each microbatch (FSDP). false: a rank keeps them whole, in fp32, and they are
-    reduced once a step.
+    reduced once a step. auto: false on GPUs where that fits without `offload` by the memory estimate.
     """
     lora: Lora | None = None
     """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they

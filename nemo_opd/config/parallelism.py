@@ -22,10 +22,16 @@ class Parallelism(Settings):
     are summed over copies once a step. 1: one copy over all ranks. auto: 1, but on several nodes of GPUs one on each,
     where that fits without `offload` by the memory estimate.
     """
-    reshard_after_forward: bool = True
+    reshard_after_forward: Literal[True, False, "auto"] = "auto"
     """Free the gathered weights of a layer after its forward pass (FSDP). false: a rank keeps all weights whole, and
-    gathers them once a step instead of twice a microbatch; those of a teacher once.
+    gathers them once a step instead of twice a microbatch; those of a teacher once. auto: false on GPUs where that fits
+    without `offload` by the memory estimate.
     """
+
+    @property
+    def frees_gathered(self) -> bool:
+        """Whether layers free their gathered weights; `auto` counts as true until it is decided."""
+        return self.reshard_after_forward is not False
 
     @model_validator(mode="after")
     def sequence_parallel_needs_tp(self) -> "Parallelism":

@@ -44,7 +44,7 @@ def parallelize(
     if tensor is not None:
         shared = parallelism.sequence_parallel
         cut_over_ranks(model, tensor, sequence_parallel=shared, key=f"{key}.parallelism.tp")
-    reshards = parallelism.reshard_after_forward
+    reshards = parallelism.frees_gathered
     shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshards)
 
 

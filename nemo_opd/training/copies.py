@@ -9,11 +9,8 @@ from dataclasses import replace
 from nemo_opd.cluster.placement import Placement, Places
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.memory import MemoryEstimate, Situation, estimate
-from nemo_opd.training.memory.parts import USABLE
+from nemo_opd.training.memory import Situation, estimate
 
-_SLACK = 1.25
-"""Room for a copy on every node, as a multiple of the estimate, which is right within 20 %."""
 _STUDENT = 0
 """Index of the student among the models; teachers follow."""
 
@@ -31,15 +28,9 @@ def settle_copies(config: RunConfig, situation: Situation, placement: Placement)
     for left_out in range(len(order) if is_known else 0):
         chosen = {i: possible[i] for i in order[left_out:]}
         laid_out = _laid_out(situation, chosen)
-        if _fits_easily(estimate(config, laid_out)):
+        if estimate(config, laid_out).fits_easily:
             return _settled(config, chosen), laid_out
     return _settled(config, {}), situation
-
-
-def _fits_easily(estimated: MemoryEstimate) -> bool:
-    return all(
-        memory.capacity is None or _SLACK * memory.peak <= USABLE * memory.capacity for memory in estimated.memories
-    )
 
 
 def _possible(config: RunConfig, layouts: list[Layout], placement: Placement) -> dict[int, int]:

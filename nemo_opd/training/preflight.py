@@ -18,6 +18,7 @@ from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
 from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
 from nemo_opd.training.flops import Utilization, peak_flops
+from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
 from nemo_opd.training.memory import (
     Machine,
@@ -102,6 +103,7 @@ def preflight(config: RunConfig) -> Plan:
         through_host=transport == "pinned_memory",
     )
     config, situation = settle_copies(config, situation, placement)
+    config = settle_kept(config, situation)
     config, memory = settle_memory(config, situation)
     return Plan(
         config=config,

@@ -228,9 +228,9 @@ class StudentWorker:
         """
         student, outermost = self.config.student, sharded_units(self.model)[0]
         outermost.set_is_last_backward(is_last)
-        outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch)
+        outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch is not False)
         outermost.set_requires_all_reduce(is_last)
-        outermost.set_reshard_after_backward(is_last or student.parallelism.reshard_after_forward)
+        outermost.set_reshard_after_backward(is_last or student.parallelism.frees_gathered)
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
@@ -312,7 +312,7 @@ class StudentWorker:
             self.model,
             self.mesh,
             rounds_logits=self.config.handoff.type == "logits",
-            reshard_after_forward=self.config.student.parallelism.reshard_after_forward,
+            reshard_after_forward=self.config.student.parallelism.frees_gathered,
         )
         with needs_memory(ROLLOUT), self._residence.use(), ready:
             return sampler.generate(requests, sampling, version)

@@ -90,7 +90,7 @@ class TeacherWorker:
         dtype = getattr(torch, settings.dtype)
         parallelism = settings.parallelism
         mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
-        self._mesh, self._reshard_after_forward = mesh, parallelism.reshard_after_forward
+        self._mesh, self._reshard_after_forward = mesh, parallelism.frees_gathered
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
         self._answers_task = teacher_answers(teacher, settings.name)

@@ -34,10 +34,9 @@ MEMORY = 80 * 2**30
 """Of the device."""
 
 
-def projection(seed: int = 0) -> ProjectionMatrix:
+def projection(size: int, others: int) -> ProjectionMatrix:
     """Two thirds of the student's tokens in pairs, the others spelled by up to `LONGEST_ROW` tokens."""
-    generator = np.random.default_rng(seed)
-    size, others = STUDENT[1], CROSS[1]
+    generator = np.random.default_rng(0)
     indices = np.full((size, LONGEST_ROW), -1, np.int32)
     is_pair = generator.random(size) < 2 / 3
     partners = generator.permutation(others)[: int(is_pair.sum())]
@@ -74,7 +73,9 @@ class Sides:
     def made() -> "Sides":
         places = torch.arange(POSITIONS).unsqueeze(0)
         in_chunks = places - (places + 1) // 4
-        pairs = torch.from_numpy((between := projection()).shared_pairs[:POSITIONS].astype(np.int64))
+        pairs = torch.from_numpy(
+            (between := projection(STUDENT[1], CROSS[1])).shared_pairs[:POSITIONS].astype(np.int64)
+        )
         own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
         ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], DEVICE)
         student, same, cross = (_logits(*sizes) for sizes in (STUDENT, SAME, CROSS))

@@ -8,9 +8,9 @@ from transformers import LlamaConfig
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config import RunConfig
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.training.copies import _SLACK, settle_copies
+from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.memory import Machine, ModelSetup, Situation, estimate, model_size
-from nemo_opd.training.memory.parts import USABLE
+from nemo_opd.training.memory.parts import SLACK, USABLE
 from tests.composition import compose
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def test_as_many_models_as_fit_have_a_copy_on_every_node(situation: Situation) -
     peaks = [estimate(config, with_copies(situation, *numbers)).memories[0].peak for numbers in steps]
     assert sorted(set(peaks), reverse=True) == peaks
     for numbers, peak in zip(steps, peaks, strict=True):
-        machine = replace(situation.machine, device_bytes=int(_SLACK * peak / USABLE) + 1)
+        machine = replace(situation.machine, device_bytes=int(SLACK * peak / USABLE) + 1)
         assert copies(config, replace(situation, machine=machine)) == (list(numbers), list(numbers))
 
 

@@ -10,7 +10,7 @@ from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.memory.parts import USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
+from nemo_opd.training.memory.parts import SLACK, USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.sampling import rollouts
 from nemo_opd.training.memory.server import server_parts, shares_gpus
@@ -20,8 +20,6 @@ from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer,
 
 CONTEXT_BYTES = 512 * 2**20
 """GPU memory of CUDA and its libraries in each process."""
-_CACHED = 1.25
-"""Memory that a process caches at most, as a multiple of its peak: the estimate is right within 20 %."""
 _STUDENT = -1
 """Index of the student among the teachers' indices."""
 _SMALLEST_SAVING = 0.01
@@ -112,7 +110,7 @@ def _caches_fit(config: RunConfig, situation: Situation) -> bool:
         return False
     processes = [student_process(config, situation), *teachers_at_work(config, situation)]
     kept = [max(sum(part.at(phase) for part in _with_context(each)) for phase in Phase) for each in processes]
-    return _CACHED * sum(kept) < USABLE * situation.machine.device_bytes
+    return SLACK * sum(kept) < USABLE * situation.machine.device_bytes
 
 
 def _samples_on_device(config: RunConfig, machine: Machine) -> bool:
@@ -156,7 +154,7 @@ def variants(config: RunConfig, situation: Situation) -> Iterator[tuple[str, Run
 def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str, object]]:
     """Yield sections, keys and values; some may be refused."""
     train, rollout, questions = config.train, config.rollout, config.evaluation
-    if not config.student.sync_each_micro_batch:
+    if config.student.sync_each_micro_batch is False:
         yield "student", "sync_each_micro_batch", True
     if not config.student.activation_checkpointing:
         yield "student", "activation_checkpointing", True

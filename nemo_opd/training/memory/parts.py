@@ -8,6 +8,8 @@ from enum import StrEnum
 
 USABLE = 0.95
 """Share of a memory that a plan may use: allocators leave gaps, and libraries have buffers."""
+SLACK = 1.25
+"""Room for what need not be, as a multiple of the estimate, which is right within 20 %."""
 
 
 class Phase(StrEnum):
@@ -114,3 +116,10 @@ class MemoryEstimate:
     @property
     def fits(self) -> bool:
         return not self.shortest.shortage
+
+    @property
+    def fits_easily(self) -> bool:
+        """Whether it fits where the estimate is too low."""
+        return all(
+            memory.capacity is None or SLACK * memory.peak <= USABLE * memory.capacity for memory in self.memories
+        )

@@ -82,7 +82,7 @@ class ModelSetup:
 
     def kept(self, model: Student | Teacher) -> int:
         """Return the number of parameters that are gathered at a time, or of those that stay so."""
-        return self.gathered if model.parallelism.reshard_after_forward else self.whole
+        return self.gathered if model.parallelism.frees_gathered else self.whole
 
     @property
     def trained_head(self) -> int:

@@ -68,7 +68,7 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
     has_several = train.global_batch_size > setup.layout.dp * max(1, train.tokens_at_a_time // train.max_length)
-    is_summed_whole = has_several and not config.student.sync_each_micro_batch
+    is_summed_whole = has_several and config.student.sync_each_micro_batch is False
     summed = FP32 * cut_numel(size.trained_shapes, setup.layout.tp) if is_summed_whole else 0
     before = after if has_several and not summed else after - gradients
     saved = saved_activations(size, work, checkpointing=checkpointing)

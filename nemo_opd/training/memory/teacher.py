@@ -162,7 +162,7 @@ def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
     # FSDP2 keeps embedding and head gathered until the model moves, or all of it.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
-    stays = setup.rest if job.settings.parallelism.reshard_after_forward else setup.whole
+    stays = setup.rest if job.settings.parallelism.frees_gathered else setup.whole
     reading = [Phase.TEACHERS] if Phase.TEACHERS in working else []
     gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(reading, t * setup.kept(job.settings))
     device = (
