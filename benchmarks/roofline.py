@@ -195,7 +195,7 @@ def verdict(rows: Sequence[Row]) -> list[str]:
     lines = []
     for name in dict.fromkeys(row.recipe for row in rows):
         own = [row for row in rows if row.recipe == name]
-        shown = ", ".join(f"{row.mfu:.0%} on {row.machine}" for row in own)
+        shown = ", ".join(f"{row.mfu:.1%} on {row.machine}" for row in own)
         reached = sum(row.mfu >= GOAL for row in own)
         lines.append(f"* {name}: {shown}; {GOAL:.0%} is reached on {reached} of {len(own)}")
     return lines
@@ -301,8 +301,9 @@ INTRODUCTION = (
     "* Rollouts, reading data and validation are not in it.",
 )
 CHANGES = (
-    "The first row takes the documented counts of commit a09c456: 16,542 kernels and 134 GB of elementwise traffic of "
-    "the loss for 2,048 tokens, 26 rows at a time, 78 waits a microbatch, 39 % of positions tokens; that 11 % of the "
+    f"The first row takes the documented counts of commit a09c456: {BEFORE_KERNELS:,} kernels and "
+    f"{BEFORE_BYTES / 1e9:.0f} GB of elementwise traffic of the loss for 2,048 tokens, 26 rows at a time, "
+    f"{BEFORE_WAITS} waits a microbatch, {BEFORE_USEFUL:.0%} of positions tokens; that 11 % of the "
     "text was cut off besides costs no time, but text. Products of the loss are taken as they are now. A run "
     "decides by its memory estimate what stays gathered. What a compiler makes of layers cannot be counted here: the "
     "last row is what they would take if nothing but products and attention took time.",

@@ -24,8 +24,8 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.training.copies import settle_copies
-from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries
+from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,

@@ -111,14 +111,22 @@ class Processes:
     @classmethod
     def started(cls) -> Processes:
         """Read torchrun's environment variables."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ:
+        if not _is_torchrun():
             return cls()
         return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")))
 
 
 def num_threads(cores: int, at_a_time: int) -> int:
-    """Return the threads of each of the processes that work at a time: more than cores wait for each other."""
-    return max(1, cores // at_a_time)
+    """Return the threads of each of the processes that work at a time: more than cores wait for each other.
+
+    $OMP_NUM_THREADS takes precedence, but under torchrun, which sets it to 1 where nobody else has.
+    """
+    wanted = "" if _is_torchrun() else os.environ.get("OMP_NUM_THREADS", "")
+    return int(wanted) if wanted.isdecimal() and int(wanted) > 0 else max(1, cores // at_a_time)
+
+
+def _is_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def num_cores() -> int:

@@ -115,7 +115,7 @@ class EvaluationConfig(Questions):
 
     @model_validator(mode="after")
     def sampling_is_told_once(self) -> Self:
-        told = [key for key in RolloutBase.model_fields if key in self.rollout.model_fields_set]
+        told = [key for key in (*RolloutBase.model_fields, "sleep") if key in self.rollout.model_fields_set]
         if told:
             way_out = f"write {told[0]}=…" if told[0] in type(self).model_fields else "leave it out"
             raise ValueError(f"rollout.{told[0]} is for training, and has no effect on an evaluation; {way_out}")

@@ -130,6 +130,20 @@ class ServerRollout(RolloutBase):
                 raise ValueError(f"sleep=true with {reason}; write rollout.sleep=false, or leave it out")
         return self
 
+    @model_validator(mode="after")
+    def gpus_are_named_once(self) -> Self:
+        if self.gpus is not None and "CUDA_VISIBLE_DEVICES" in self.environment:
+            raise ValueError(
+                f"gpus={self.gpus} with environment.CUDA_VISIBLE_DEVICES={self.environment['CUDA_VISIBLE_DEVICES']}: "
+                "both say which GPUs the server has; leave out one of them"
+            )
+        return self
+
+    @property
+    def shares_devices(self) -> bool:
+        """Whether a server is started here on the devices of the training."""
+        return self.url is None and not self.has_own_gpus
+
     @property
     def has_own_gpus(self) -> bool:
         """Whether a server started here uses other GPUs than the training."""
@@ -140,7 +154,7 @@ class ServerRollout(RolloutBase):
         """Whether a server started here sleeps between samplings, if the training is on GPUs."""
         if self.sleep != "auto":
             return self.sleep
-        return self.program == "vllm" and self.url is None and not (self.has_own_gpus or self.overlap)
+        return self.program == "vllm" and self.shares_devices and not self.overlap
 
 
 Rollouts = Annotated[HFRollout | ServerRollout, Field(discriminator="type")]

@@ -37,6 +37,7 @@ from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.rollout.prompts import Kept, drop_long
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.rollout.server.gpus import server_gpus
 
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""
@@ -62,7 +63,8 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> Evalua
         if questions.num_dropped:
             _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
-        spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions)
+        gpus = server_gpus(config.rollout)
+        spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
         with busy(f"loading {config.model}"):
             opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
             engine = stack.enter_context(opened)

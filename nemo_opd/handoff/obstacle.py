@@ -1,4 +1,4 @@
-"""A try whether processes of this machine can read each other's buffers, in processes of its own.
+"""A try whether processes of this machine can read each other's buffers, in separate processes.
 
 `python -m nemo_opd.handoff.obstacle TRANSPORT PAIRS` hands numbers over as a run does. PAIRS: JSON, pairs of the
 indices of the device that writes and of the one that reads.
@@ -29,7 +29,7 @@ _SIZES = (1_000, 1_000_000)
 
 
 def obstacle(transport: str, pairs: Pairs, limit_s: float = LIMIT_S) -> str | None:
-    """Return why no buffer on the first device of a pair can be read from the second, or None where all can.
+    """Return why a buffer on the first device of a pair cannot be read from the second, or None where all can.
 
     Tries one pair of the same device and one of two, and asks about the peer access of all. Returns after `limit_s` at
     the latest, and leaves no process behind.
@@ -56,6 +56,7 @@ def complaint(command: Sequence[str], limit_s: float) -> str | None:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     if process.returncode == 0:
         return None
     lines = output.strip().splitlines()
@@ -90,7 +91,10 @@ def _write(transport: str, device: int, pipe: Connection) -> None:
         for size in _SIZES:
             sender.tensor((size,), torch.float64).copy_(torch.arange(size))
             pipe.send(sender.handle())
-            answer = pipe.recv()
+            try:
+                answer = pipe.recv()
+            except EOFError:
+                raise HandoffError("the process that reads has died") from None
             if answer != size * (size - 1) / 2:
                 raise HandoffError(answer if isinstance(answer, str) else "other numbers were read than written")
         pipe.send(None)

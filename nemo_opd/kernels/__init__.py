@@ -1,4 +1,4 @@
-"""Triton kernels over rows of logits, and what they are told (methods.md §8.1).
+"""Triton kernels over rows of logits, and their inputs (methods.md §8.1).
 
 Triton is imported where a kernel is first launched: by `row_sums`, `log_ratios` and `rows`, and by no other module.
 """

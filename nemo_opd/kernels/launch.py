@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 import torch
+
+from nemo_opd.errors import OPDError
 
 BLOCK = 1024
 """Columns that a kernel takes at a time."""
@@ -22,7 +25,7 @@ _is_on: bool | None = None
 _has_failed = False
 
 
-class KernelError(Exception):
+class KernelError(OPDError):
     """A kernel that could not be compiled or launched."""
 
 
@@ -50,22 +53,29 @@ def launch(name: str, num_bytes: int, run: Callable[[], object]) -> None:
     """
     try:
         run()
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:
-        raise KernelError(f"{name}: {type(error).__name__}: {error}") from error
+        if not _is_tritons(error):
+            raise
+        reason = " ".join(str(error).split("\n")[:2]).strip()
+        raise KernelError(
+            f"Triton's kernel {name} of the losses could not be used: {type(error).__name__}: {reason}; "
+            "train.compile_losses=false leaves out both Triton and torch.compile"
+        ) from error
+
+
+def _is_tritons(error: Exception) -> bool:
+    """Return whether an error is of compiling or launching, and no mistake of a caller and no lack of memory."""
+    from triton.errors import TritonError
+
+    is_memory = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
+    return isinstance(error, TritonError | RuntimeError | OSError | subprocess.SubprocessError) and not is_memory
 
 
 def give_up(error: KernelError) -> None:
     """Launch no kernels from now on, and say so."""
     global _has_failed
     _has_failed = True
-    reason = " ".join(str(error).split("\n")[:2]).strip()
-    warnings.warn(
-        f"a Triton kernel of the losses could not be used, PyTorch's are, more slowly: {reason}; "
-        "train.compile_losses=false leaves both Triton and torch.compile out",
-        stacklevel=2,
-    )
+    warnings.warn(f"{error}; PyTorch's are used, more slowly", stacklevel=2)
 
 
 def are_used(device: torch.device, dtype: torch.dtype) -> bool:

@@ -63,6 +63,9 @@ class _BlockwiseSum(torch.autograd.Function):
         try:
             sums, saved = _sums_and_gradients(source, terms, coefficients)
         except KernelError as error:
+            if source.share != (0, 1):
+                # Others of the share have gone on, and wait for what this process would send in the next block.
+                raise
             give_up(error)
             sums, saved = _sums_and_gradients(source, terms, coefficients)
         ctx.dtypes = [None if gradient is None else leaf.dtype for leaf, gradient in zip(leaves, saved, strict=True)]

@@ -9,10 +9,10 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.engines import ENGINES
+from nemo_opd.rollout.server.gpus import server_gpus
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.ranks import server_gpus
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         is_training=True,
         memory_share=plan.server_share,
         sleeps=plan.device == "cuda" and isinstance(config.rollout, ServerRollout) and config.rollout.sleeps_on_gpus,
-        gpus=server_gpus(config.rollout) if isinstance(config.rollout, ServerRollout) else (),
+        gpus=server_gpus(config.rollout),
     )
     return ENGINES[type(config.rollout)].for_student(config.rollout, spec, _Student(models), version)
 

@@ -18,9 +18,9 @@ _Model = TypeVar("_Model", Student, Teacher)
 def settle_kept(config: RunConfig, situation: Situation) -> RunConfig:
     """Return the settings with every `reshard_after_forward: auto` and `sync_each_micro_batch: auto` decided.
 
-    They are false where what is then kept fits easily without more offloading. It is tried in this order: the
-    teachers' weights, the smallest first, the student's weights, its gradients. On CPU, where the GPU's memory is
-    unknown and for models that are offloaded they are true.
+    They are false where what is then kept fits easily without more offloading, tried in this order: the teachers'
+    weights, the smallest first, the student's weights, its gradients. They are true on CPU, where the GPU's memory is
+    unknown, and for models that are offloaded.
     """
     kept: list[_Kept] = []
     for each in _undecided(config, situation) if situation.machine.device_bytes is not None else ():
@@ -36,7 +36,7 @@ def _undecided(config: RunConfig, situation: Situation) -> Iterator[_Kept]:
             yield i
     if _may_stay(config.student):
         yield "student"
-    if config.student.sync_each_micro_batch == "auto":
+    if config.student.sync_each_micro_batch == "auto" and config.student.offload is not True:
         yield "gradients"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ def require_shared_gpus(config: RunConfig, device: str, placement: Placement) ->
     """Raise ConfigError where several processes would use a GPU of this machine that takes one alone."""
     cluster, rollout = config.cluster, config.rollout
     number = 1 if cluster.launcher == "local" else placement.groups_per_device
-    number += isinstance(rollout, ServerRollout) and rollout.url is None and not rollout.has_own_gpus
+    number += isinstance(rollout, ServerRollout) and rollout.shares_devices
     if device == "cpu" or cluster.address is not None or number == 1:
         return
     for line in _compute_modes():
@@ -82,7 +83,7 @@ def warn_of_shared_memory(device: str, groups: Sequence[Layout], nodes: int) -> 
     if device == "cpu":
         return []
     need = _NCCL_BYTES * sum(_communicators(layout) * -(-layout.size // nodes) for layout in groups)
-    free = shutil.disk_usage(_SHARED_MEMORY).free
+    free = shutil.disk_usage(_SHARED_MEMORY).free if os.path.isdir(_SHARED_MEMORY) else 0
     if need <= free:
         return []
     return [
@@ -94,8 +95,9 @@ def warn_of_shared_memory(device: str, groups: Sequence[Layout], nodes: int) -> 
 
 def _communicators(layout: Layout) -> int:
     """Return the number of a rank's NCCL communicators with others: of all ranks, and of the axes of their mesh."""
+    copies = (layout.replicas, layout.dp // layout.replicas) if layout.replicas > 1 else ()
     axes = (layout.dp, layout.cp, layout.tp, layout.dp * layout.cp) if layout.cp * layout.tp > 1 else ()
-    return (layout.size > 1) + sum(size > 1 for size in axes)
+    return (layout.size > 1) + sum(size > 1 for size in (*copies, *axes))
 
 
 def _compute_modes() -> list[str]:

@@ -76,7 +76,7 @@ class Plan:
     def gives_back(self) -> bool:
         """Whether another process needs what PyTorch caches of a GPU's memory."""
         cluster, rollout = self.config.cluster, self.config.rollout
-        if isinstance(rollout, ServerRollout) and rollout.url is None:
+        if isinstance(rollout, ServerRollout) and rollout.shares_devices:
             return self.device == "cuda"
         shares = self.placement.groups_per_device > 1 and cluster.launcher == "ray"
         return self.device == "cuda" and shares and not self.memory.caches_fit

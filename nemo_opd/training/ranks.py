@@ -1,6 +1,5 @@
 """Device, placement and layouts of a run, from its settings and the machine."""
 
-import os
 from collections.abc import Sequence
 from math import lcm
 
@@ -85,13 +84,6 @@ def reserved_gpus(rollout: Rollouts | None, device: str) -> int:
             "rollout.sleep=false"
         )
     return rollout.gpus or 0
-
-
-def server_gpus(rollout: ServerRollout) -> tuple[str, ...]:
-    """Return the GPUs of a server that has some for itself, the last that this process sees."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return tuple(visible[len(visible) - (rollout.gpus or 0) :])
 
 
 def resolve_ranks(cluster: Cluster, device: str, reserved: int = 0) -> int:

@@ -107,7 +107,7 @@ class HostCopy:
         self._slots: list[_Slot] = []
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Copy what has changed to the host and free the memory of these tensors. Parameters not trained are fixed."""
+        """Copy tensors to the host, parameters that nothing trains only once, and free their memory."""
         tensors = list(tensors)
         storages = _storages(tensors)
         if [slot.storage._cdata for slot in self._slots] != [storage._cdata for storage in storages]:

@@ -336,8 +336,8 @@ class StudentWorker:
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
                 parts.append(compute_together(planned).metrics)
-        for unit in sharded_units(self.model):
-            unit.reshard()
+            for unit in sharded_units(self.model):
+                unit.reshard()
         return _on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:

@@ -83,6 +83,17 @@ def test_teachers_on_separate_devices_work_at_the_same_time() -> None:
         (Placement.separate(num_nodes=1, student_per_node=20, teachers_per_node=(1,)), 1),
     ],
 )
-def test_processes_that_work_at_a_time_share_the_cores(placement: Placement, threads: int) -> None:
+def test_processes_that_work_at_a_time_share_the_cores(
+    placement: Placement, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bugs: cores that are idle while a process waits for its turn; more threads than cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert placement.num_threads(16) == threads
+
+
+@pytest.mark.parametrize(("variables", "threads"), [({}, 3), ({"TORCHELASTIC_RUN_ID": "1"}, 16)])
+def test_the_usual_variable_decides(variables: dict[str, str], threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bugs: a user's choice that is overruled; one core of many for each rank, which torchrun has chosen."""
+    for name, value in {"OMP_NUM_THREADS": "3", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1).num_threads(16) == threads

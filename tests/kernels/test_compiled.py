@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nemo_opd.kernels import launch
-from nemo_opd.kernels.forms import JSD
+from nemo_opd.kernels.forms import FORWARD_KL, JSD, TVD
 from nemo_opd.losses import same_vocab
 
 triton = pytest.importorskip("triton")
@@ -19,44 +19,51 @@ NUMBERS = ("stride", "columns", "num_", "total_stride", "teacher_stride")
 FACTORS = ("over_", "weight_b", "weight_c", "coverage")
 
 
-def _type_of(name: str, kernel: str) -> str:
+def _type_of(name: str, kernel: str, logits: str) -> str:
     if name == "targets":
         return "*i64"
     if name.startswith(FACTORS) or name == "weight":
         return "fp32"
     if name.startswith(NUMBERS):
         return "i32"
-    if name == "total":
-        return "*bf16"
-    is_ids = name.startswith(INTEGERS) and not (name == "rows" and kernel == "_row_sums")
-    return "*i32" if is_ids else "*fp32"
+    if name in ("total", "student", "teacher", "teacher_b", "teacher_c") or (name, kernel) == ("rows", "_row_sums"):
+        return logits
+    return "*i32" if name.startswith(INTEGERS) else "*fp32"
+
+
+ALL: dict[str, int] = {"KIND_B": JSD, "KIND_C": JSD, "IS_FIRST": False}
+"""Constants of a kernel that are not True; a variant has others."""
+DEFAULT = {"KIND_B": FORWARD_KL, "KIND_C": FORWARD_KL, "IS_FIRST": True}
+VARIANTS = {
+    "row_sums, weighted": ("row_sums._row_sums", {}),
+    "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
+    "log_ratios, short": ("log_ratios._short", {}),
+    "log_ratios, long": ("log_ratios._long", {}),
+    "forward KL": ("rows.of_rows", DEFAULT),
+    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_A": False}),
+    "JSD, gradient": ("rows.of_rows", {}),
+    "TVD of pairs": ("rows.of_rows", {"KIND_C": TVD, "HAS_A": False, "HAS_B": False, "HAS_CELLS": False}),
+    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_B": False, "HAS_C": False, "HAS_CELLS": False}),
+}
 
 
 @pytest.mark.world
-@pytest.mark.parametrize(
-    ("name", "capability"),
-    [
-        ("row_sums._row_sums", H100),
-        ("log_ratios._short", H100),
-        ("log_ratios._long", H100),
-        ("rows.of_rows", H100),
-        ("rows.of_rows", A100),
-    ],
-)
-def test_a_kernel_is_compiled_for_a_gpu(name: str, capability: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("capability", "logits"), [(H100, "*bf16"), (A100, "*fp32")])
+def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: str) -> None:
     """Bugs: what Triton's interpreter takes and its compiler does not."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    name, own = VARIANTS[variant]
     module, _, function = name.partition(".")
     kernel = getattr(import_module(f"nemo_opd.kernels.{module}"), function)
-    every: dict[str, Any] = {"BLOCK": launch.BLOCK, "IS_FIRST": False}
-    constants = {
-        key: every.get(key, JSD if key.startswith("KIND") else True) for key in kernel.arg_names if key.isupper()
-    }
-    types = {key: "constexpr" if key in constants else _type_of(key, function) for key in kernel.arg_names}
+    every: dict[str, Any] = {"BLOCK": launch.BLOCK} | ALL | own
+    constants = {key: every.get(key, True) for key in kernel.arg_names if key.isupper()}
+    assert own.keys() <= constants.keys()
+    types = {key: "constexpr" if key in constants else _type_of(key, function, logits) for key in kernel.arg_names}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": launch.WARPS}
     made = triton.compile(ASTSource(kernel, types, constants), target=target, options=options)
     assert made.asm["cubin"]
@@ -76,7 +83,7 @@ def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:
         patch("nemo_opd.losses.fused.is_compiled", lambda device: False),
         launch.compiling(True),
     ):
-        with pytest.warns(UserWarning, match=r"row_sums: no; train\.compile_losses=false"):
+        with pytest.warns(UserWarning, match=r"row_sums: no; PyTorch's are used"):
             assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
         assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
 

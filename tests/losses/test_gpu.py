@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_opd.kernels.launch import compiling
 from nemo_opd.losses import p_kl, same_vocab
-from nemo_opd.losses.fused import compiling
 from tests.losses.cases import ALL_LOSSES, Case
 
 from . import oracle

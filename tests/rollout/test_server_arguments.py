@@ -115,3 +115,9 @@ def test_every_type_of_engine_and_every_program_is_there() -> None:
 
     assert set(get_args(union)) == ENGINES.keys()
     assert programs == PROGRAMS.keys() == REQUIREMENTS.keys()
+
+
+def test_gpus_are_named_once() -> None:
+    """Bug: a server of more parallel ranks than it sees GPUs, while the training gives up others."""
+    with pytest.raises(ValueError, match=r"gpus=2 with environment\.CUDA_VISIBLE_DEVICES=3: .* leave out one"):
+        ServerRollout(gpus=2, environment={"CUDA_VISIBLE_DEVICES": "3"})

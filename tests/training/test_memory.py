@@ -353,6 +353,7 @@ def test_caches_are_given_back_where_they_do_not_fit(sizes: list[ModelSize]) -> 
         ("cuda", "local", 3, False, None, False),
         ("cpu", "ray", 3, False, None, False),
         ("cuda", "ray", 1, True, "own", True),
+        ("cuda", "ray", 1, True, "on its own GPU", False),
         ("cuda", "local", 1, True, "http://host:1/v1", False),
     ],
 )
@@ -361,7 +362,8 @@ def test_who_gives_back(
 ) -> None:
     """Bug: an emptied cache where no other process is on the device."""
     overrides = [f"cluster.launcher={launcher}"]
-    rollout = None if server is None else ServerRollout(url=None if server == "own" else server)
+    rollouts = {None: None, "own": ServerRollout(), "on its own GPU": ServerRollout(gpus=1)}
+    rollout = rollouts[server] if server in rollouts else ServerRollout(url=server)
     config = configure(*overrides).model_copy(update={"rollout": rollout})
     plan: Any = SimpleNamespace(
         config=config,

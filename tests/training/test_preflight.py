@@ -29,6 +29,7 @@ from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.config.train import Train
 from nemo_opd.data.files import resolve_files
 from nemo_opd.errors import ConfigError, DataError, ModelError
+from nemo_opd.rollout.server.gpus import server_gpus
 from nemo_opd.training import ranks as module
 from nemo_opd.training import run_directory
 from nemo_opd.training.corpus import Corpus
@@ -36,7 +37,7 @@ from nemo_opd.training.findings import require_room_to_sample
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks, server_gpus
+from nemo_opd.training.ranks import require_batch_divides, reserved_gpus, resolve_device, resolve_ranks
 from nemo_opd.training.run_directory import default_output_dir
 from nemo_opd.training.teacher_plan import require_same_tokenizer
 from tests.composition import compose, nothing_is_created

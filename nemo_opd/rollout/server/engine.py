@@ -165,7 +165,12 @@ class ServerEngine(Generator):
         with self._lock:
             if not self._is_asleep:
                 self._check_usable()
-                self._program.sleep(self._http)
+                try:
+                    self._program.sleep(self._http)
+                except RolloutError as error:
+                    raise RolloutError(
+                        f"the rollout server cannot give its memory back: {error}; write rollout.sleep=false"
+                    ) from error
                 self._is_asleep = True
 
     def _wake(self) -> None:

@@ -10,6 +10,7 @@ from rich.text import Text
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.training.memory.parts import USABLE, Memory, MemoryEstimate
+from nemo_opd.training.memory.server import SERVER
 
 _NUM_LARGEST = 3
 _SERVER = (
@@ -40,8 +41,8 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
     names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
     names += ["student"] if config.student.offload is True else []
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
-    is_counted = any(str(part).startswith("rollout server") for memory in estimate.memories for part in memory.parts)
-    if isinstance(config.rollout, ServerRollout) and not (config.rollout.url or config.rollout.gpus or is_counted):
+    is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)
+    if isinstance(config.rollout, ServerRollout) and config.rollout.shares_devices and not is_counted:
         yield Text(_SERVER)
     for one in estimate.advice:
         yield Text(f"  {one.setting} would save {gib(one.saved_bytes)}", "yellow")

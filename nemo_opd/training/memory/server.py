@@ -12,14 +12,14 @@ from nemo_opd.training.memory.situation import Machine
 
 ASLEEP_BYTES = 2 * 2**30
 """Memory that a sleeping server keeps for CUDA, its libraries and captured graphs; an assumption, not measured."""
-_OWNER = "rollout server"
+SERVER = "rollout server"
 
 
 def shares_gpus(config: RunConfig, machine: Machine) -> bool:
     """Return whether a server is started on the training's GPUs, whose memory is known."""
     rollout = config.rollout
-    is_started = isinstance(rollout, ServerRollout) and rollout.url is None and not rollout.has_own_gpus
-    return is_started and machine.device == "cuda" and machine.device_bytes is not None
+    shares = isinstance(rollout, ServerRollout) and rollout.shares_devices
+    return shares and machine.device == "cuda" and machine.device_bytes is not None
 
 
 def server_parts(config: RunConfig, machine: Machine) -> tuple[Part, ...]:
@@ -32,7 +32,7 @@ def server_parts(config: RunConfig, machine: Machine) -> tuple[Part, ...]:
     awake = int((rollout.memory_share or COMMON_SHARE) * machine.device_bytes)
     asleep = ASLEEP_BYTES if rollout.sleeps_on_gpus else awake
     others = [phase for phase in Phase if phase not in (Phase.LOADING, Phase.ROLLOUT)]
-    return (Part(_OWNER, "its share", {Phase.ROLLOUT: awake, **dict.fromkeys(others, asleep)}),)
+    return (Part(SERVER, "its share", {Phase.ROLLOUT: awake, **dict.fromkeys(others, asleep)}),)
 
 
 def server_share(config: RunConfig, estimate: MemoryEstimate, machine: Machine) -> float | None:
