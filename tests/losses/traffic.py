@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,15 +72,24 @@ class Sides:
 
     @staticmethod
     def made() -> "Sides":
-        places = torch.arange(POSITIONS).unsqueeze(0)
+        """Make them on the pretended GPU, without values."""
+        sides = Sides.of(POSITIONS, partial(torch.empty, dtype=torch.bfloat16), DEVICE)
+        sides.student.block_bytes = block_bytes("cuda", MEMORY)
+        return sides
+
+    @staticmethod
+    def of(positions: int, draw: Callable[..., Tensor], device: torch.device) -> "Sides":
+        """Make them with hidden states and heads that `draw` makes, as torch.empty does."""
+        places = torch.arange(positions).unsqueeze(0)
         in_chunks = places - (places + 1) // 4
-        pairs = torch.from_numpy(
-            (between := projection(STUDENT[1], CROSS[1])).shared_pairs[:POSITIONS].astype(np.int64)
-        )
+        between = projection(STUDENT[1], CROSS[1])
+        pairs = torch.from_numpy(between.shared_pairs[:positions].astype(np.int64))
         own, others = (side.unsqueeze(0).contiguous() for side in pairs.unbind(1))
-        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], DEVICE)
-        student, same, cross = (_logits(*sizes) for sizes in (STUDENT, SAME, CROSS))
-        student.block_bytes = block_bytes("cuda", MEMORY)
+        ids, teacher_ids, mask, chunks = together([own, others, torch.ones_like(places), in_chunks], device)
+        student, same, cross = (
+            HeadLogits(draw(1, positions, width, device=device), Head(draw(vocabulary, width, device=device)))
+            for width, vocabulary in (STUDENT, SAME, CROSS)
+        )
         for leaf in student.leaves:
             leaf.requires_grad_()
         return Sides(student, same, cross, ids, teacher_ids, mask, chunks, between)
@@ -94,11 +104,6 @@ class Sides:
             "teacher_chunk_id": self.chunks,
             "projection": self.projection,
         }
-
-
-def _logits(width: int, vocabulary: int) -> HeadLogits:
-    hidden = torch.empty(1, POSITIONS, width, dtype=torch.bfloat16, device=DEVICE)
-    return HeadLogits(hidden, Head(torch.empty(vocabulary, width, dtype=torch.bfloat16, device=DEVICE)))
 
 
 Plan = Callable[[Sides], PlannedLoss]

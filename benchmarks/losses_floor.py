@@ -1,0 +1,90 @@
+"""Cross-entropy, same_vocab and p_kl together against the products with the heads alone, on one thread of a CPU.
+
+uv run benchmarks/losses_floor.py     # writes benchmarks/results/losses_floor.json; 8 GB of memory, a minute
+
+Shapes of Llama-3.2-1B learning from Llama-3.2-3B and Qwen3-4B, fp32. Both take turns, round by round.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from demo import commit, hardware  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from nemo_opd.logits.planned import compute_together  # noqa: E402
+from tests.losses.traffic import PLANS, TOGETHER, Sides  # noqa: E402
+
+SCALE = 0.02
+"""Of hidden states and heads, so that logits are near 0, as of a model that knows little."""
+
+
+def draw(*shape: int, device: torch.device) -> Tensor:
+    return SCALE * torch.randn(shape, device=device)
+
+
+def losses(sides: Sides) -> None:
+    for leaf in sides.student.leaves:
+        leaf.grad = None
+    compute_together([PLANS[name](sides) for name in TOGETHER]).loss.backward()
+
+
+@torch.no_grad()
+def products(sides: Sides) -> None:
+    """Multiply as the losses must: logits of each head, then the gradients of the student's hidden states and head."""
+    student, same, cross = ((side.hidden[0], side.head.weight) for side in (sides.student, sides.same, sides.cross))
+    compared = int(sides.chunks.max())  # chunks; the first has no predictor
+    for (hidden, weight), rows in ((same, len(same[0]) - 1), (cross, compared)):
+        hidden[:rows] @ weight.t()
+    hidden, weight = student
+    gradient = hidden[:-1] @ weight.t()
+    gradient @ weight
+    gradient.t() @ hidden[:-1]
+
+
+def seconds(of: Callable[[Sides], None], sides: Sides) -> float:
+    begin = time.perf_counter()
+    of(sides)
+    return time.perf_counter() - begin
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--positions", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    sides = Sides.of(options.positions, draw, torch.device("cpu"))
+    pairs = [(seconds(losses, sides), seconds(products, sides)) for _ in range(1 + options.rounds)][1:]
+    ratios = [ours / floor for ours, floor in pairs]
+    found: dict[str, Any] = {
+        "hardware": hardware(),
+        "torch": torch.__version__,
+        "commit": commit(),
+        "date": date.today().isoformat(),
+        "command": " ".join(["uv run benchmarks/losses_floor.py", *sys.argv[1:]]),
+        "positions": options.positions,
+        "threads": 1,
+        "losses_s": statistics.median(ours for ours, _ in pairs),
+        "products_s": statistics.median(floor for _, floor in pairs),
+        "losses / products": statistics.median(ratios),
+        "range": [min(ratios), max(ratios)],
+    }
+    (options.output / "losses_floor.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
