@@ -70,7 +70,8 @@ def _of_data(config: RunFields) -> _Ignored:
 
 def _of_steps(config: RunFields) -> _Ignored:
     if config.train.micro_batch_tokens is not None:
-        yield "train.micro_batch_size", "train.micro_batch_tokens says how many tokens there are; leave one of them out"
+        way_out = "leave one of them out, a recipe's by ~train.micro_batch_size"
+        yield "train.micro_batch_size", f"train.micro_batch_tokens says how many tokens there are; {way_out}"
     if config.run.output_dir is None:
         yield "run.resume", "a run without run.output_dir has a new directory each time; name that of the first run"
     if config.loss.scaling == "fixed":
