@@ -104,11 +104,13 @@ def train(job: Job) -> Result:
 
 @pytest.fixture(scope="module")
 def results(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    def job(options: Sequence[str]) -> Job:
-        plan = plan_of(tiny.overrides("train.global_batch_size=8", "train.micro_batch_size=1", *options))
-        return Job(plan, first_batches(plan, 3))
+    def plan(options: Sequence[str]) -> Plan:
+        return plan_of(tiny.overrides("train.global_batch_size=8", "train.micro_batch_size=1", *options))
 
-    jobs = [job(options) for options in OPTIONS.values()]
+    plans = [plan(options) for options in OPTIONS.values()]
+    # The same tensors for all: a process is started with 256 file descriptors at most, one for each tensor.
+    batches = first_batches(plans[0], 3)
+    jobs = [Job(plan, batches) for plan in plans]
     found = in_world(2, train, jobs, tmp_path_factory.mktemp("communication") / "world")
     return dict(zip(OPTIONS, found, strict=True))
 
