@@ -182,7 +182,9 @@ def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
     assert there["cross: parameters"] == pytest.approx(4 * waiting, rel=0.02)
     assert there["student: parameters, optimizer" if offload else "student: parameters"] == 4 * student
     assert not away.get("cross: parameters")
-    assert device["same: parameters"] > 0 == host.get("same: parameters", 0)
+    # Weights in use leave their copy where it is.
+    assert device["same: parameters"] > 0
+    assert host.get("same: parameters", 0) == pytest.approx(device["same: parameters"] if offload else 0, rel=0.02)
     assert device["student: optimizer"] == 0
     assert device["cross: hidden states handed over"] == device["cross: gathered parameters"] == 0
 

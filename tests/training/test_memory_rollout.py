@@ -214,7 +214,8 @@ def test_what_is_on_the_device_meanwhile(offload: bool) -> None:
         (0, 0) if offload else (optimizer, optimizer / 2), rel=0.02
     )
     if offload:
-        assert host["student: parameters, optimizer"] == pytest.approx(optimizer, rel=0.02)
+        # Weights in use leave their copy where it is.
+        assert host["student: parameters, optimizer"] == pytest.approx(optimizer + optimizer / 2, rel=0.02)
         assert host[f"{teacher}: parameters"] == pytest.approx(optimizer / 2, rel=0.02)
 
 
