@@ -14,7 +14,7 @@ import nemo_opd
 
 PACKAGE = Path(nemo_opd.__file__).parent
 ORDER = (
-    "errors types paths progress problems disk files",
+    "errors types paths progress problems disk files commands",
     "config",
     "extras",
     "users_code",
@@ -42,7 +42,7 @@ ORDER = (
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
-WITHOUT_TORCH = {"errors", "types", "paths", "progress", "problems", "disk", "files", "extras", "config", "alignment"}
+WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 

@@ -48,6 +48,10 @@ class Model(Settings):
             )
         return self
 
+    def with_parallelism(self, **changes: object) -> Self:
+        """Return the settings with other values of `parallelism`, which are not validated."""
+        return self.model_copy(update={"parallelism": self.parallelism.model_copy(update=changes)})
+
     @property
     def tokenizer_source(self) -> tuple[str, str]:
         """The key and the value that name the tokenizer."""

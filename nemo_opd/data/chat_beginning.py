@@ -28,7 +28,7 @@ def locate_beginning(side: ChatEncoder, rendered: RenderedChat, length: int) -> 
 
 
 def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> LocatedTokens:
-    """Likewise tokenize the characters before a place of the rendered text, and those by which tokens may miss it."""
+    """Tokenize the characters before a place of the rendered text, and those by which tokens may miss it, likewise."""
     stop = rendered.settled(place + EDGE)
     return _to_a_seam(side, rendered.text, stop + MARGIN, lambda part: int(np.searchsorted(part.starts, stop, "right")))
 

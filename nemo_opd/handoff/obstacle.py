@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
 
+from nemo_opd.commands import run
 from nemo_opd.errors import HandoffError
 from nemo_opd.handoff.transport import TRANSPORTS
 
@@ -40,27 +37,13 @@ def obstacle(transport: str, pairs: Pairs, limit_s: float = LIMIT_S) -> str | No
 
 def complaint(command: Sequence[str], limit_s: float) -> str | None:
     """Run a command; return the last line that it printed, or that it did not end; None where it succeeds."""
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
+    status, output = run(command, limit_s, paths=sys.path)
+    if status is None:
         return f"no answer in {limit_s:g} s"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    if process.returncode == 0:
+    if status == 0:
         return None
     lines = output.strip().splitlines()
-    return lines[-1].strip() if lines else f"exit status {process.returncode}"
+    return lines[-1].strip() if lines else f"exit status {status}"
 
 
 def hand_over(transport: str, pairs: Pairs) -> None:

@@ -105,10 +105,11 @@ class _Prepared:
     ratios: Tensor | None
     """[u, Y]: of cells with lists."""
     besides: Tensor | None
-    """[u]: what else the loss has."""
+    """[u]: parts of the loss that the pass over rows does not form."""
     losses: Tensor
     """[u], written by the kernel."""
     leans: Tensor
+    """[u]: Σ of the divergence's gradient with respect to log s, written by a first pass; 0 for forward KL."""
 
     @staticmethod
     def of(student: Tensor, part: Placed, units: Tensor, sums: Tensor) -> _Prepared:

@@ -78,6 +78,14 @@ def stored_dtype(reference: str, *, key: str) -> torch.dtype:
     return dtype if isinstance(dtype, torch.dtype) else torch.float32
 
 
+def compute_dtype(name: str, device: str) -> torch.dtype:
+    """Return the dtype of a name in the settings; `auto` is bfloat16 on CUDA and float32 on CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
 def _check_depth(config: PretrainedConfig, reference: str, *, key: str) -> None:
     """Raise ModelError for more layers than the files have tensors, which would take for ever to build."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)

@@ -61,9 +61,7 @@ def _laid_out(situation: Situation, chosen: Mapping[int, int]) -> Situation:
 def _settled(config: RunConfig, chosen: Mapping[int, int]) -> RunConfig:
     """Write the numbers of copies into settings; 1 for every other `auto`."""
     student, *teachers = (
-        model.model_copy(update={"parallelism": model.parallelism.model_copy(update={"replicas": chosen.get(i, 1)})})
-        if model.parallelism.replicas == "auto"
-        else model
+        model.with_parallelism(replicas=chosen.get(i, 1)) if model.parallelism.replicas == "auto" else model
         for i, model in enumerate((config.student, *config.teachers))
     )
     return config.model_copy(update={"student": student, "teachers": tuple(teachers)})

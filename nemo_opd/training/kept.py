@@ -55,5 +55,4 @@ def _decided(config: RunConfig, kept: Collection[_Kept]) -> RunConfig:
 def _with_weights(model: _Model, *, is_kept: bool) -> _Model:
     if model.parallelism.reshard_after_forward != "auto":
         return model
-    parallelism = model.parallelism.model_copy(update={"reshard_after_forward": not is_kept})
-    return model.model_copy(update={"parallelism": parallelism})
+    return model.with_parallelism(reshard_after_forward=not is_kept)

@@ -11,7 +11,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.disk import require_room
 from nemo_opd.errors import ConfigError
 from nemo_opd.models.head_precision import check_head_precision
-from nemo_opd.models.load import load_config
+from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
@@ -42,7 +42,6 @@ from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, 
 from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
-from nemo_opd.workers.student import compute_dtype
 
 _TRAINED_BYTES = 12
 """Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments."""

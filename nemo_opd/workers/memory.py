@@ -1,4 +1,4 @@
-"""Errors where memory is exhausted. Without models: every rank imports it before it knows its worker."""
+"""Errors where memory is exhausted, and its peak. Without models: every rank imports it before it knows its worker."""
 
 from __future__ import annotations
 
@@ -131,3 +131,12 @@ def _size_in(pattern: re.Pattern[str], text: str) -> float | None:
 
 def _amount(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**27 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def peak_memory_gb(device: str) -> float:
+    """Return the GPU's peak since the last call, or on CPU the process's present memory."""
+    if device == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    return psutil.Process().memory_info().rss / 2**30

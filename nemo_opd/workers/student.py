@@ -1,11 +1,10 @@
 """The student on one data-parallel rank."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -36,6 +35,7 @@ from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.reduction import label_mask, sampled_mask
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.models.sharded_load import load_sharded
@@ -53,7 +53,9 @@ from nemo_opd.workers.memory import (
     OPTIMIZER,
     ROLLOUT,
     needs_memory,
+    peak_memory_gb,
 )
+from nemo_opd.workers.metrics import on_host
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.phases import Phases
 from nemo_opd.workers.residence import Residence
@@ -165,8 +167,7 @@ class StudentWorker:
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
-        _, receiver = TRANSPORTS[transport]
-        self.receiver = receiver(dist.get_rank())
+        self.receiver = TRANSPORTS[transport][1](dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
 
     def reads_packed(self) -> bool:
@@ -185,16 +186,15 @@ class StudentWorker:
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, _OBJECTIVES)
-        learning_rate = self.scheduler.get_last_lr()[0]
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
             is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm)
         metrics["grad_norm"] = Last(grad_norm)
-        metrics["lr"] = Last(learning_rate)
+        metrics["lr"] = Last(self.scheduler.get_last_lr()[0])
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics[IS_TAKEN] = Last(is_taken)
         # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
-        metrics = _on_host(metrics)
+        metrics = on_host(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
@@ -338,7 +338,7 @@ class StudentWorker:
                 parts.append(compute_together(planned).metrics)
             for unit in sharded_units(self.model):
                 unit.reshard()
-        return _on_host(merge(parts))
+        return on_host(merge(parts))
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
         for sequences in step.micro_batches:
@@ -398,34 +398,3 @@ class StudentWorker:
         self.exports.release()
         self.links.close()
         self.receiver.close()
-
-
-def compute_dtype(name: str, device: str) -> torch.dtype:
-    """Return the dtype of a name in the settings; `auto` is bfloat16 on CUDA and float32 on CPU."""
-    if name == "auto":
-        return torch.bfloat16 if device == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
-
-
-def peak_memory_gb(device: str) -> float:
-    """Return the GPU's peak since the last call, or on CPU the process's present memory."""
-    if device == "cuda":
-        peak = torch.cuda.max_memory_allocated() / 2**30
-        torch.cuda.reset_peak_memory_stats()
-        return peak
-    return psutil.Process().memory_info().rss / 2**30
-
-
-def _on_host(metrics: dict[str, Metric]) -> dict[str, Metric]:
-    """Return the metrics with plain numbers instead of tensors, which the host waits for once."""
-    values = {
-        (name, field.name): getattr(metric, field.name) for name, metric in metrics.items() for field in fields(metric)
-    }
-    there = {place: value for place, value in values.items() if isinstance(value, Tensor)}
-    if there:
-        values |= zip(there, torch.stack([value.double() for value in there.values()]).tolist(), strict=True)
-    return {
-        name: type(metric)(**{field.name: float(values[name, field.name]) for field in fields(metric)})
-        for name, metric in metrics.items()
-    }

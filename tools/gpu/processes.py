@@ -1,14 +1,12 @@
-"""A command with a time limit, which leaves no process behind."""
+"""A command of the check, and how it ended."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
+from nemo_opd import commands
 from tools.gpu.report import ROOT
 
 _LAST = 40
@@ -37,27 +35,4 @@ class Done:
 
 def run(command: Sequence[str], limit_s: float) -> Done:
     """Run a command in the project's root. Raises OSError where there is none of its name."""
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-        return Done(process.returncode, output)
-    except subprocess.TimeoutExpired:
-        _end(process.pid)
-        output, _ = process.communicate()
-        return Done(None, output)
-    finally:
-        _end(process.pid)
-
-
-def _end(session: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(session, signal.SIGKILL)
+    return Done(*commands.run(command, limit_s, paths=[str(ROOT), os.environ.get("PYTHONPATH", "")], folder=ROOT))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from nemo_opd.config.run import RunConfig
 from nemo_opd.losses import surprise
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory.activations import layer_bytes, saved_activations, working_bytes
 from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import rollout_parts
 from nemo_opd.training.memory.situation import Situation
 from nemo_opd.training.memory.size import FP32, cut_numel, shard_numel
 from nemo_opd.training.memory.teacher import copied_heads, reading_phases, window_bytes
-from nemo_opd.workers.student import compute_dtype
 
 _OWNER = "student"
 _MOMENTS = 2 * FP32

@@ -1,0 +1,44 @@
+"""Commands with a time limit, which leave no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def run(
+    command: Sequence[str], limit_s: float, *, paths: Sequence[str], folder: Path | None = None
+) -> tuple[int | None, str]:
+    """Run a command in a session of its own; return its exit status, None past its limit, and what it printed.
+
+    paths: PYTHONPATH of the command. What it has started is killed with it, and when it has ended. Raises OSError where
+    there is no command of that name.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit_s)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        _end(process.pid)
+        output, _ = process.communicate()
+        return None, output
+    finally:
+        _end(process.pid)
+
+
+def _end(session: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
