@@ -89,8 +89,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     costs.unit_test = item.nodeid if item.get_closest_marker("unit") else None
 
 
-def pytest_runtest_teardown() -> None:
+def pytest_runtest_teardown(item: pytest.Item) -> None:
     costs.unit_test = None
+    costs.check_threads(item.nodeid)
 
 
 @pytest.fixture(scope="session", autouse=True)

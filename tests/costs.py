@@ -2,6 +2,7 @@
 
 import multiprocessing.process
 import sys
+import threading
 from typing import Any
 
 MARKERS = {"world", "ray", "server", "tokenizers", "nightly", "gpu"}
@@ -15,6 +16,15 @@ def refuse(what: str, marker: str) -> None:
     """Fail a unit test that does something else: `pytest -m unit` is the loop that takes a minute or two."""
     if unit_test is not None:
         raise AssertionError(f"{unit_test} is a unit test and {what}; mark it {marker}")
+
+
+def check_threads(test: str) -> None:
+    """Fail a test that leaves a user's code under way: as it holds the interpreter's lock, all that follows is slow."""
+    for thread in threading.enumerate():
+        if thread.name == "user's code":
+            thread.join(5)
+            if thread.is_alive():
+                raise AssertionError(f"{test} leaves a thread of a user's code")
 
 
 def _watch(event: str, arguments: object) -> None:

@@ -4,6 +4,7 @@ import math
 import re
 import signal
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -99,11 +100,12 @@ def test_a_function_that_leaves_is_an_error_that_names_it(users_module: types.Mo
 
 
 SPELLINGS = {
-    "loop": "while True: pass",
-    "waits": "import threading; threading.Event().wait()",
-    "handles all": "exec('while True:\\n try:\\n  while True: pass\\n except Exception: pass')",
-    "handles it once": "exec('try:\\n while True: pass\\nexcept BaseException: pass')",
+    "loop": "while not ended.is_set(): pass",
+    "waits": "ended.wait()",
+    "handles all": "exec('while 1:\\n try:\\n  while not ended.is_set(): pass\\n  break\\n except Exception: pass')",
+    "handles it once": "exec('try:\\n while not ended.is_set(): pass\\nexcept BaseException: pass')",
 }
+"""Bodies that end only with the test: a thread that went on would slow all tests that follow in this process."""
 
 
 @pytest.mark.parametrize("body", SPELLINGS.values(), ids=SPELLINGS)
@@ -112,10 +114,14 @@ def test_a_function_that_does_not_return_has_a_limit(
     users_module: types.ModuleType, body: str, in_thread: bool
 ) -> None:
     """In the main thread, and in the one that samples ahead."""
+    users_module.ended = threading.Event()  # type: ignore[attr-defined]
     exec(f"def judge(given):\n {body}", vars(users_module))
     judge = build_reward(settings(type="function", function=f"{mine.__name__}:judge", call_timeout_s=0.1))
-    with ThreadPoolExecutor(1) as thread, pytest.raises(RolloutError) as caught:
-        thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))
+    try:
+        with ThreadPoolExecutor(1) as thread, pytest.raises(RolloutError) as caught:
+            thread.submit(judge, rollout("hello")).result() if in_thread else judge(rollout("hello"))
+    finally:
+        users_module.ended.set()
     assert str(caught.value) == (
         "reward rewards_of_a_test:judge, prompt 7, sample 2: it did not return in 0.1 s (reward.call_timeout_s)"
     )
