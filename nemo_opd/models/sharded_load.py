@@ -36,7 +36,7 @@ from nemo_opd.models.load import (
     unreadable,
 )
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
-from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
+from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize, sharded_units
 from nemo_opd.progress import tracked
 
 _COMPARED_ROWS = 1024
@@ -131,6 +131,8 @@ def _streamed(
     _require_equal_ties(model, stored)
     cut(model)
     model.to_empty(device=device)
+    if not sharded_units(model):  # FSDP2 keeps tied weights tied, plain parameters are now different ones
+        model.tie_weights()
     try:
         _fill(model, stored)
     except torch.OutOfMemoryError:
