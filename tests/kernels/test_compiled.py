@@ -1,5 +1,6 @@
 """Kernels can be compiled for GPUs, which takes none; and what happens where they cannot."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -47,25 +48,56 @@ VARIANTS = {
 }
 
 
+LAYERS = {
+    "rms_norm._forward": {"ROWS": 2, "COLUMNS": 2048},
+    "rms_norm._backward": {"OF_WEIGHT": True, "ROWS": 1, "COLUMNS": 8192},
+    "swiglu._forward": {},
+    "swiglu._backward": {},
+    "rotary._rotated": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
+}
+"""Kernels of layers and their constants."""
+_FP32_OF_LAYERS = ("inverse", "parts")
+_NUMBERS_OF_LAYERS = ("num_", "half", "width")
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("capability", "numbers"), [(H100, "*bf16"), (A100, "*fp32")])
+def test_a_kernel_of_layers_is_compiled_for_a_gpu(name: str, capability: int, numbers: str) -> None:
+    """Bugs: as above."""
+
+    def type_of(argument: str) -> str:
+        if argument.startswith(_NUMBERS_OF_LAYERS) or argument.endswith("stride"):
+            return "i32"
+        return "fp32" if argument == "eps" else "*fp32" if argument in _FP32_OF_LAYERS else numbers
+
+    _compile(name, {"BLOCK": launch.BLOCK} | LAYERS[name], type_of, capability)
+
+
 @pytest.mark.world
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("capability", "logits"), [(H100, "*bf16"), (A100, "*fp32")])
 def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: str) -> None:
     """Bugs: what Triton's interpreter takes and its compiler does not."""
+    name, own = VARIANTS[variant]
+    _compile(
+        name, {"BLOCK": launch.BLOCK} | ALL | own, lambda key: _type_of(key, name.split(".")[1], logits), capability
+    )
+
+
+def _compile(name: str, constants: dict[str, Any], type_of: Callable[[str], str], capability: int) -> None:
+    """constants: by name; those of the kernel that are not there are True."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    name, own = VARIANTS[variant]
     module, _, function = name.partition(".")
     kernel = getattr(import_module(f"nemo_opd.kernels.{module}"), function)
-    every: dict[str, Any] = {"BLOCK": launch.BLOCK} | ALL | own
-    constants = {key: every.get(key, True) for key in kernel.arg_names if key.isupper()}
-    assert own.keys() <= constants.keys()
-    types = {key: "constexpr" if key in constants else _type_of(key, function, logits) for key in kernel.arg_names}
+    given = {key: constants.get(key, True) for key in kernel.arg_names if key.isupper()}
+    types = {key: "constexpr" if key in given else type_of(key) for key in kernel.arg_names}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": launch.WARPS}
-    made = triton.compile(ASTSource(kernel, types, constants), target=target, options=options)
+    made = triton.compile(ASTSource(kernel, types, given), target=target, options=options)
     assert made.asm["cubin"]
 
 
