@@ -113,7 +113,7 @@ def flops_of(function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> int
 
 
 def size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.elementsize()
+    return tensor.numel() * tensor.element_size()
 
 
 def is_expanded(tensor: Tensor) -> bool:

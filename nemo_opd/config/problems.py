@@ -103,7 +103,7 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
 def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
     siblings = _known_keys(path[:-1], data, model)
     if owners := _types_that_know(path, data, model):
-        return f"; it is one of {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
+        return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"

@@ -9,42 +9,47 @@ import torch
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, TVD
+from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.losses import same_vocab
 
 triton = pytest.importorskip("triton")
 
 A100, H100 = 80, 90
 """Compute capabilities."""
-INTEGERS = ("units_", "partner", "begins", "cells", "rows", "is_needed", "others", "teacher_begins", "teacher_others")
-NUMBERS = ("stride", "columns", "num_", "total_stride", "teacher_stride")
-FACTORS = ("over_", "weight_b", "weight_c", "coverage")
+INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "others")
+"""Last words of arguments' names, as all of these."""
+NUMBERS = ("stride", "columns", "num_cells", "num_short", "num_long")
+FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
 
 
 def _type_of(name: str, kernel: str, logits: str) -> str:
     if name == "targets":
         return "*i64"
-    if name.startswith(FACTORS) or name == "weight":
+    if name.endswith(FACTORS) or name == "weight":
         return "fp32"
-    if name.startswith(NUMBERS):
+    if name.endswith(NUMBERS):
         return "i32"
-    if name in ("total", "student", "teacher", "teacher_b", "teacher_c") or (name, kernel) == ("rows", "_row_sums"):
+    if name in ("total", "student") or name.endswith("teacher") or (name, kernel) == ("rows", "_row_sums"):
         return logits
-    return "*i32" if name.startswith(INTEGERS) else "*fp32"
+    return "*i32" if name.endswith(INTEGERS) else "*fp32"
 
 
-ALL: dict[str, int] = {"KIND_B": JSD, "KIND_C": JSD, "IS_FIRST": False}
+ALL: dict[str, int] = {"COMPARISON_KIND": JSD, "MAPPED_KIND": JSD, "IS_FIRST": False}
 """Constants of a kernel that are not True; a variant has others."""
-DEFAULT = {"KIND_B": FORWARD_KL, "KIND_C": FORWARD_KL, "IS_FIRST": True}
+DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST": True}
 VARIANTS = {
     "row_sums, weighted": ("row_sums._row_sums", {}),
     "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
     "log_ratios, short": ("log_ratios._short", {}),
     "log_ratios, long": ("log_ratios._long", {}),
     "forward KL": ("rows.of_rows", DEFAULT),
-    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_A": False}),
+    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
     "JSD, gradient": ("rows.of_rows", {}),
-    "TVD of pairs": ("rows.of_rows", {"KIND_C": TVD, "HAS_A": False, "HAS_B": False, "HAS_CELLS": False}),
-    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_B": False, "HAS_C": False, "HAS_CELLS": False}),
+    "TVD of pairs": (
+        "rows.of_rows",
+        {"MAPPED_KIND": TVD, "HAS_SURPRISE": False, "HAS_COMPARISON": False, "HAS_CELLS": False},
+    ),
+    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False}),
 }
 
 
@@ -118,6 +123,25 @@ def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:
         with pytest.warns(UserWarning, match=r"row_sums: no; PyTorch's are used"):
             assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
         assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
+
+
+def test_where_others_wait_for_this_rank_a_kernel_that_fails_ends_the_run() -> None:
+    """Bug: this rank alone begins again by PyTorch, and exchanges other blocks than those that the others wait for."""
+
+    def fails(name: str, *given: Any, **more: Any) -> None:
+        raise launch.KernelError(f"{name}: no")
+
+    student, teacher = torch.randn(2, 1, 4, 6).unbind()
+    with (
+        patch.object(launch, "is_supported", lambda device: True),
+        patch.object(launch, "launch", fails),
+        patch.object(launch, "_has_failed", False),
+        patch("nemo_opd.losses.fused.is_compiled", lambda device: False),
+        patch.object(TrainableRows, "share", (0, 2)),
+        launch.compiling(True),
+        pytest.raises(launch.KernelError, match="row_sums: no"),
+    ):
+        same_vocab(student.requires_grad_(), teacher, mask=torch.ones(1, 4))
 
 
 def test_nothing_is_launched_on_a_cpu_nor_for_fp64() -> None:
