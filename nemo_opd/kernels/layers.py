@@ -27,9 +27,9 @@ class RMSNorm(torch.autograd.Function):
         from nemo_opd.kernels.rms_norm import rms_norm_gradient
 
         x, weight, inverse = ctx.saved_tensors
-        given = (_in_rows(each).contiguous() for each in (gradient, x))
+        after, before = _in_rows(gradient).contiguous(), _in_rows(x).contiguous()
         with torch.cuda.device_of(x):
-            found, of_weight = rms_norm_gradient(*given, weight, inverse, of_weight=ctx.needs_input_grad[1])
+            found, of_weight = rms_norm_gradient(after, before, weight, inverse, of_weight=ctx.needs_input_grad[1])
         return found.view(x.shape), of_weight, None
 
 
@@ -74,9 +74,9 @@ class Rotary(torch.autograd.Function):
 def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *, back: bool) -> tuple[Tensor, Tensor]:
     from nemo_opd.kernels.rotary import rotated
 
-    heads = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key))
+    query, key = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key))
     with torch.cuda.device_of(query):
-        return rotated(*heads, cos.contiguous(), sin.contiguous(), back=back)
+        return rotated(query, key, cos.contiguous(), sin.contiguous(), back=back)
 
 
 def _in_rows(x: Tensor) -> Tensor:

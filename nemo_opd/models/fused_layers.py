@@ -22,6 +22,7 @@ from transformers.models.phi3 import modeling_phi3 as phi3
 from nemo_opd.errors import ModelError
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
+from nemo_opd.models.layer_trials import GATE, ROTATION, Trial, norm_of, try_kernels
 
 _HALF = (torch.bfloat16, torch.float16)
 _DTYPES = (*_HALF, torch.float32)
@@ -37,8 +38,7 @@ class _Part:
     module: nn.Module
     forward: Callable[..., Any]
     """Its method in the place of its class's."""
-    attempt: tuple[Callable[..., Tensor], tuple[int, ...]]
-    """A function by kernels, and shapes of it to try."""
+    trial: Trial
 
 
 def fuse_layers(
@@ -46,16 +46,15 @@ def fuse_layers(
 ) -> None:
     """Replace elementwise parts of a model, which may be on meta and is not yet cut over ranks.
 
-    wanted: `fused_layers` of its settings. dtype: of its computation on `device`. Where Triton cannot compile the
-    kernels it warns, or with `True` raises ModelError naming `key`, as does what `check_fused_layers` refuses.
+    wanted: `fused_layers` of its settings. dtype: of its computation on `device`. Where a trial of the kernels fails it
+    warns, or with `True` raises ModelError naming `key`, as does what `check_fused_layers` refuses.
     """
     check_fused_layers(model, wanted, device, key=key)
     if not may_fuse(wanted, dtype, device):
         return
     parts = list(_parts(model))
     try:
-        for function, shape in {part.attempt for part in parts}:
-            function(torch.ones(shape, dtype=dtype, device=device, requires_grad=True)).sum().backward()
+        try_kernels({(part.trial.name, part.trial.shape): part.trial for part in parts}.values(), dtype, device)
     except launch.KernelError as error:
         if wanted is True:
             raise ModelError(f"{key}.fused_layers=true: {error}") from error
@@ -113,13 +112,13 @@ def _parts(model: nn.Module) -> Iterator[_Part]:
         if _is_like(forward, llama.LlamaRMSNorm.forward):
             weight: Any = module.weight
             if len(weight) <= _WIDEST:
-                yield _Part(module, _norm, (_one_norm, (2, len(weight))))
+                yield _Part(module, _norm, norm_of(len(weight)))
         elif _is_like(forward, llama.LlamaMLP.forward) and _is_silu(module.act_fn):
-            yield _Part(module, _gated, (_one_gated, (2, 32)))
+            yield _Part(module, _gated, GATE)
         elif _is_like(forward, phi3.Phi3MLP.forward) and _is_silu(module.activation_fn):
-            yield _Part(module, _gated_together, (_one_gated, (2, 32)))
+            yield _Part(module, _gated_together, GATE)
         elif (rotate := _rotation(forward)) is not None:
-            yield _Part(module, _with_rotation(forward, rotate), (_one_rotated, (1, 2, 2, 32)))
+            yield _Part(module, _with_rotation(forward, rotate), ROTATION)
 
 
 def _is_like(function: Any, known: Any) -> bool:
@@ -174,22 +173,22 @@ def _with_rotation(forward: Any, plain: Callable[..., Any]) -> Callable[..., Any
 
 def _norm(self: Any, hidden_states: Tensor) -> Tensor:
     if not _suit(hidden_states, self.weight):
-        return type(self).forward(self, hidden_states)  # type: ignore[no-any-return]
-    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)  # type: ignore[no-any-return]
+        return type(self).forward(self, hidden_states)
+    return RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
 def _gated(self: Any, x: Tensor) -> Tensor:
     gate, up = self.gate_proj(x), self.up_proj(x)
     found = SwiGLU.apply(gate, up) if _suit(gate, up) else self.act_fn(gate) * up
-    return self.down_proj(found)  # type: ignore[no-any-return]
+    return self.down_proj(found)
 
 
 def _gated_together(self: Any, hidden_states: Tensor) -> Tensor:
     both = self.gate_up_proj(hidden_states)
     if _suit(both):
-        return self.down_proj(SwiGLU.apply(both))  # type: ignore[no-any-return]
+        return self.down_proj(SwiGLU.apply(both))
     gate, up = both.chunk(2, dim=-1)
-    return self.down_proj(up * self.activation_fn(gate))  # type: ignore[no-any-return]
+    return self.down_proj(up * self.activation_fn(gate))
 
 
 def _suit(*tensors: Tensor) -> bool:
@@ -197,16 +196,3 @@ def _suit(*tensors: Tensor) -> bool:
     first = tensors[0]
     is_plain = first.dtype in _DTYPES and first.numel() > 0 and launch.is_supported(first.device.type)
     return is_plain and all(each.dtype == first.dtype and not isinstance(each, DTensor) for each in tensors)
-
-
-def _one_norm(x: Tensor) -> Tensor:
-    return RMSNorm.apply(x, x[0], 1e-6)  # type: ignore[no-any-return]
-
-
-def _one_gated(x: Tensor) -> Tensor:
-    return SwiGLU.apply(x)  # type: ignore[no-any-return]
-
-
-def _one_rotated(x: Tensor) -> Tensor:
-    cos = x.detach()[0]
-    return torch.cat(Rotary.apply(x, x, cos[:1], cos[:1]))

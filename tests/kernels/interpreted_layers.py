@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from nemo_opd.kernels import launch, rms_norm, rotary
+from nemo_opd.models.layer_trials import GATE, ROTATION, norm_of, try_kernels
 from tests.kernels import layers
 from tests.kernels.moved import moved_bytes
 
@@ -61,5 +62,7 @@ def found() -> dict[str, Any]:
             for dtype in ("float32", "bfloat16")
         }
         models = {family: layers.of_model(family, "cpu") for family in FAMILIES}
+        for dtype in (torch.float32, torch.bfloat16):  # raises where a trial on a GPU would refuse them
+            try_kernels((norm_of(70), norm_of(2048), GATE, ROTATION), dtype, "cpu")
         models["adapters"] = layers.of_model(FAMILIES[0], "cpu", adapters=True)
         return {"functions": functions, "models": models, "bytes": bytes_of_layers()}

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -90,6 +90,21 @@ def test_a_kernel_that_cannot_be_compiled_leaves_layers_as_they_are() -> None:
             fuse_layers(model, "auto", torch.bfloat16, CPU, key="student")
         with pytest.raises(ModelError, match=r"^student\.fused_layers=true: .*: no compiler"):
             fuse_layers(model, True, torch.bfloat16, CPU, key="student")
+    assert not replaced(model)
+
+
+@pytest.mark.usefixtures("with_triton")
+@pytest.mark.parametrize(
+    ("done", "reason"), [(None, "differs from PyTorch's"), (AttributeError("gone"), "fails: Attr")]
+)
+def test_kernels_that_are_wrong_are_not_used(done: Exception | None, reason: str) -> None:
+    """Bugs: a GPU or a Triton on which a kernel computes something else; one that raises what is not its own."""
+    model = model_of("llama, tied")
+    with (
+        patch.object(launch, "launch", Mock(side_effect=done)),
+        pytest.warns(UserWarning, match=rf"^student: a .* by Triton's kernels {reason}"),
+    ):
+        fuse_layers(model, "auto", torch.bfloat16, CPU, key="student")
     assert not replaced(model)
 
 
