@@ -13,7 +13,7 @@ from nemo_opd.kernels.layers import RMSNorm, Rotary, SwiGLU
 
 _EPS = 1e-6
 _ROUNDINGS = {torch.bfloat16: 4, torch.float16: 4, torch.float32: 64}
-"""By how much results may differ, in units of the last digit of the largest: exp and 1/√ of a GPU are rough in fp32."""
+"""Largest differences, in units of the last digit of the largest number: exp and 1/√ of a GPU are rough in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
