@@ -102,7 +102,7 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
     first_sin = tl.load(sin + column, mask=is_column, other=0.0)[None, :]
     last_sin = tl.load(sin + half + column, mask=is_column, other=0.0)[None, :]
     for start in range(0, num_heads, HEADS):
-        head = start + tl.arange(0, HEADS)[:, None]
+        head = (start + tl.arange(0, HEADS)).to(tl.int64)[:, None]
         inside = (head < num_heads) & is_column[None, :]
         source, target = given + head * head_stride + column[None, :], into + head * width + column[None, :]
         first = tl.load(source, mask=inside, other=0.0)
