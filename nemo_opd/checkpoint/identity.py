@@ -33,7 +33,7 @@ FREE: dict[type[BaseModel], str] = {
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last compile_losses "
         "max_skipped_steps"
     ),
-    Model: "compile attn_implementation",
+    Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens",
     Lora: "export",

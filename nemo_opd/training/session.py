@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
@@ -28,6 +28,10 @@ from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
 from nemo_opd.types import Batch, Metrics
+
+
+class _StoppedError(Exception):
+    """Signal that the run was interrupted before its first step, when no step waits to be saved."""
 
 
 class Session:
@@ -145,9 +149,12 @@ class Session:
         self.skipped.require_progress()
 
     def measure_start(self) -> None:
-        """Log metrics of student and teachers before the first step of a new run."""
-        if not self.step and (values := self.values_at_start()):
-            self.loggers.log(0, values)
+        """Log metrics of student and teachers before the first step of a new run, unless it is interrupted."""
+        if self.step:
+            return
+        with suppress(_StoppedError):
+            if values := self.values_at_start():
+                self.loggers.log(0, values)
 
     def values_at_start(self) -> dict[str, float]:
         """Validate student and teachers and return val/*, if there are validation data."""
@@ -176,10 +183,21 @@ class Session:
             self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
 
     def _validation_batches(self, name: str) -> Iterator[Batch]:
-        """Yield the validation batches; name: of the work, for the progress display."""
+        """Yield the validation batches; name: of the work, for the progress display.
+
+        Raises what `end_before_first_step` does.
+        """
         data, batch_size = self.plan.data, self.config.train.global_batch_size
         assert data.validation is not None
-        return tracked(data.validation_batches(batch_size), name, "batches", -(-len(data.validation) // batch_size))
+        number = -(-len(data.validation) // batch_size)
+        for batch in tracked(data.validation_batches(batch_size), name, "batches", number):
+            self.end_before_first_step()
+            yield batch
+
+    def end_before_first_step(self) -> None:
+        """Raise _StoppedError, which `measure_start` awaits, where the run is interrupted before its first step."""
+        if not self.step and self.interrupt.requested:
+            raise _StoppedError
 
     def save(self) -> None:
         """Write a checkpoint of this step."""

@@ -150,6 +150,7 @@ class StudentWorker:
                 trainable=True,
                 activation_checkpointing=config.student.activation_checkpointing,
                 compile_layers=config.student.compile,
+                fused_layers=config.student.fused_layers,
                 adapters=self.adapters,
                 attn_implementation=config.student.attn_implementation,
             )

@@ -105,6 +105,7 @@ class TeacherWorker:
                 device="cpu" if settings.offload is True else device,
                 trainable=False,
                 compile_layers=settings.compile,
+                fused_layers=settings.fused_layers,
                 attn_implementation=settings.attn_implementation,
             )
         self._residence = Residence(self.model, device, offload=settings.offload is True, gives_back=gives_back)

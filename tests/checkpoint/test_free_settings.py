@@ -3,7 +3,7 @@
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
-from nemo_opd.config import RunConfig, aggregation, environment, handoff, loss, optim, reward, rollout
+from nemo_opd.config import RunConfig, aggregation, environment, handoff, importance, loss, optim, reward, rollout
 from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
@@ -55,7 +55,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.StrictTerm: "type top_k normalization",
     loss.TCADTerm: "type support_size support coverage_coef power_alpha",
     loss.SampledKLTerm: "type estimator update clip_low clip_high dual_clip",
-    loss.ImportanceSettings: "importance_cap importance_level importance_veto",
+    importance.ImportanceSettings: "importance_cap importance_level importance_veto",
     loss.ULDTerm: "type compat",
     loss.ALMTerm: "type",
     loss.GoldTerm: "type",

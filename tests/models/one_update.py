@@ -47,19 +47,25 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def cut(
-    folder: Path, parallelism: Parallelism, *, activation_checkpointing: bool = False
+    folder: Path,
+    parallelism: Parallelism,
+    *,
+    activation_checkpointing: bool = False,
+    dtype: torch.dtype = torch.float64,
+    fused_layers: bool = False,
 ) -> tuple[Any, PreTrainedModel]:
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), "cpu")
     model = load_sharded(
         str(folder),
-        torch.float64,
+        dtype,
         mesh,
         key="student.model",
         parallelism=parallelism,
-        compute_dtype=torch.float64,
+        compute_dtype=dtype,
         device="cpu",
         trainable=True,
         activation_checkpointing=activation_checkpointing,
+        fused_layers=fused_layers,
     )
     return mesh, model
 

@@ -14,6 +14,8 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.models.fused_layers import may_fuse
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory.activations import Work
 from nemo_opd.training.memory.size import FP32, ModelSize, cut_numel, shard_numel
 
@@ -104,8 +106,10 @@ class ModelSetup:
         """Return the number of logits of a tensor-parallel rank."""
         return tokens * -(-self.size.vocab_size // self.layout.tp)
 
-    def work(self, model: Student | Teacher, rows: int, length: int, compute_bytes: int) -> Work:
-        return Work(rows, length, self.layout.cp, self.layout.tp, model.parallelism.sequence_parallel, compute_bytes)
+    def work(self, model: Student | Teacher, rows: int, length: int, device: str) -> Work:
+        dtype, shared = compute_dtype(model.dtype, device), model.parallelism.sequence_parallel
+        is_fused = may_fuse(model.fused_layers, dtype, device) and not model.compile
+        return Work(rows, length, self.layout.cp, self.layout.tp, shared, dtype.itemsize, is_fused)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     """
     train, setup, checkpointing = config.train, situation.student, config.student.activation_checkpointing
     size, largest = setup.size, setup.size.largest_layer
-    work = setup.work(config.student, train.longest_at_a_time, train.max_length, c)
+    work = setup.work(config.student, train.longest_at_a_time, train.max_length, situation.machine.device)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
     has_several = train.global_batch_size > setup.layout.dp * max(1, train.tokens_at_a_time // train.max_length)

@@ -117,7 +117,7 @@ class TeacherJob:
         size, t = self.setup.size, self.item_bytes
         own = self.settings.micro_batch_tokens
         rows = min(self.rows, self.config.train.longest_at_a_time if own is None else -(-own // self.width))
-        work = self.setup.work(self.settings, rows, self.width, t)
+        work = self.setup.work(self.settings, rows, self.width, self.device)
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":
             end += self.setup.logits(work.tokens) * t * (3 if size.has_soft_cap else 1)
