@@ -4,7 +4,7 @@ from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.rules import share_out
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
-from nemo_opd.aggregation.shares import coverage_metrics, share_metrics
+from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
 
 __all__ = [
     "PART",
@@ -17,6 +17,7 @@ __all__ = [
     "coverage_metrics",
     "joined",
     "kd_of",
+    "leakage_metrics",
     "mean_logprob",
     "sequence_scores",
     "share_metrics",
