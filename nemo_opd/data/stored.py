@@ -56,7 +56,7 @@ def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
 
     def teacher(i: int) -> TeacherSample:
         own = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
-        moved_by = int(arrays[f"{i}.moved_by"]) if f"{i}.moved_by" in arrays else None
+        moved_by = arrays[f"{i}.moved_by"].item() if f"{i}.moved_by" in arrays else None
         leakage = tuple(arrays[f"{i}.leakage"].tolist()) if f"{i}.leakage" in arrays else None
         num_beside = sum(name.startswith(f"{i}.beside.") and name.endswith(".ids") for name in arrays)
         beside = tuple(_tokens(arrays, f"{i}.beside.{k}") for k in range(num_beside))
