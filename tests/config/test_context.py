@@ -66,10 +66,6 @@ def test_a_template_is_filled_as_python_does() -> None:
             told({"key": "messages"}, data=CHAT),
             "teachers.0.context.key names the column 'messages', which is that of data.messages_key",
         ),
-        (
-            told(HINT, data=CHAT) | {"teachers": [SAME | {"chat_template_kwargs": {"a": 1}}]},
-            "teachers.0.chat_template_kwargs",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(data: dict[str, Any], message: str) -> None:

@@ -71,10 +71,14 @@ def test_columns_that_cannot_be_read(
     rows: list[dict[str, Any]], fields: list[str], message: str, tmp_path: Path
 ) -> None:
     """Before anything is loaded, but for null."""
-    source = written(tmp_path, rows)
+    source, wanted = written(tmp_path, rows), layout(*fields)
+
+    def check_and_load() -> None:
+        require_suitable(source, wanted, key="data.train")
+        load_documents(source, wanted, key="data.train")
+
     with pytest.raises(DataError) as caught:
-        require_suitable(source, layout(*fields), key="data.train")
-        load_documents(source, layout(*fields), key="data.train")
+        check_and_load()
     assert message in str(caught.value)
 
 

@@ -79,6 +79,7 @@ def test_warped_samples_weigh_more_than_one_and_are_not_clipped_at_first(trained
         assert found[name.replace("ratio", "weight_max")] > 1.2
 
 
+@torch.no_grad()
 def test_a_teacher_with_a_context_is_compared_on_the_response(
     tiny: Tiny, prompts: Path, trained: dict[str, list[Trained]]
 ) -> None:
