@@ -53,5 +53,6 @@ def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
     for name, rows in zip(names, batch.teachers, strict=True):
         if rows.leakage is not None:
             leaked, num_bytes = rows.leakage.sum(0).tolist()
-            found[f"leakage/{name}"] = Mean(leaked, num_bytes)
+            if num_bytes:
+                found[f"leakage/{name}"] = Mean(leaked, num_bytes)
     return found

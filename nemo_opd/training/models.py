@@ -209,14 +209,14 @@ class Models:
             totals.append(total)
         return totals
 
-    def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Metric]:
+    def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Mean]:
         """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` where it is asked for (methods.md §13).
 
         batch: that the teachers have read. asked: teachers whose responses have been read behind other prompts too.
         """
         with_context = self._log_probabilities(batch, asked)
         without = self._log_probabilities(_beside(batch, 0), asked)
-        found: dict[str, Metric] = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in asked}
+        found = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in asked}
         if others := [i for i in asked if len(batch.teachers[i].beside) > 1]:
             of_others = self._log_probabilities(_beside(batch, 1), others)
             found |= {f"contrast_gap/{self._names[i]}": gap(of_others[i], without[i]) for i in others}

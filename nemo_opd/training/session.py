@@ -132,7 +132,8 @@ class Session:
         """Measure the privilege gaps that are due, of a step's batch; return train/privilege_gap/* and the like."""
         contexts = enumerate(teacher.context for teacher in self.config.active_teachers)
         asked = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
-        measured = self.models.privilege_gaps(batch, asked) if asked else {}
+        found = self.models.privilege_gaps(batch, asked) if asked else {}
+        measured = {name: gap for name, gap in found.items() if gap.count}
         return {f"train/{name}": value for name, value in values(measured).items()}
 
     @property

@@ -90,6 +90,7 @@ def test_a_teacher_with_a_context_is_compared_on_the_response(
     rows = batch.teachers[1]
     assert rows.moved is not None
     assert len(set(rows.moved.by.tolist())) > 1
+    assert own.survey.widths[1] == own.config.train.max_length + max(rows.moved.by.tolist())
     kd, gaps, count = 0.0, 0.0, 0
     for b, moved in enumerate(rows.moved.by.tolist()):
         places = batch.student.loss_mask[b].nonzero().flatten()
