@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
+from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model
 
@@ -25,6 +26,10 @@ class TeacherBase(Model):
     offload: Literal[True, False, "auto"] = "auto"
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
     does not fit otherwise, the largest teacher first.
+    """
+    context: Context | None = None
+    """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
+    response; null: it reads the student's.
     """
 
 

@@ -50,9 +50,10 @@ class ModelInfo:
         is_known[:common] = other.pieces.origin[:common] != HOLE
         return np.flatnonzero((self.pieces.origin[: self.vocab_size] != HOLE) & ~is_known)
 
-    def longest_text(self, settings: CrossTokenizerTeacher) -> int:
+    def longest_text(self, settings: Teacher) -> int:
         """Return the largest number of tokens that a teacher reads of a text."""
-        return settings.max_length or self.positions or _NO_LIMIT
+        own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+        return own or self.positions or _NO_LIMIT
 
 
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:

@@ -15,6 +15,7 @@ from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
 from nemo_opd.logging.facts import write_hardware
+from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
@@ -130,6 +131,14 @@ class Session:
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that is made every `every` steps and after the last."""
         return self.is_complete or (every is not None and self.step % every == 0)
+
+    def privilege_gaps(self, batch: Batch) -> dict[str, float]:
+        """Measure the privilege gaps that are due, of a step's batch; return train/privilege_gap/* and the like."""
+        contexts = enumerate(teacher.context for teacher in self.config.active_teachers)
+        asked = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
+        found = self.models.privilege_gaps(batch, asked) if asked else {}
+        measured = {name: gap for name, gap in found.items() if gap.count}
+        return {f"train/{name}": value for name, value in values(measured).items()}
 
     @property
     def compares_gradients(self) -> bool:

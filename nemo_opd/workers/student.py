@@ -346,7 +346,7 @@ class StudentWorker:
             batch = step.batch.rows(sequences.start, sequences.stop)
             with self.phases("handoff"):
                 teacher_logits = [
-                    window.rows(self.receiver, sequences, rows.tokens.ids.shape[1])
+                    window.rows(self.receiver, sequences, *rows.logit_positions(batch.student))
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.

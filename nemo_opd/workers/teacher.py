@@ -167,6 +167,16 @@ class TeacherWorker:
         return Mean(float(result.total), float(result.count))
 
     @torch.no_grad()
+    def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:
+        """Return what the teacher finds of the scored tokens of each sequence, on the host."""
+        found = []
+        with needs_memory(self._forward_task), self._residence.use():
+            for micro, packing in self._packed(tokens, micro_batches):
+                whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
+                found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
+        return joined(found)
+
+    @torch.no_grad()
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
     ) -> list[Completion]:

@@ -4,6 +4,7 @@ from pydantic import BaseModel
 
 from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
 from nemo_opd.config import RunConfig, aggregation, environment, handoff, importance, loss, optim, reward, rollout
+from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
@@ -17,6 +18,7 @@ BOUND: dict[type[BaseModel], str] = {
     Model: "model tokenizer chat_template chat_template_kwargs",
     Student: "dtype",
     TeacherBase: "name weight dtype",
+    Context: "system_prompt template key",
     SameTokenizerTeacher: "type",
     CrossTokenizerTeacher: "type projection top_k roles max_length equal_history",
     Lora: "rank alpha dropout target_modules",
