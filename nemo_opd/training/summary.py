@@ -11,6 +11,7 @@ from rich.text import Text
 
 from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config.secrets import without_secrets
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.handoff.traffic import Traffic
@@ -31,7 +32,7 @@ def run_summary(plan: Plan) -> RunSummary:
     teachers = [
         TeacherSummary(
             name=settings.name,
-            model=without_secrets(settings.model),
+            model=_origin(settings),
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
@@ -52,6 +53,15 @@ def run_summary(plan: Plan) -> RunSummary:
         output_dir=plan.output_dir,
         warnings=plan.warnings,
     )
+
+
+def _origin(teacher: Teacher) -> str:
+    """Return the teacher's model, or what its weights are."""
+    if teacher.weights == "ema":
+        return f"average of the student's weights, decay {teacher.ema_decay:g}"
+    if teacher.weights == "student":
+        return f"the student's weights{'' if teacher.adapters else ', without adapters'}"
+    return without_secrets(teacher.reference)
 
 
 def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
@@ -112,7 +122,7 @@ def _dry_run_result(plan: Plan) -> Iterator[Text]:
     passed = ": settings, models, data and layout fit; nothing was written"
     yield Text.assemble(("dry run passed", "bold green"), passed)
     config = plan.config
-    models = dict.fromkeys([config.student.model, *(teacher.model for teacher in config.active_teachers)])
+    models = dict.fromkeys([config.student.model, *(teacher.reference for teacher in config.active_teachers)])
     unread = [f"the weights of {', '.join(models)}"]
     if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
         unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
