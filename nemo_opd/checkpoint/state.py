@@ -51,15 +51,15 @@ def save_state(
             f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
             "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
         )
-    state = _state(weights, optimizer_state, averages)
+    state = sharded_state(weights, optimizer_state, averages)
     with storage_errors(folder, CheckpointError, needed=_num_bytes(state), instead=INSTEAD):
         write_sharded(state, folder)
         write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": _random_state()})
     dist.barrier()
 
 
-def _state(weights: dict[str, Any], optimizer_state: object, averages: Averages | None) -> dict[str, Any]:
-    """Return the sharded part of a state."""
+def sharded_state(weights: dict[str, Any], optimizer_state: object, averages: Averages | None) -> dict[str, Any]:
+    """Return the part of a state that all ranks write and read together."""
     state = {"model": weights, "optimizer": optimizer_state}
     return state | {"averages": dict(averages)} if averages else state
 
@@ -92,7 +92,7 @@ def load_state(
     groups: Any = optimizer_state["param_groups"]
     own_kernels = [group.get("fused") for group in groups]
     try:
-        read_sharded(_state(weights, optimizer_state, averages), folder)
+        read_sharded(sharded_state(weights, optimizer_state, averages), folder)
         own = folder / rank_file(dist.get_rank())
         # With more ranks than before, the additional ones start from rank 0's schedule and generators.
         file = own if own.exists() else folder / rank_file(0)

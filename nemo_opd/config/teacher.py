@@ -24,14 +24,14 @@ class TeacherBase(Model):
     weight: float = Field(1.0, ge=0)
     """Weight in the sum over teachers, or in their mean. Where each text has one teacher it has no effect."""
     weights: Literal["frozen", "student", "ema"] = "frozen"
-    """Where its weights come from. frozen: from `model`. student: they are the student's, at every step. ema: they are
-    an exponential moving average of the student's.
+    """Origin of its weights. frozen: `model`. student: the student, whose weights they are at every step. ema: an
+    exponential moving average of the student's.
     """
     ema_decay: float = Field(0.99, ge=0, lt=1)
-    """weights=ema: after each update the average is ema_decay times itself, plus the rest times the student's weights.
+    """Share of the average that stays after an update of the student, whose new weights are the rest. For weights=ema.
     """
     adapters: bool = True
-    """weights=student, with student.lora: compute with the student's adapters; false: with the base model alone."""
+    """Compute with the student's adapters; false: with its base model alone. For weights=student and student.lora."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
     """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: int | None = Field(None, ge=2)

@@ -146,7 +146,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     with ExitStack() as inside:
         for _, layer in lora_layers(model):
             # peft's own switch also sets requires_grad, which FSDP2 reads at the first gathering.
-            inside.enter_context(replaced_forward(layer, layer.get_base_layer()))
+            inside.enter_context(replaced_forward(layer, layer.get_base_layer().forward))
         yield
 
 
