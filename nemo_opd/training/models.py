@@ -2,7 +2,7 @@
 
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -39,8 +39,8 @@ class InFlightBatch:
     batch: Batch
     slot: int
     """Index of the teachers' buffers that they write."""
-    calls: Mapping[int, Call]
-    """Calls of the teachers that read ahead, by index."""
+    calls: list[Call]
+    """Calls, one per teacher that reads ahead."""
     about: str
     """Name of the batch, for messages."""
 
@@ -107,23 +107,25 @@ class Models:
         about: the batch, for messages.
         """
         slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
-        return InFlightBatch(batch, slot, self._on_teachers(self._ahead, "forward", batch, slot, about=about), about)
+        calls = self._on_teachers("forward", batch, slot, about=about, only=self._ahead)
+        return InFlightBatch(batch, slot, calls, about)
 
     def _on_teachers(
-        self, teachers: Sequence[int], method: str, batch: Batch, *more: object, about: str = ""
-    ) -> dict[int, Call]:
-        """Call a method of some teachers, each rank with the tokens of its rows and their microbatches.
+        self, method: str, batch: Batch, *more: object, about: str = "", only: Collection[int] | None = None
+    ) -> list[Call]:
+        """Call a method of every teacher, or of some, each rank with the tokens of its rows and their microbatches.
 
         Teachers on the same devices take turns.
         """
         calls: list[tuple[Group, Callable[[], Call]]] = []
-        for i in teachers:
-            group, layout = self.teachers[i], self._grid.teachers[i]
+        for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
+            if only is not None and i not in only:
+                continue
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
             cuts = self._micro_batches(group, own, self._teacher_budgets[i])
             arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
             calls.append((group, partial(group.submit, method, arguments, about=about)))
-        return dict(zip(teachers, in_turn(calls), strict=True))
+        return in_turn(calls)
 
     def _micro_batches(self, group: Group, by_rank: Sequence[TokenRows], budget: int) -> list[tuple[slice, ...]]:
         """Cut the sequences of each rank of a group into microbatches of up to `budget` tokens."""
@@ -154,10 +156,9 @@ class Models:
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
         """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
-        ahead = self._cluster.gather(list(in_flight.calls.values()))
-        calls = self._on_teachers(self._own, "forward", in_flight.batch, about=in_flight.about)
-        own = self._cluster.gather(list(calls.values()))
-        found = dict(zip(in_flight.calls, ahead, strict=True)) | dict(zip(calls, own, strict=True))
+        ahead = self._cluster.gather(in_flight.calls)
+        own = self._cluster.gather(self._on_teachers("forward", in_flight.batch, about=in_flight.about, only=self._own))
+        found = dict(zip((*self._ahead, *self._own), (*ahead, *own), strict=True))
         return [found[i] for i in range(len(self.teachers))]
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
@@ -210,8 +211,7 @@ class Models:
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         """Return the bits per byte of each teacher on a global batch."""
         totals = []
-        calls = self._on_teachers(range(len(self.teachers)), "bits_per_byte", batch)
-        by_teacher = self._cluster.gather(list(calls.values()))
+        by_teacher = self._cluster.gather(self._on_teachers("bits_per_byte", batch))
         for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
             total = Mean(0.0, 0.0)
             for rank in leads(layout):
