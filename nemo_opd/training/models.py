@@ -293,7 +293,7 @@ def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
     alpha = confidence_alphas(plan.config)[i]
     return {
         "settings": settings,
-        "key": f"teachers.{i}.model",
+        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
         "vocab_size": plan.teachers[i].vocab_size,
         "device": plan.device,
         "transport": plan.transport,

@@ -71,14 +71,16 @@ def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
 
 def _layout_of(plan: Plan) -> str:
     """Return text such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
-    student, teachers = (
-        _describe_layout(plan.student_layout),
-        [_describe_layout(layout) for layout in plan.teacher_layouts],
-    )
-    if not plan.placement.is_separate and set(teachers) <= {student}:
+    student = _describe_layout(plan.student_layout)
+    teachers = {
+        name: _describe_layout(layout)
+        for i, (name, layout) in enumerate(zip(plan.config.active_names, plan.teacher_layouts, strict=True))
+        if i not in plan.placement.inside
+    }
+    if not plan.placement.is_separate and set(teachers.values()) <= {student}:
         return student
-    named = zip(plan.config.active_names, teachers, strict=True)
-    return f"{student}; teachers {_describe_placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
+    named = ", ".join(f"{name} {layout}" for name, layout in teachers.items())
+    return f"{student}; teachers {_describe_placement(plan)}: {named}"
 
 
 def device_name(device: str) -> str:
@@ -143,8 +145,8 @@ def batch_grid(plan: Plan) -> Table:
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
         **{
-            f"teacher {name}": _describe_layout(layout)
-            for name, layout in zip(names, plan.teacher_layouts, strict=True)
+            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
+            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
         },
         "placement of teachers": _describe_placement(plan),
         f"{noun} a rank": str(plan.rows_per_rank),

@@ -35,7 +35,7 @@ from tests.workers.plain_trainer import load, sequences
 
 pytestmark = pytest.mark.world
 
-STEPS, DECAY = 4, 0.5
+STEPS, DECAY = 4, 0.7
 TERMS = {
     **{divergence: ["loss=same_vocab", f"loss.divergence={divergence}"] for divergence in ("forward_kl", "reverse_kl")},
     **{divergence: ["loss=same_vocab", f"loss.divergence={divergence}"] for divergence in ("jsd", "mixed", "tvd")},
