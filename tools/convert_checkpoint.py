@@ -122,6 +122,7 @@ def from_hf(arguments: argparse.Namespace) -> str:
             model,
             partial(build_optimizer, config.student.optimizer),
             lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
+            averages=[str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"],
         )
     if not (run / CONFIG).exists():
         write_atomically(run / CONFIG, to_yaml(config).encode())

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from nemo_opd.checkpoint.manager import PROGRESS, TEMPORARY, Progress, read_whole
 from nemo_opd.checkpoint.metadata import MetadataError, read_metadata
-from nemo_opd.checkpoint.state import read_sharded, write_rank_file, write_sharded
+from nemo_opd.checkpoint.state import read_sharded, sharded_state, write_rank_file, write_sharded
 from nemo_opd.checkpoint.verify import STATE
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Student
@@ -304,17 +304,22 @@ def save_start(
     model: PreTrainedModel,
     build_optimizer: Callable[[nn.Module], Optimizer],
     build_scheduler: Callable[[Optimizer], LRScheduler],
+    *,
+    averages: Sequence[str] = (),
 ) -> None:
     """Write the state of a run before its first step into the checkpoint `folder`, for any number of ranks.
 
-    weights: whole, by their names in `model`, which may be on meta. Optimizer, schedule and random generators are those
-    of a run without a checkpoint. Needs memory for one tensor of each shape in addition to the weights.
+    weights: whole, by their names in `model`, which may be on meta. averages: names of averages, which begin with these
+    weights. Optimizer, schedule and random generators are those of a run without a checkpoint. Needs memory for one
+    tensor of each shape in addition to the weights.
     """
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
     _, optimizer_state = get_state_dict(model, optimizer)
-    state = {_MODEL: dict(weights), "optimizer": _before_first_step(optimizer_state)}
-    write_sharded(state, folder / STATE, no_dist=True)
+    means = {each: dict(weights) for each in averages}
+    write_sharded(
+        sharded_state(dict(weights), _before_first_step(optimizer_state), means), folder / STATE, no_dist=True
+    )
     write_rank_file(
         folder / STATE, 0, {"scheduler": scheduler.state_dict(), "rng": {"cpu": torch.Generator().get_state()}}
     )

@@ -91,7 +91,12 @@ FREE_KEYS = frozenset(key for key, model, name in fields(RunConfig) if decided_i
 """Dotted keys of free settings, with `*` for the index in a list."""
 
 
-_BEFORE: dict[str, object] = {"data.packing": False}
+_BEFORE: dict[str, object] = {
+    "data.packing": False,
+    "teachers.*.weights": "frozen",
+    "teachers.*.ema_decay": TeacherBase.model_fields["ema_decay"].default,
+    "teachers.*.adapters": True,
+}
 """Dotted keys that older versions have not stored, with what was done then."""
 
 
@@ -108,8 +113,13 @@ def _bound(settings: Mapping[str, object]) -> dict[str, object]:
 
 def _may_change(key: str) -> bool:
     """Return whether a dotted key is free or in a free section."""
-    parts = ["*" if part.isdigit() else part for part in key.split(".")]
+    parts = _any_index(key).split(".")
     return any(".".join(parts[:depth]) in FREE_KEYS for depth in range(1, len(parts) + 1))
+
+
+def _any_index(key: str) -> str:
+    """Return a dotted key with `*` for indices."""
+    return ".".join("*" if part.isdigit() else part for part in key.split("."))
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -136,7 +146,8 @@ def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, has
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
     """Raise CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
-    saved = _bound({**_BEFORE, **saved})  # an older version may have stored what is free now
+    before = {key: _BEFORE[pattern] for key in current if (pattern := _any_index(key)) in _BEFORE}
+    saved = _bound({**before, **saved})  # an older version may have stored what is free now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:
         return

@@ -33,23 +33,35 @@ from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.files import sync, write_synced
 from nemo_opd.models.folder import first_line
 
+Averages = Mapping[str, dict[str, torch.Tensor]]
+"""Averages of the weights by any name, each by parameter and sharded like it."""
 
-def save_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+
+def save_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
+) -> None:
     """Write this rank's shards; the state can be read with another number of ranks.
 
     Raises NotFiniteError on all ranks, before anything is written, where a weight or a moment is NaN or infinite, and
     CheckpointError where the disk does not take it.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
-    if (found := not_finite_in(weights, optimizer_state)) is not None:
+    if (found := not_finite_in(weights, optimizer_state, averages)) is not None:
         raise NotFiniteError(
             f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
             "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
         )
-    with storage_errors(folder, CheckpointError, needed=_num_bytes((weights, optimizer_state)), instead=INSTEAD):
-        write_sharded({"model": weights, "optimizer": optimizer_state}, folder)
+    state = sharded_state(weights, optimizer_state, averages)
+    with storage_errors(folder, CheckpointError, needed=_num_bytes(state), instead=INSTEAD):
+        write_sharded(state, folder)
         write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": _random_state()})
     dist.barrier()
+
+
+def sharded_state(weights: dict[str, Any], optimizer_state: object, averages: Averages | None) -> dict[str, Any]:
+    """Return the part of a state that all ranks write and read together."""
+    state = {"model": weights, "optimizer": optimizer_state}
+    return state | {"averages": dict(averages)} if averages else state
 
 
 def _num_bytes(tensors: object) -> int:
@@ -69,7 +81,9 @@ def rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
 
 
-def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler) -> None:
+def load_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
+) -> None:
     """Read what `save_state` wrote, in place.
 
     Raises CheckpointError, naming the folder, where it cannot be read or holds what is not finite.
@@ -78,14 +92,14 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: 
     groups: Any = optimizer_state["param_groups"]
     own_kernels = [group.get("fused") for group in groups]
     try:
-        read_sharded({"model": weights, "optimizer": optimizer_state}, folder)
+        read_sharded(sharded_state(weights, optimizer_state, averages), folder)
         own = folder / rank_file(dist.get_rank())
         # With more ranks than before, the additional ones start from rank 0's schedule and generators.
         file = own if own.exists() else folder / rank_file(0)
         rest = _read_rank_file(file)
     except Exception as error:
         raise _unreadable(folder, error) from error
-    if (found := not_finite_in(weights, optimizer_state)) is not None:
+    if (found := not_finite_in(weights, optimizer_state, averages)) is not None:
         raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
     # Fused kernels are this machine's choice, and where AdamW's step counters are depends on it.
     for group, fused in zip(groups, own_kernels, strict=True):
@@ -113,15 +127,18 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
     )
 
 
-def not_finite_in(weights: dict[str, Any], optimizer_state: dict[str, Any]) -> NotFinite | None:
-    """Find values that are not finite in weights and moments; AdamW's step counters are left out."""
+def not_finite_in(
+    weights: dict[str, Any], optimizer_state: dict[str, Any], averages: Averages | None = None
+) -> NotFinite | None:
+    """Find values that are not finite in weights, moments and averages; AdamW's step counters are left out."""
     moments = {
         f"{key} of {name}": value
         for name, entries in optimizer_state["state"].items()
         for key, value in entries.items()
         if value.dim()
     }
-    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)} | moments
+    means = {f"average of {name}": value for each in (averages or {}).values() for name, value in each.items()}
+    tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)} | moments | means
     return find_not_finite(tensors, device=next(iter(tensors.values())).device)
 
 

@@ -14,6 +14,7 @@ _ACTIVITIES = {
     "load": "reading the checkpoint",
     "forward": "reading a batch",
     "bits_per_byte": "reading the validation texts",
+    "as_teacher": "reading a batch as a teacher with the student's weights",
     "train_step": "training on a batch",
     "evaluate": "validating",
     "generate": "continuing prompts",

@@ -27,6 +27,17 @@ class Placement:
 
     student: Places
     teachers: tuple[Places, ...]
+    inside: frozenset[int] = frozenset()
+    """Indices of teachers that are in the student's processes."""
+
+    def with_inside(self, is_inside: Sequence[bool]) -> Placement:
+        """Return the placement with further teachers in the student's processes.
+
+        is_inside: whether each of all teachers is; the others have the places of this placement, in order.
+        """
+        others = iter(self.teachers)
+        teachers = tuple(self.student if inside else next(others) for inside in is_inside)
+        return Placement(self.student, teachers, frozenset(i for i, inside in enumerate(is_inside) if inside))
 
     @classmethod
     def colocated(cls, *, num_nodes: int, ranks_per_node: int, num_teachers: int) -> Placement:
@@ -61,7 +72,13 @@ class Placement:
 
     @property
     def groups(self) -> tuple[Places, ...]:
+        """The places of the student and of every teacher."""
         return (self.student, *self.teachers)
+
+    @property
+    def _in_processes(self) -> tuple[Places, ...]:
+        """The places of the groups that have processes of their own."""
+        return (self.student, *(places for i, places in enumerate(self.teachers) if i not in self.inside))
 
     @property
     def devices(self) -> Places:
@@ -79,12 +96,12 @@ class Placement:
 
     @property
     def num_processes(self) -> int:
-        return sum(map(len, self.groups))
+        return sum(map(len, self._in_processes))
 
     @property
     def groups_per_device(self) -> int:
         """Number of processes on the device that has most."""
-        return max(Counter(place for group in self.groups for place in group).values())
+        return max(Counter(place for group in self._in_processes for place in group).values())
 
     def num_threads(self, cores: int) -> int:
         """Return the threads of a process on CPU; those at one place take turns, so that each has what all share."""
@@ -93,7 +110,7 @@ class Placement:
     @property
     def is_separate(self) -> bool:
         """Whether teachers have their own devices, and so can work while the student does."""
-        return bool(self.teachers) and self.groups_per_device == 1
+        return len(self._in_processes) > 1 and self.groups_per_device == 1
 
 
 def _places(num_nodes: int, devices: range) -> Places:

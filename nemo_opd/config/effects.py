@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
 from nemo_opd.config.teacher import CrossTokenizerTeacher
@@ -16,7 +17,7 @@ _Ignored = Iterator[tuple[str, str]]
 
 def check_effects(config: RunFields) -> None:
     """Raises ValueError for the first setting that was changed from its default and has no effect."""
-    for of in (_of_templates, _of_data, _of_steps, _of_sampling, _of_cluster, _of_loss):
+    for of in (_of_weights, _of_templates, _of_data, _of_steps, _of_sampling, _of_cluster, _of_loss):
         for key, reason in of(config):
             value, default = _value_and_default(config, key)
             # null turns a setting off, which is no wish that would go unheard.
@@ -33,6 +34,28 @@ def _value_and_default(config: RunFields, key: str) -> tuple[Any, Any]:
         owner = owner[int(part)] if part.isdigit() else getattr(owner, part)
     assert isinstance(owner, BaseModel)
     return getattr(owner, name), type(owner).model_fields[name].get_default(call_default_factory=True)
+
+
+def _of_weights(config: RunFields) -> _Ignored:
+    """Find settings of self-teachers that the student has for them, and settings of self-teachers that others have."""
+    for i, teacher in enumerate(config.teachers):
+        key = f"teachers.{i}"
+        if teacher.weights != "ema":
+            yield f"{key}.ema_decay", f"{key}.weights={teacher.weights}; write {key}.weights=ema, or leave it out"
+        if teacher.weights != "student":
+            yield f"{key}.adapters", f"{key}.weights={teacher.weights}; write {key}.weights=student, or leave it out"
+        elif config.student.lora is None:
+            yield f"{key}.adapters", "the student has none; set student.lora, or leave it out"
+        if teacher.weights == "student":
+            yield f"{key}.offload", "the weights are the student's; set student.offload, or leave it out"
+        if teacher.is_student:
+            names = ("tokenizer", "dtype", "attn_implementation", "compile")
+            for name in (*names, *(f"parallelism.{each}" for each in Parallelism.model_fields)):
+                yield (
+                    f"{key}.{name}",
+                    f"with weights={teacher.weights} {teacher.name} computes in the student's processes, as the "
+                    f"student does; set student.{name}, or leave it out",
+                )
 
 
 def _of_templates(config: RunFields) -> _Ignored:

@@ -11,7 +11,7 @@ from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
-    model: str
+    model: str | None = None
     """A Hugging Face folder, hub name, or `demo:student`."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; by default that of the model."""
@@ -67,12 +67,20 @@ class Model(Settings):
         return self.model_copy(update={"parallelism": self.parallelism.model_copy(update=changes)})
 
     @property
+    def reference(self) -> str:
+        """Folder or name of the model; only in `RunFields.active_teachers` do all teachers have one."""
+        assert self.model is not None
+        return self.model
+
+    @property
     def tokenizer_source(self) -> tuple[str, str]:
         """The key and the value that name the tokenizer."""
-        return ("model", self.model) if self.tokenizer is None else ("tokenizer", self.tokenizer)
+        return ("model", self.reference) if self.tokenizer is None else ("tokenizer", self.tokenizer)
 
 
 class Student(Model):
+    model: str
+    """A Hugging Face folder, hub name, or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Compute precision; master weights are fp32 in any case. auto: bfloat16 on GPU, float32 on CPU."""
     offload: Literal[True, False, "auto"] = "auto"

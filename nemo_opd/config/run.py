@@ -130,6 +130,17 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def separate_teachers_have_a_model(self) -> Self:
+        teachers, placement = self.active_teachers, self.cluster.placement
+        if placement == "separate" and teachers and all(teacher.is_student for teacher in teachers):
+            raise ValueError(
+                f"cluster.placement=separate: every teacher has the student's weights (teachers.0.weights="
+                f"{teachers[0].weights}) and computes in the student's processes, so none has devices of its own; "
+                "write cluster.placement=colocated"
+            )
+        return self
+
+    @model_validator(mode="after")
     def routes_have_a_column(self) -> Self:
         data, aggregation = self.data, self.aggregation
         if not isinstance(aggregation, Routed):

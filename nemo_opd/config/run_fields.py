@@ -80,8 +80,12 @@ class RunFields(Settings):
 
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:
-        """The teachers that are loaded: none where distillation has no weight."""
-        return self.teachers if self.loss.kd_weight > 0 else ()
+        """The teachers that are used, self-teachers with the student's model: none where distillation has no weight."""
+        if self.loss.kd_weight == 0:
+            return ()
+        return tuple(
+            teacher.with_model_of(self.student) if teacher.is_student else teacher for teacher in self.teachers
+        )
 
     @property
     def packs_documents(self) -> bool:

@@ -1,24 +1,40 @@
-"""Teachers: frozen models, each with its own tokenizer and weight."""
+"""Teachers: frozen models, each with its own tokenizer and weight, or the student with its own weights."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
 from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
-from nemo_opd.config.model import Model
+from nemo_opd.config.model import Model, Student
 
 EqualHistory = Literal["none", "text", "bytes"]
 
 
+_OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "compile", "dtype")
+"""Settings that a self-teacher has from the student, whose processes it computes in."""
+_TEMPLATE = ("chat_template", "chat_template_kwargs")
+
+
 class TeacherBase(Model):
+    model: str | None = None
+    """A Hugging Face folder, hub name, or `demo:teacher_same`; none where `weights` are the student's."""
     name: str = Field(pattern=r"^[A-Za-z0-9_.-]+$")
     """Short and unique; it names the teacher in metrics."""
     weight: float = Field(1.0, ge=0)
     """Weight in the sum over teachers, or in their mean. Where each text has one teacher it has no effect."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Precision of the weights and of the forward pass."""
+    weights: Literal["frozen", "student", "ema"] = "frozen"
+    """Origin of its weights. frozen: `model`. student: the student, whose weights they are at every step. ema: an
+    exponential moving average of the student's.
+    """
+    ema_decay: float = Field(0.99, ge=0, lt=1)
+    """Share of the average that stays after an update of the student, whose new weights are the rest. For weights=ema.
+    """
+    adapters: bool = True
+    """Compute with the student's adapters; false: with its base model alone. For weights=student and student.lora."""
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the weights and of the forward pass. auto: bfloat16 on GPU, float32 on CPU."""
     micro_batch_tokens: int | None = Field(None, ge=2)
     """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
     longest sequence of this teacher.
@@ -31,6 +47,35 @@ class TeacherBase(Model):
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
     response; null: it reads the student's.
     """
+
+    @property
+    def is_student(self) -> bool:
+        """Whether it computes in the student's processes, with weights that are the student's or follow them."""
+        return self.weights != "frozen"
+
+    def with_model_of(self, student: Student) -> Self:
+        """Return a self-teacher with the settings that it has from the student; its own chat template goes before."""
+        of_student = {name: getattr(student, name) for name in _OF_THE_STUDENT}
+        template = {name: getattr(self, name) or getattr(student, name) for name in _TEMPLATE}
+        return self.model_copy(update=of_student | template)
+
+    def with_parallelism(self, **changes: object) -> Self:
+        """Return the settings with other values of `parallelism`; a self-teacher has the student's and stays."""
+        return self if self.is_student else super().with_parallelism(**changes)
+
+    @model_validator(mode="after")
+    def frozen_weights_are_of_a_model(self) -> Self:
+        if self.is_student and self.model is not None:
+            raise ValueError(
+                f"model={self.model}: weights={self.weights} are the student's, so there is no other model; leave "
+                "model out, or write weights: frozen"
+            )
+        if not self.is_student and self.model is None:
+            raise ValueError(
+                "model: required, but not given; name the teacher's, or write weights: student or weights: ema for a "
+                "teacher with the student's weights"
+            )
+        return self
 
 
 class SameTokenizerTeacher(TeacherBase):

@@ -40,7 +40,7 @@ class Sender(ABC):
         """
         self.identity = uuid.uuid4().hex
         _senders[self.identity] = self
-        self.allocation = 0
+        self.allocation = self.version = 0
         self.receivers = tuple(number for number in receivers if number != own)
         """Receivers in other processes."""
         self._own = tuple((number, _SameProcess()) for number in receivers if number == own)
@@ -60,6 +60,7 @@ class Sender(ABC):
             self.close()
             self.allocation += 1
             self._buffer, self._tokens = self._allocate(max(1, num_bytes))
+        self.version += 1
         self._shape, self._dtype = tuple(shape), dtype
         return self.last
 
@@ -78,7 +79,7 @@ class Sender(ABC):
             raise HandoffError("handle() before tensor(): there is no buffer to hand over")
         self._flush()
         tokens = (*self._own, *zip(self.receivers, self._tokens, strict=True))
-        return Handle(self.identity, self.allocation, self._shape, self._dtype, tokens)
+        return Handle(self.identity, self.allocation, self._shape, self._dtype, tokens, self.version)
 
     def close(self) -> None:
         """Release the buffer; may be called again."""
@@ -150,22 +151,22 @@ class Receiver(ABC):
         return _view(buffer, handle.shape, handle.dtype)
 
     def constant(self, handle: Handle) -> Tensor:
-        """Return the sender's tensor for many reads, where the sender writes it once for each allocation.
+        """Return the sender's tensor for many reads.
 
-        This is the mapping itself or, for a buffer on another device, a copy on this one that is made once and kept.
-        Raises HandoffError as `tensor` does.
+        This is the mapping itself or, for a buffer on another device, a copy on this one that is kept until the sender
+        writes the next. Raises HandoffError as `tensor` does.
         """
         mapped = self.tensor(handle)
         if self._is_near(handle):
             return mapped
-        allocation, copy = self._copies.get(handle.sender, (0, None))
-        if copy is None or allocation != handle.allocation:
+        version, copy = self._copies.get(handle.sender, (0, None))
+        if copy is None or version != handle.version:
             self._copies.pop(handle.sender, None)
             copy = self.near(mapped)
             if copy is mapped:
                 copy = mapped.clone()
                 self.copied_bytes += handle.num_bytes
-            self._copies[handle.sender] = (handle.allocation, copy)
+            self._copies[handle.sender] = (handle.version, copy)
         return copy
 
     def near(self, tensor: Tensor) -> Tensor:

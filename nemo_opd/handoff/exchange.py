@@ -30,7 +30,7 @@ class ExchangePlanner:
     def __init__(self, num_teacher_ranks: int) -> None:
         self._num_teacher_ranks = num_teacher_ranks
         self._sent_heads: set[tuple[int, str, int]] = set()
-        """Student rank, and sender and allocation of what it keeps."""
+        """Student rank, and sender and version of the head that it keeps."""
 
     def plan(self, windows: Sequence[Window]) -> Exchange:
         """Return what the windows, by rank of the student, need from other nodes and do not have."""
@@ -46,7 +46,7 @@ class ExchangePlanner:
         return Exchange(tuple(map(tuple, sends)), tuple(map(tuple, receives)))
 
     def _is_new(self, student_rank: int, handle: Handle) -> bool:
-        key = student_rank, handle.sender, handle.allocation
+        key = student_rank, handle.sender, handle.version
         is_new = key not in self._sent_heads
         self._sent_heads.add(key)
         return is_new

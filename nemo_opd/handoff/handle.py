@@ -38,6 +38,8 @@ class Handle:
     dtype: torch.dtype
     tokens: tuple[tuple[int, object], ...] = field(repr=False, compare=False)
     """Receivers and their tokens, each of which maps the buffer once; or the message that has the tensor."""
+    version: int = 0
+    """Number of tensors that the sender has put into its buffers; a copy of an earlier one is outdated."""
 
     @property
     def num_bytes(self) -> int:

@@ -85,18 +85,25 @@ class HiddenStatesWriter(OutputWriter):
         columns: range,
         readers: Readers = ONE_READER,
         num_slots: int = 1,
+        is_fixed: bool = True,
     ) -> None:
         """Make the senders.
 
         columns: of the vocabulary, that the rank's shard of the head has. Rows of the head beyond `vocab_size` are left
         out, so a shard may become empty. dtype: of the buffer and of the head. num_slots: batches whose hidden states
-        are kept at once.
+        are kept at once. is_fixed: False where the head is another one for each batch, and handed over with it.
         """
         super().__init__(new_sender, hidden_size, dtype, readers, num_slots)
         self._weight, self._bias = new_sender(readers.head), new_sender(readers.head)
         self._columns = within_vocabulary(columns, vocab_size)
         self._is_head_read = bool(readers.head) or readers.sends_head
+        self._is_fixed = is_fixed
         self._head: HeadHandle | None = None
+
+    def begin(self, num_tokens: int, slot: int = 0) -> None:
+        super().begin(num_tokens, slot)
+        if not self._is_fixed:
+            self._head = None
 
     def write(self, start: int, made: TensorLogits | HeadLogits) -> None:
         """Put a microbatch's hidden states [1, n, E] at the tokens from `start` on; the first time also the head."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from nemo_opd.config.lora import ALL_LINEAR, Lora
 from nemo_opd.errors import ModelError
 from nemo_opd.models.folder import resolve
+from nemo_opd.models.head import replaced_forward
 
 NAME = "default"
 """Name of the adapter in the names of its parameters."""
@@ -136,6 +138,16 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         for name, parameter in layer.named_parameters():
             if name.startswith("lora_"):
                 yield f"{owner}.{name}", parameter
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Compute with the base model alone inside; what is trained stays so."""
+    with ExitStack() as inside:
+        for _, layer in lora_layers(model):
+            # peft's own switch also sets requires_grad, which FSDP2 reads at the first gathering.
+            inside.enter_context(replaced_forward(layer, layer.get_base_layer().forward))
+        yield
 
 
 def base_name(model: nn.Module, name: str) -> str:

@@ -27,16 +27,20 @@ def settle_copies(config: RunConfig, situation: Situation, placement: Placement)
     is_known = situation.machine.device_bytes is not None
     for left_out in range(len(order) if is_known else 0):
         chosen = {i: possible[i] for i in order[left_out:]}
-        laid_out = _laid_out(situation, chosen)
+        layouts = {i: replace(setups[i].layout, replicas=number) for i, number in chosen.items()}
+        laid_out = situation.with_layouts(layouts, config)
         if estimate(config, laid_out).fits_easily:
             return _settled(config, chosen), laid_out
     return _settled(config, {}), situation
 
 
 def _possible(config: RunConfig, layouts: list[Layout], placement: Placement) -> dict[int, int]:
-    """Return the number of nodes of each undecided model of which every node can hold a copy."""
+    """Return the number of nodes of each undecided model of which every node can hold a copy.
+
+    A teacher with the student's weights has the student's copies.
+    """
     models = (config.student, *config.active_teachers)
-    nodes = [_equal_nodes(places) for places in placement.groups]
+    nodes = [1 if i - 1 in placement.inside else _equal_nodes(places) for i, places in enumerate(placement.groups)]
     return {
         i: nodes[i]
         for i, (model, layout) in enumerate(zip(models, layouts, strict=True))
@@ -48,14 +52,6 @@ def _equal_nodes(places: Places) -> int:
     """Return the number of nodes of a group; 1 where they have different numbers of its ranks."""
     counts = Counter(place.node for place in places)
     return len(counts) if len(set(counts.values())) == 1 else 1
-
-
-def _laid_out(situation: Situation, chosen: Mapping[int, int]) -> Situation:
-    student, *teachers = (
-        replace(setup, layout=replace(setup.layout, replicas=chosen[i])) if i in chosen else setup
-        for i, setup in enumerate((situation.student, *situation.teachers))
-    )
-    return replace(situation, student=student, teachers=tuple(teachers))
 
 
 def _settled(config: RunConfig, chosen: Mapping[int, int]) -> RunConfig:

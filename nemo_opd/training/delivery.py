@@ -8,10 +8,12 @@ import torch
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.progress import working
 from nemo_opd.training.model_info import ModelInfo
 
@@ -25,6 +27,8 @@ class Delivery:
     """Readers of each rank of the teacher."""
     traffic: tuple[Traffic, ...]
     """Amount that each rank of the student receives from other nodes."""
+    is_inside: bool = False
+    """Whether each rank of the teacher is in the process of the student's rank of the same number."""
 
     @property
     def crosses_nodes(self) -> bool:
@@ -52,13 +56,14 @@ def settle_transport(config: RunConfig, device: str, deliveries: Sequence[Delive
 def mapped_devices(deliveries: Sequence[Delivery], *, shares_process: bool) -> list[tuple[int, int]]:
     """Return pairs of a node's devices of which the second reads a buffer on the first, in another process.
 
-    shares_process: ranks of the same number are in one process.
+    shares_process: ranks of the same number are in one process, also of teachers that are not in the student's.
     """
     pairs = set()
-    for sides, by_rank in ((delivery.sides, delivery.readers) for delivery in deliveries):
-        for rank, readers in enumerate(by_rank):
+    for delivery in deliveries:
+        sides, is_inside = delivery.sides, shares_process or delivery.is_inside
+        for rank, readers in enumerate(delivery.readers):
             for reader in {*readers.output, *readers.head}:
-                if not (shares_process and reader == rank):
+                if not (is_inside and reader == rank):
                     pairs.add((sides.teacher_places[rank].device, sides.student_places[reader].device))
     return sorted(pairs)
 
@@ -68,14 +73,22 @@ def check_deliveries(
     placement: Placement,
     layouts: tuple[Layout, Sequence[Layout]],
     teachers: Sequence[ModelInfo],
+    device: str,
 ) -> None:
-    """Raise ConfigError where logits would have to be sent to another node.
+    """Raise ConfigError where logits would have to be sent to another node, or anything of a self-teacher.
 
     layouts: the student's and the teachers'. Called before the data are read, so lengths count as the student's.
     """
     lengths = [config.train.max_length] * len(teachers)
-    for name, sides, payload in _transfers(config, placement, layouts, teachers, lengths):
+    for i, (name, sides, payload) in enumerate(_transfers(config, placement, layouts, teachers, lengths, device)):
         check_stays_on_node(name, sides, payload)
+        settings = config.active_teachers[i]
+        if settings.is_student and any(planned_traffic(sides, payload)):
+            raise ConfigError(
+                f"teachers.{i}.weights={settings.weights}: the student's tensor-parallel ranks are on several nodes, "
+                "between which the head would have to be sent at every step; lower student.parallelism.tp to a divisor "
+                "of a node's GPUs, or name a model for this teacher"
+            )
 
 
 def plan_deliveries(
@@ -83,6 +96,7 @@ def plan_deliveries(
     placement: Placement,
     layouts: tuple[Layout, Sequence[Layout]],
     teachers: Sequence[ModelInfo],
+    device: str,
     *,
     lengths: Sequence[int],
 ) -> tuple[Delivery, ...]:
@@ -91,8 +105,8 @@ def plan_deliveries(
     layouts: the student's and the teachers'. lengths: tokens of each teacher's longest sequence.
     """
     return tuple(
-        Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload))
-        for _, sides, payload in _transfers(config, placement, layouts, teachers, lengths)
+        Delivery(sides, planned_readers(sides, payload), planned_traffic(sides, payload), i in placement.inside)
+        for i, (_, sides, payload) in enumerate(_transfers(config, placement, layouts, teachers, lengths, device))
     )
 
 
@@ -111,6 +125,7 @@ def _transfers(
     layouts: tuple[Layout, Sequence[Layout]],
     teachers: Sequence[ModelInfo],
     lengths: Sequence[int],
+    device: str,
 ) -> Iterator[tuple[str, Sides, Payload]]:
     """Yield each active teacher's name, the layouts and places of both groups, and the largest output of a batch."""
     student, teacher_layouts = layouts
@@ -120,6 +135,6 @@ def _transfers(
             length=lengths[i],
             vocab_size=teacher.vocab_size,
             hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
-            itemsize=getattr(torch, settings.dtype).itemsize,
+            itemsize=compute_dtype(settings.dtype, device).itemsize,
         )
         yield settings.name, Sides(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload

@@ -55,7 +55,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
 
 
 class TeacherWorkers(Generator):
-    """The workers of an active teacher, whose weights do not change."""
+    """The workers of an active teacher, which are asked before the first step."""
 
     def __init__(self, models: Models, teacher: int, end_ids: Collection[int], batch_size: int) -> None:
         """end_ids: tokens that end a sequence. batch_size: sequences a rank samples at a time."""

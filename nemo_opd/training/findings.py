@@ -28,9 +28,9 @@ def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[Mo
     lengths = [("train.max_length", config.train.max_length, config.student.model, student)]
     for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True)):
         if not isinstance(settings, CrossTokenizerTeacher):
-            lengths.append(("train.max_length", config.train.max_length, settings.model, info))
+            lengths.append(("train.max_length", config.train.max_length, settings.reference, info))
         elif settings.max_length is not None:
-            lengths.append((f"teachers.{i}.max_length", settings.max_length, settings.model, info))
+            lengths.append((f"teachers.{i}.max_length", settings.max_length, settings.reference, info))
     for key, length, model, info in lengths:
         if info.positions is None or length <= info.positions:
             continue

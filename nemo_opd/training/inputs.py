@@ -49,7 +49,7 @@ def require_kind(config: RunConfig, *, on_policy: bool) -> None:
 
 
 def _check_model(settings: Model, key: str) -> None:
-    check_folder(settings.model, key=f"{key}.model")
+    check_folder(settings.reference, key=f"{key}.model")
     if settings.tokenizer is not None:
         check_tokenizer(settings.tokenizer, key=f"{key}.tokenizer")
     if settings.chat_template is not None:

@@ -62,17 +62,19 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     Raises ModelError where either is not readable, the two do not belong together, or `parallelism`,
     `attn_implementation` or `fused_layers` does not fit.
     """
-    config = load_config(settings.model, key=f"{key}.model")
+    config = load_config(settings.reference, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
     lora = settings.lora if isinstance(settings, Student) else None
-    adapters = None if lora is None else Adapters(lora, settings.model, seed=0)
+    adapters = None if lora is None else Adapters(lora, settings.reference, seed=0)
     _check_attention(settings, key, device)
-    model = build_on_meta(config, settings.model, key=f"{key}.model", attn_implementation=settings.attn_implementation)
+    model = build_on_meta(
+        config, settings.reference, key=f"{key}.model", attn_implementation=settings.attn_implementation
+    )
     check_fused_layers(model, settings.fused_layers, device, key=key)
-    check_weights(model, settings.model, key=f"{key}.model")
+    check_weights(model, settings.reference, key=f"{key}.model")
     size = size_of(model, adapters)
     if not size.layers:
-        raise ModelError(f"{key}.model={settings.model}: its config.json says 0 layers; copy the file there again")
+        raise ModelError(f"{key}.model={settings.reference}: its config.json says 0 layers; copy the file there again")
     tokenizer = tokenizer_of(settings, key=key)
     name, source = settings.tokenizer_source
     try:
@@ -84,7 +86,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     beyond = slice(size.vocab_size, None)
     if not np.all(pieces.is_special[beyond] | (pieces.origin[beyond] == HOLE)):
         raise ModelError(
-            f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.model} has "
+            f"{key}.{name}={source}: its tokenizer has ids up to {pieces.vocab_size - 1}, but {settings.reference} has "
             f"{size.vocab_size} token embeddings; name the tokenizer of the model as {key}.tokenizer"
         )
     rotary = getattr(config.get_text_config(), "rope_parameters", None)

@@ -31,6 +31,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
 from nemo_opd.training.links import Links
 from nemo_opd.training.micro_batches import micro_batches
+from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
@@ -48,7 +49,7 @@ class InFlightBatch:
     slot: int
     """Index of the teachers' buffers that they write."""
     calls: list[Call]
-    """Calls, one per teacher."""
+    """Calls, one per teacher that reads ahead."""
     about: str
     """Name of the batch, for messages."""
 
@@ -73,7 +74,8 @@ class Models:
     """Worker groups of the student and of every active teacher, each in its own layout.
 
     Teachers' output stays on their devices; only handles and metrics reach the driver. The teachers have buffers for
-    the batch that the student reads and for each batch that they are ahead.
+    the batch that the student reads and for each batch that they are ahead. Those with the student's weights are never
+    ahead: they read a batch when it is collected, after the update of the batch before it.
     """
 
     def __init__(self, cluster: Cluster, plan: Plan) -> None:
@@ -94,18 +96,28 @@ class Models:
         self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
-            self.teachers = [stack.enter_context(group) for group in _teacher_groups(cluster, plan)]
+            ahead = {i: stack.enter_context(_teacher_group(cluster, plan, i)) for i in _separate(plan)}
             self.student = stack.enter_context(_student_group(cluster, plan))
+            cluster.gather([group.ready for group in (self.student, *ahead.values())])
+            self.teachers: list[Group] = [
+                ahead.get(i) or OwnTeacher(self.student, i, settings.name)
+                for i, settings in enumerate(plan.config.active_teachers)
+            ]
+            self._ahead = tuple(ahead)
+            self._own = tuple(i for i in range(len(self.teachers)) if i not in ahead)
             groups = (self.student, *self.teachers)
-            cluster.gather([group.ready for group in groups])
             self._reads_packed = {group: all(group.call("reads_packed")) for group in groups}
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
     def submit(self, batch: Batch, about: str) -> InFlightBatch:
-        """Start the forward passes of all teachers, in parallel on separate devices. about: the batch, for messages."""
+        """Start the forward passes of the teachers that read ahead, in parallel on separate devices.
+
+        about: the batch, for messages.
+        """
         slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
-        return InFlightBatch(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
+        calls = self._on_teachers("forward", batch, slot, about=about, only=self._ahead)
+        return InFlightBatch(batch, slot, calls, about)
 
     def _on_teachers(
         self, method: str, batch: Batch, *more: object, about: str = "", only: Collection[int] | None = None
@@ -132,7 +144,7 @@ class Models:
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
         """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
-        by_teacher: list[list[TeacherOutput]] = self._cluster.gather(in_flight.calls)
+        by_teacher = self._outputs(in_flight)
         as_read = self._grid.padded(in_flight.batch)
         scores = self._scores(by_teacher, in_flight.batch)
         given = [each for each in scores if each is not None]
@@ -150,6 +162,13 @@ class Models:
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
         return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, in_flight.about)
+
+    def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
+        """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
+        ahead = self._cluster.gather(in_flight.calls)
+        own = self._cluster.gather(self._on_teachers("forward", in_flight.batch, about=in_flight.about, only=self._own))
+        found = dict(zip((*self._ahead, *self._own), (*ahead, *own), strict=True))
+        return [found[i] for i in range(len(self.teachers))]
 
     def _scores(self, by_teacher: Sequence[Sequence[TeacherOutput]], batch: Batch) -> list[SequenceScores | None]:
         """Return each teacher's scores for the rows of the batch; None for a teacher that gives none."""
@@ -299,28 +318,34 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None) -> 
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
-    """Start a group for each active teacher."""
-    alphas = confidence_alphas(plan.config)
-    for i, settings in enumerate(plan.config.active_teachers):
-        yield cluster.group(
-            f"teacher {settings.name}",
-            TeacherWorker,
-            {
-                "settings": settings,
-                "key": f"teachers.{i}.model",
-                "vocab_size": plan.teachers[i].vocab_size,
-                "device": plan.device,
-                "transport": plan.transport,
-                "handoff": plan.config.handoff.type,
-                "score": plan.config.aggregation.score if alphas[i] is None else "log_probability",
-                "readers": plan.deliveries[i].readers,
-                "num_slots": 1 + plan.lookahead,
-                "gives_back": plan.gives_back,
-                "shares_process": plan.config.cluster.launcher == "local",
-            },
-            plan.placement.teachers[i],
-        )
+def _separate(plan: Plan) -> list[int]:
+    """Return the indices of the teachers that have processes of their own."""
+    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
+
+
+def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
+    """Start the group of a teacher that has processes of its own."""
+    name = f"teacher {plan.config.active_names[i]}"
+    return cluster.group(name, TeacherWorker, _teacher_arguments(plan, i), plan.placement.teachers[i])
+
+
+def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
+    """Return the arguments of a teacher's workers."""
+    settings = plan.config.active_teachers[i]
+    alpha = confidence_alphas(plan.config)[i]
+    return {
+        "settings": settings,
+        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
+        "vocab_size": plan.teachers[i].vocab_size,
+        "device": plan.device,
+        "transport": plan.transport,
+        "handoff": plan.config.handoff.type,
+        "score": plan.config.aggregation.score if alpha is None else "log_probability",
+        "readers": plan.deliveries[i].readers,
+        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
+        "gives_back": plan.gives_back,
+        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
+    }
 
 
 def _student_group(cluster: Cluster, plan: Plan) -> Group:
@@ -339,6 +364,11 @@ def _student_group(cluster: Cluster, plan: Plan) -> Group:
             "block_bytes": plan.memory.block_bytes,
             "gives_back": plan.gives_back,
             "end_ids": plan.data.student.end_ids if isinstance(plan.data, Prompts) else (),
+            "own_teachers": {
+                i: _teacher_arguments(plan, i)
+                for i, settings in enumerate(plan.config.active_teachers)
+                if settings.is_student
+            },
         },
         plan.placement.student,
     )

@@ -1,5 +1,6 @@
 """All checks before a process starts. Each failure is one message with key, value, reason and way out."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -44,7 +45,7 @@ from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 
 _TRAINED_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments."""
+"""Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments; averages come on top."""
 
 
 def preflight(config: RunConfig) -> Plan:
@@ -63,7 +64,7 @@ def preflight(config: RunConfig) -> Plan:
     checkpoint_bytes = _require_room_to_save(config, student.size, output_dir)
     warnings = [] if resumed is None else [*resumed.warnings(checkpoints_of(config, output_dir))]
     warnings += [*check_positions(config, student, teachers), *warn_of_other_ends(config, student, teachers)]
-    check_deliveries(config, placement, (student_layout, teacher_layouts), teachers)
+    check_deliveries(config, placement, (student_layout, teacher_layouts), teachers, device)
     teacher_plans = tuple(
         plan_teacher(config, i, student, teacher)
         for i, teacher in enumerate(tracked(teachers, "comparing vocabularies", "teachers"))
@@ -79,7 +80,7 @@ def preflight(config: RunConfig) -> Plan:
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
     deliveries = plan_deliveries(
-        config, placement, (student_layout, teacher_layouts), teachers, lengths=statistics.widths
+        config, placement, (student_layout, teacher_layouts), teachers, device, lengths=statistics.widths
     )
     transport, remarks = settle_transport(config, device, deliveries)
     warnings += remarks
@@ -150,17 +151,24 @@ def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelI
         read_model_info(settings, f"teachers.{i}", device)
         for i, settings in enumerate(tracked(config.active_teachers, "reading the teachers' tokenizers", "teachers"))
     ]
+    # The student's adapters are part of a teacher with its weights.
+    teachers = [
+        replace(teacher, size=student.size) if settings.is_student else teacher
+        for settings, teacher in zip(config.active_teachers, teachers, strict=True)
+    ]
     keys = ["student", *(f"teachers.{i}" for i in range(len(teachers)))]
     for key, settings in zip(keys, (config.student, *config.active_teachers), strict=True):
-        model = load_config(settings.model, key=f"{key}.model")
-        check_head_precision(model, compute_dtype(settings.dtype, device), key=key, reference=settings.model)
+        model = load_config(settings.reference, key=f"{key}.model")
+        check_head_precision(model, compute_dtype(settings.dtype, device), key=key, reference=settings.reference)
     return student, teachers
 
 
 def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Path) -> int:
     """Return the bytes of a checkpoint's tensors. Raises ConfigError where one and the trained model do not fit."""
     exported = _exported_bytes(config.student, student)
-    checkpoint = _TRAINED_BYTES * student.trained_parameters + exported
+    averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
+    per_parameter = _TRAINED_BYTES + averages * torch.float32.itemsize
+    checkpoint = per_parameter * student.trained_parameters + exported
     require_room(
         output_dir,
         checkpoint + exported,

@@ -10,6 +10,7 @@ from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 
@@ -28,7 +29,14 @@ def resolve_device(cluster: Cluster) -> str:
 
 def resolve_placement(config: RunConfig, device: str) -> Placement:
     """Return the devices of every group. Raises ConfigError where they do not suffice or cannot be divided."""
-    cluster, num_teachers = config.cluster, len(config.active_teachers)
+    separate = [teacher for teacher in config.active_teachers if not teacher.is_student]
+    placement = _placement_of(config, separate, device)
+    return placement.with_inside([teacher.is_student for teacher in config.active_teachers])
+
+
+def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -> Placement:
+    """Return the devices of the student and of teachers that have processes of their own."""
+    cluster, num_teachers = config.cluster, len(teachers)
     num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
         if num_ranks % num_nodes:
@@ -40,11 +48,11 @@ def resolve_placement(config: RunConfig, device: str) -> Placement:
             num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers
         )
     sizes = _separate_sizes(cluster, device, num_ranks, num_teachers)
-    models = (config.student, *config.active_teachers)
+    models = (config.student, *teachers)
     together = [model.parallelism.tp * model.parallelism.cp for model in models]
     if _fits_every_node(sizes, together, num_nodes):
-        student, *teachers = (size // num_nodes for size in sizes)
-        return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=teachers)
+        student, *others = (size // num_nodes for size in sizes)
+        return Placement.separate(num_nodes=num_nodes, student_per_node=student, teachers_per_node=others)
     if sum(sizes) < num_nodes:
         raise ConfigError(
             f"cluster.num_nodes={num_nodes}: student and teachers have {sum(sizes)} ranks in all, which leaves nodes "

@@ -37,7 +37,7 @@ def sampled_model(
     """
     is_chat = config.data.messages_key is not None
     renderer = build_renderer(info.tokenizer, is_chat, settings.chat_template_kwargs, info.vocab_size, key=key)
-    model = load_config(settings.model, key=f"{key}.model")
+    model = load_config(settings.reference, key=f"{key}.model")
     return SampledModel(renderer, end_ids(info.tokenizer, GenerationConfig.from_model_config(model)), max_length)
 
 

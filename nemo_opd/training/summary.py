@@ -11,6 +11,7 @@ from rich.text import Text
 
 from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config.secrets import without_secrets
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.process_group import BACKENDS
 from nemo_opd.handoff.traffic import Traffic
@@ -31,7 +32,7 @@ def run_summary(plan: Plan) -> RunSummary:
     teachers = [
         TeacherSummary(
             name=settings.name,
-            model=without_secrets(settings.model),
+            model=_origin(settings),
             type=settings.type,
             weight=settings.weight,
             loss=config.term(i).type,
@@ -54,6 +55,15 @@ def run_summary(plan: Plan) -> RunSummary:
     )
 
 
+def _origin(teacher: Teacher) -> str:
+    """Return the teacher's model, or what its weights are."""
+    if teacher.weights == "ema":
+        return f"average of the student's weights, decay {teacher.ema_decay:g}"
+    if teacher.weights == "student":
+        return f"the student's weights{'' if teacher.adapters else ', without adapters'}"
+    return without_secrets(teacher.reference)
+
+
 def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
     share = statistics.coverage[teacher]
     return [] if share is None else [f"{share:.1%} of the scored tokens in {statistics.num_texts} texts get KD from it"]
@@ -61,14 +71,16 @@ def _coverage_lines(statistics: Survey, teacher: int) -> list[str]:
 
 def _layout_of(plan: Plan) -> str:
     """Return text such as `2 ranks: 2 tensor parallel; teachers separate, 1 batch ahead: cross 1 rank, same 1 rank`."""
-    student, teachers = (
-        _describe_layout(plan.student_layout),
-        [_describe_layout(layout) for layout in plan.teacher_layouts],
-    )
-    if not plan.placement.is_separate and set(teachers) <= {student}:
+    student = _describe_layout(plan.student_layout)
+    teachers = {
+        name: _describe_layout(layout)
+        for i, (name, layout) in enumerate(zip(plan.config.active_names, plan.teacher_layouts, strict=True))
+        if i not in plan.placement.inside
+    }
+    if not plan.placement.is_separate and set(teachers.values()) <= {student}:
         return student
-    named = zip(plan.config.active_names, teachers, strict=True)
-    return f"{student}; teachers {_describe_placement(plan)}: {', '.join(f'{name} {layout}' for name, layout in named)}"
+    named = ", ".join(f"{name} {layout}" for name, layout in teachers.items())
+    return f"{student}; teachers {_describe_placement(plan)}: {named}"
 
 
 def device_name(device: str) -> str:
@@ -112,7 +124,7 @@ def _dry_run_result(plan: Plan) -> Iterator[Text]:
     passed = ": settings, models, data and layout fit; nothing was written"
     yield Text.assemble(("dry run passed", "bold green"), passed)
     config = plan.config
-    models = dict.fromkeys([config.student.model, *(teacher.model for teacher in config.active_teachers)])
+    models = dict.fromkeys([config.student.model, *(teacher.reference for teacher in config.active_teachers)])
     unread = [f"the weights of {', '.join(models)}"]
     if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
         unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
@@ -133,8 +145,8 @@ def batch_grid(plan: Plan) -> Table:
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
         **{
-            f"teacher {name}": _describe_layout(layout)
-            for name, layout in zip(names, plan.teacher_layouts, strict=True)
+            f"teacher {name}": "in the student's processes" if i in plan.placement.inside else _describe_layout(layout)
+            for i, (name, layout) in enumerate(zip(names, plan.teacher_layouts, strict=True))
         },
         "placement of teachers": _describe_placement(plan),
         f"{noun} a rank": str(plan.rows_per_rank),

@@ -1,9 +1,9 @@
 """The student on one data-parallel rank."""
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.policy_gradient import grpo
-from nemo_opd.losses.reduction import label_mask, sampled_mask
+from nemo_opd.losses.reduction import label_mask
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
 from nemo_opd.models.load import compute_dtype
@@ -42,7 +41,7 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
-from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, SampledRows, Sum
+from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.memory import (
     ARRIVALS,
@@ -57,7 +56,9 @@ from nemo_opd.workers.memory import (
 )
 from nemo_opd.workers.metrics import on_host
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
+from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
+from nemo_opd.workers.policy import plan_policy
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
@@ -118,11 +119,13 @@ class StudentWorker:
         block_bytes: int,
         gives_back: bool = False,
         end_ids: Collection[int] = (),
+        own_teachers: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         """Load the model. Vocabulary sizes are the tokenizers'. Raises ModelError and ClusterError.
 
         projections: None for a teacher with the student's tokenizer. block_bytes: budget for a block of its logits, the
         same on all ranks. gives_back: other processes need the device's cached memory. end_ids: end a sampled sequence.
+        own_teachers: as for `OwnTeachers`.
         """
         self.config = config
         self.parts = build_parts(
@@ -168,12 +171,17 @@ class StudentWorker:
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self.end_ids = end_ids
+        self.own_teachers = OwnTeachers(own_teachers or {}, self.model, mesh, self.logit_rows, self._residence)
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
 
     def reads_packed(self) -> bool:
         """Return whether padding costs the model nothing."""
         return self.logit_rows.reads_packed
+
+    def as_teacher(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of a teacher that has this student's weights."""
+        return self.own_teachers.call(teacher, method, arguments)
 
     def train_step(self, step: StudentStep) -> dict[str, Metric]:
         """Make one optimizer step and return this rank's share of the metrics.
@@ -200,6 +208,7 @@ class StudentWorker:
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
                 self.scheduler.step()
+                self.own_teachers.update()
             self.optimizer.zero_grad(set_to_none=True)
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
         return metrics | self.phases.take()
@@ -269,30 +278,9 @@ class StudentWorker:
             losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
             losses += self.parts.plan_statistics(logits, micro.teacher_logits, batch, vocab_size=self.vocab_size)
         if "policy" in objectives and batch.sampled is not None and isinstance(weights, GRPOLoss):
-            losses.append(self._policy(logits, batch, batch.sampled, weights, step.normalizers.policy))
+            number, size = step.normalizers.policy, self.vocab_size
+            losses.append(plan_policy(logits, batch, batch.sampled, weights, normalizer=number, vocab_size=size))
         return losses
-
-    def _policy(
-        self, logits: LogitRows, batch: Batch, sampled: SampledRows, settings: GRPOLoss, normalizer: int
-    ) -> PlannedLoss:
-        """Plan the policy-gradient term of rewards."""
-        policy = grpo.plan(
-            logits,
-            ids=batch.student.ids,
-            mask=sampled_mask(batch.student.loss_mask, sampled),
-            logprobs=sampled.logprobs,
-            behaviour_logprobs=sampled.behaviour_logprobs,
-            advantages=sampled.advantages,
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            dual_clip=settings.dual_clip,
-            importance_level=settings.importance_level,
-            importance_cap=settings.importance_cap,
-            importance_veto=settings.importance_veto,
-            normalizer=normalizer,
-            vocab_size=self.vocab_size,
-        )
-        return policy.times(settings.policy_weight)
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
@@ -363,14 +351,14 @@ class StudentWorker:
 
         Raises NotFiniteError where a value is not finite: on all ranks, or on the one that merges adapters.
         """
-        with self._residence.use(optimizer=True):
-            save_state(folder / "state", self.model, self.optimizer, self.scheduler)
+        with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
+            save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
-        with self._residence.use(optimizer=True):
-            load_state(folder / "state", self.model, self.optimizer, self.scheduler)
+        with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
+            load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
 
     def export(self, folder: Path, served_as: str | None = None) -> None:
         """Call `Exports.write`."""
@@ -399,3 +387,4 @@ class StudentWorker:
         self.exports.release()
         self.links.close()
         self.receiver.close()
+        self.own_teachers.close()

@@ -1,13 +1,16 @@
-"""A frozen teacher on one data-parallel rank."""
+"""A teacher on one data-parallel rank."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import joined, sequence_scores
 from nemo_opd.config.aggregation import Score
@@ -26,6 +29,7 @@ from nemo_opd.logits.packed import Packing
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
@@ -54,6 +58,53 @@ class TeacherOutput:
     """Positions, padding included, that the model has read."""
 
 
+LogitRows = Headless | WithHead
+"""Map from ids [B, T] to logits [1, N, own columns] of their tokens, for handoff=hidden_states or logits."""
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherModel:
+    """The model that a teacher computes with on this rank."""
+
+    model: PreTrainedModel
+    mesh: DeviceMesh
+    logit_rows: LogitRows
+    use: Callable[[], AbstractContextManager[None]]
+    """Context in which the model is on the device with the teacher's weights, ready to read."""
+    close: Callable[[], None] = lambda: None
+    is_fixed: bool = True
+    """Whether the weights never change."""
+
+
+def load_teacher(
+    settings: TeacherBase, *, key: str, device: str, handoff: Literal["hidden_states", "logits"], gives_back: bool
+) -> TeacherModel:
+    """Load a teacher's own model. Raises ModelError and ClusterError as `TeacherWorker` does."""
+    dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
+    mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
+    with needs_memory(loading_teacher(key.removesuffix(".model"), settings.name)):
+        model = load_sharded(
+            settings.reference,
+            dtype,
+            mesh,
+            key=key,
+            parallelism=parallelism,
+            compute_dtype=dtype,
+            device="cpu" if settings.offload is True else device,
+            trainable=False,
+            compile_layers=settings.compile,
+            fused_layers=settings.fused_layers,
+            attn_implementation=settings.attn_implementation,
+        )
+    residence = Residence(model, device, offload=settings.offload is True, gives_back=gives_back)
+    logit_rows: LogitRows
+    if handoff == "hidden_states":
+        logit_rows = Headless(model, key=key, mesh=mesh, parallelism=parallelism)
+    else:
+        logit_rows = WithHead(model, mesh=mesh, parallelism=parallelism)
+    return TeacherModel(model, mesh, logit_rows, residence.use, residence.close)
+
+
 class TeacherWorker:
     """A teacher on this rank's rows, with its output in buffers that the student's ranks map.
 
@@ -75,8 +126,9 @@ class TeacherWorker:
         num_slots: int = 1,
         gives_back: bool = False,
         shares_process: bool = False,
+        own: TeacherModel | None = None,
     ) -> None:
-        """Load the model.
+        """Load the model, unless `own` is given.
 
         vocab_size: of the tokenizer; columns of a wider head are never handed over. handoff: the form of the output.
         score: of each sequence, in addition. readers: by rank, the receivers that map its buffers; by default receiver
@@ -87,44 +139,27 @@ class TeacherWorker:
         self.score = score
         self.vocab_size = vocab_size
         self.device = device
-        dtype = getattr(torch, settings.dtype)
-        parallelism = settings.parallelism
-        mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
-        self._mesh, self._reshard_after_forward = mesh, parallelism.frees_gathered
+        self._reshard_after_forward = settings.parallelism.frees_gathered
         teacher = key.removesuffix(".model")
         self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
         self._answers_task = teacher_answers(teacher, settings.name)
-        with needs_memory(loading_teacher(teacher, settings.name)):
-            self.model = load_sharded(
-                settings.model,
-                dtype,
-                mesh,
-                key=key,
-                parallelism=parallelism,
-                compute_dtype=dtype,
-                device="cpu" if settings.offload is True else device,
-                trainable=False,
-                compile_layers=settings.compile,
-                fused_layers=settings.fused_layers,
-                attn_implementation=settings.attn_implementation,
-            )
-        self._residence = Residence(self.model, device, offload=settings.offload is True, gives_back=gives_back)
+        if own is None:
+            own = load_teacher(settings, key=key, device=device, handoff=handoff, gives_back=gives_back)
+        self._own, self.model, self.logit_rows = own, own.model, own.logit_rows
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
-        self.logit_rows: Headless | WithHead
-        """Map from ids [B, T] to logits [1, N, own columns] of their tokens, of the kind that `writer` takes."""
-        self.writer: HiddenStatesWriter | LogitsWriter
+        dtype = compute_dtype(settings.dtype, device)
         self.link: Link | None = None
         """Link to student ranks on other nodes, if any read its output."""
         writer: Callable[..., HiddenStatesWriter | LogitsWriter]
-        if handoff == "hidden_states":
-            headless = Headless(self.model, key=key, mesh=mesh, parallelism=parallelism)
-            self.logit_rows = headless
-            writer = partial(HiddenStatesWriter, sender, vocab_size, headless.hidden_size, dtype)
+        if isinstance(self.logit_rows, Headless):
+            width, is_fixed = self.logit_rows.hidden_size, own.is_fixed
+            writer = partial(HiddenStatesWriter, sender, vocab_size, width, dtype, is_fixed=is_fixed)
         else:
-            self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
             writer = partial(LogitsWriter, sender, vocab_size, dtype)
-        self.writer = writer(columns=self.logit_rows.columns, readers=own_readers, num_slots=num_slots)
+        self.writer: HiddenStatesWriter | LogitsWriter = writer(
+            columns=self.logit_rows.columns, readers=own_readers, num_slots=num_slots
+        )
 
     def reads_packed(self) -> bool:
         """Return whether padding costs the model nothing."""
@@ -135,7 +170,7 @@ class TeacherWorker:
         """Run the model on `tokens`, a microbatch after the other; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
-        with needs_memory(self._forward_task), self._residence.use():
+        with needs_memory(self._forward_task), self._own.use():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
             written = positions = 0
@@ -160,7 +195,7 @@ class TeacherWorker:
     def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
         """Return the teacher's bits per byte on these texts."""
         result = Mean(0.0, 0.0)
-        with self._residence.use():
+        with self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
                 logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
@@ -170,7 +205,7 @@ class TeacherWorker:
     def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:
         """Return what the teacher finds of the scored tokens of each sequence, on the host."""
         found = []
-        with needs_memory(self._forward_task), self._residence.use():
+        with needs_memory(self._forward_task), self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
                 whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
@@ -188,8 +223,8 @@ class TeacherWorker:
         sampler = Sampler(
             self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
         )
-        ready = generating(self.model, self._mesh, reshard_after_forward=self._reshard_after_forward)
-        with needs_memory(self._answers_task), self._residence.use(), ready:
+        ready = generating(self.model, self._own.mesh, reshard_after_forward=self._reshard_after_forward)
+        with needs_memory(self._answers_task), self._own.use(), ready:
             return sampler.generate(requests, sampling, version=0)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
@@ -208,4 +243,4 @@ class TeacherWorker:
         if self.link is not None:
             self.link.close()
         self.writer.close()
-        self._residence.close()
+        self._own.close()

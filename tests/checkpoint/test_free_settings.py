@@ -17,7 +17,7 @@ BOUND: dict[type[BaseModel], str] = {
     Train: "global_batch_size max_length gradient_clip",
     Model: "model tokenizer chat_template chat_template_kwargs",
     Student: "dtype",
-    TeacherBase: "name weight dtype",
+    TeacherBase: "name weight weights ema_decay adapters dtype",
     Context: "system_prompt template key",
     SameTokenizerTeacher: "type",
     CrossTokenizerTeacher: "type projection top_k roles max_length equal_history",

@@ -48,6 +48,20 @@ def test_a_run_on_a_gpu_follows_the_run_on_the_cpu(tiny: Tiny, tmp_path: Path, o
     )
 
 
+@pytest.mark.parametrize("offload", ["false", "true"])
+def test_teachers_with_the_students_weights_follow_the_run_on_the_cpu(tiny: Tiny, tmp_path: Path, offload: str) -> None:
+    """Bug: an average or weights that are on the host when they are exchanged."""
+    mean = f"{{name: mean, type: same_tokenizer, weights: ema, ema_decay: 0.7, offload: {offload}}}"
+    teachers = f"teachers=[{mean},{{name: live, type: same_tokenizer, weights: student}}]"
+    overrides = [each for each in tiny.overrides() if not each.startswith("teachers")] + [teachers]
+    script, device = "run_off_policy_distillation.py", ["cluster.device=cuda", "cluster.gpus_per_node=1"]
+    on_cpu = run_example(script, tmp_path / "cpu", [*overrides, "cluster.device=cpu"])
+    moved = ["student.dtype=float32", f"student.offload={offload}"]
+    on_gpu = run_example(script, tmp_path / "gpu", [*overrides, *device, *moved])
+    check_follows(on_gpu, on_cpu, ("train/loss", "train/kd/mean", "val/bits_per_byte"), rel=1e-3)
+    assert all(record["train/kd/live"] == 0 for record in on_gpu[1:])
+
+
 def test_bf16_mixed_precision_trains(tiny: Tiny, tmp_path: Path) -> None:
     """Catches a loss or an optimizer state that is kept in bf16: the loss then stands still at this learning rate."""
     records = run(tiny, tmp_path / "run", "cluster.device=cuda", "cluster.gpus_per_node=1", "train.max_steps=20")

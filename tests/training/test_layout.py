@@ -104,6 +104,20 @@ def test_separate_teachers_on_cpu_are_beside_the_student(demo: RunConfig, ranks:
     assert placement.groups_per_device == 1
 
 
+@pytest.mark.parametrize("where", ["colocated", "separate"])
+def test_a_teacher_with_the_students_weights_is_in_its_processes(demo: RunConfig, gpus: None, where: str) -> None:
+    """Bugs: devices reserved for it, GPUs that seem to be shared, and nothing read ahead because of it."""
+    own = demo.teachers[0].model_copy(update={"model": None, "weights": "ema"})
+    config = demo.model_copy(update={"teachers": (own, demo.teachers[1])})
+    placement = placed(config, placement=where)
+
+    assert placement.teachers[0] == placement.student
+    assert placement.num_processes == (8 if where == "separate" else 16)
+    assert placement.groups_per_device == (1 if where == "separate" else 2)
+    assert placement.is_separate == (where == "separate")
+    assert not placed(config.model_copy(update={"teachers": (own,)})).is_separate
+
+
 def test_without_teachers_the_student_has_all_devices(gpus: None) -> None:
     placement = placed(compose("loss.kd_weight=0"), placement="separate")
 

@@ -280,6 +280,29 @@ def test_teachers_on_their_own_devices(sizes: list[ModelSize]) -> None:
     assert put_together.at(Phase.LOSS) == 0
 
 
+def test_the_students_weights_count_once_and_their_average_in_fp32(sizes: list[ModelSize]) -> None:
+    """Bugs: a second copy for a live teacher, an average of the frozen weights, and a process for either."""
+    student = sizes[0]
+    at = situation([student, student, sizes[2]], gib=80)
+
+    def run(weights: str, *flags: bool, **more: object) -> RunConfig:
+        config = configure("student.offload=false", "teachers.1.offload=false", "teachers.0.offload=false")
+        own = config.teachers[0].model_copy(update={"model": None, "weights": weights, **more})
+        return config.model_copy(update={"teachers": (own, config.teachers[1])})
+
+    live, mean = (estimate(run(weights), at).memories[0] for weights in ("student", "ema"))
+    frozen = estimate(run("frozen", model="m"), at).memories[0]
+    parameters = sum(part.at(Phase.BACKWARD) for part in live.parts if part.name in ("parameters", "average"))
+    assert parameters == (4 + 2) * student.parameters
+    for phase in Phase:
+        assert mean.total(phase) == live.total(phase) + 4 * student.parameters
+    contexts = [sum(part.name == "CUDA" for part in each.parts) for each in (live, mean, frozen)]
+    assert contexts == [2, 2, 3]
+    away = estimate(run("ema", offload=True), at).memories[0]
+    assert away.total(Phase.BACKWARD) == live.total(Phase.BACKWARD)
+    assert away.total(Phase.TEACHERS) >= live.total(Phase.TEACHERS)
+
+
 def test_more_ranks_hold_less(sizes: list[ModelSize]) -> None:
     """Parameters and optimizer are cut exactly where rows divide; a microbatch is each rank's own."""
     config = configure()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from nemo_opd.config.handoff import HiddenStatesHandoff
 from nemo_opd.config.on_policy import check_on_policy
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory.parts import SLACK, USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
@@ -34,7 +35,7 @@ def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, M
     is offloaded. Raises ConfigError where nothing fits and an `auto` was left to decide, unless the run is a dry one;
     explicit settings are not overruled.
     """
-    undecided = [i for i, teacher in enumerate(config.active_teachers) if teacher.offload == "auto"]
+    undecided = [i for i, teacher in enumerate(config.active_teachers) if _may_leave(teacher)]
     undecided.sort(key=lambda i: -situation.teachers[i].size.parameters)
     undecided += [_STUDENT] if config.student.offload == "auto" else []
     frugal = replace(situation, small_blocks=True)
@@ -54,13 +55,18 @@ def settle_memory(config: RunConfig, situation: Situation) -> tuple[RunConfig, M
 def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
     """Decide `auto`: yes for these models and no for all others, including teachers that are not active."""
     teachers = tuple(
-        teacher.model_copy(update={"offload": i in offloaded}) if teacher.offload == "auto" else teacher
+        teacher.model_copy(update={"offload": i in offloaded}) if _may_leave(teacher) else teacher
         for i, teacher in enumerate(config.teachers)
     )
     student = config.student
     if student.offload == "auto":
         student = student.model_copy(update={"offload": _STUDENT in offloaded})
     return config.model_copy(update={"teachers": teachers, "student": student})
+
+
+def _may_leave(teacher: Teacher) -> bool:
+    """Return whether the estimate decides if a teacher's weights leave the device; the student's are not its own."""
+    return teacher.offload == "auto" and teacher.weights != "student"
 
 
 def _complaint(estimated: MemoryEstimate) -> str:
@@ -82,7 +88,7 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     that share a GPU return to it what PyTorch caches, so each phase counts what is alive.
     """
     machine = situation.machine
-    processes = [student_process(config, situation), *teacher_processes(config, situation)]
+    processes = _in_processes(config, student_process(config, situation), teacher_processes(config, situation))
     host = tuple(part for process in processes for part in process.host)
     if machine.device == "cpu":
         parts = [part for process in processes for part in process.device]
@@ -93,7 +99,7 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
         if config.cluster.placement == "colocated":
             memories = [("each GPU", sum(devices, ()), machine.device_bytes)]
         else:
-            names = ("the student", *config.active_names)
+            names = ("the student", *(each.name for each in config.active_teachers if not each.is_student))
             memories = [
                 (f"each GPU of {name}", parts, machine.device_bytes) for name, parts in zip(names, devices, strict=True)
             ]
@@ -104,11 +110,21 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
     return MemoryEstimate(found, situation.block_bytes, _caches_fit(config, situation))
 
 
+def _in_processes(config: RunConfig, student: Process, teachers: Sequence[Process]) -> list[Process]:
+    """Return the processes of a rank, the student's first: teachers with its weights are in it."""
+    inside = [own for own, each in zip(teachers, config.active_teachers, strict=True) if each.is_student]
+    device, host = student.device, student.host
+    for own in inside:
+        device, host = (*device, *own.device), (*host, *own.host)
+    others = [own for own, each in zip(teachers, config.active_teachers, strict=True) if not each.is_student]
+    return [Process(device, host), *others]
+
+
 def _caches_fit(config: RunConfig, situation: Situation) -> bool:
     """Return whether a GPU has room for what each of its processes holds in its own largest phase, at the same time."""
     if situation.machine.device_bytes is None:
         return False
-    processes = [student_process(config, situation), *teachers_at_work(config, situation)]
+    processes = _in_processes(config, student_process(config, situation), teachers_at_work(config, situation))
     kept = [max(sum(part.at(phase) for part in _with_context(each)) for phase in Phase) for each in processes]
     return SLACK * sum(kept) < USABLE * situation.machine.device_bytes
 
@@ -177,9 +193,9 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str
     if config.student.offload is not True:
         yield "student", "offload", True
     for i, teacher in enumerate(config.active_teachers):
-        if teacher.offload is not True:
+        if teacher.offload is not True and teacher.weights != "student":
             yield f"teachers.{i}", "offload", True
-        if teacher.dtype == "float32":
+        if teacher.dtype == "float32" and not teacher.is_student:
             yield f"teachers.{i}", "dtype", "bfloat16"
 
 
@@ -195,14 +211,14 @@ def _is_allowed(config: RunConfig) -> bool:
 
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
     """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
-    models = [situation.student, *situation.teachers]
-    for i, setup in enumerate(models):
+    for i, setup in enumerate((situation.student, *situation.teachers)):
+        if i and config.active_teachers[i - 1].is_student:
+            continue
         layout, found = setup.layout, {}
         if layout.replicas > 1:
             found["replicas=1"] = replace(layout, replicas=1)
         if layout.dp // layout.replicas % 2 == 0 and (i or config.student.lora is None):
             found[f"tp={2 * layout.tp}"] = replace(layout, dp=layout.dp // 2, tp=2 * layout.tp)
         for setting, other in found.items():
-            student, *teachers = (replace(each, layout=other) if j == i else each for j, each in enumerate(models))
-            changed = replace(situation, student=student, teachers=tuple(teachers))
+            changed = situation.with_layouts({i: other}, config)
             yield f"{f'teachers.{i - 1}' if i else 'student'}.parallelism.{setting}", config, changed

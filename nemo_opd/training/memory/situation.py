@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
@@ -60,6 +61,18 @@ class ModelSetup:
     def shard(self) -> int:
         """Number of parameters that a rank keeps, without adapters."""
         return shard_numel(self.size.shapes, self.layout)
+
+    @property
+    def trained(self) -> int:
+        """Number of trained parameters that a rank keeps."""
+        return shard_numel(self.size.trained_shapes, self.layout)
+
+    def student_bytes(self, compute_bytes: int) -> int:
+        """Return the bytes of the student's weights on a rank.
+
+        With adapters, which are in fp32, the frozen weights are in the compute precision.
+        """
+        return compute_bytes * self.shard + FP32 * self.trained if self.size.adapters else FP32 * self.shard
 
     @property
     def largest_tensor(self) -> int:
@@ -126,6 +139,18 @@ class Situation:
     """Teachers' output is handed over in main memory, and the student copies what it reads to its device."""
     small_blocks: bool = False
     """Blocks of logits are as small as on a GPU with little memory."""
+
+    def with_layouts(self, layouts: Mapping[int, Layout], config: RunConfig) -> Situation:
+        """Return the situation with other layouts of the student (0) and of teachers (from 1 on).
+
+        A teacher with the student's weights has the student's layout.
+        """
+        student = replace(self.student, layout=layouts.get(0, self.student.layout))
+        teachers = (
+            replace(setup, layout=student.layout if settings.is_student else layouts.get(i, setup.layout))
+            for i, (setup, settings) in enumerate(zip(self.teachers, config.active_teachers, strict=True), 1)
+        )
+        return replace(self, student=student, teachers=tuple(teachers))
 
     @property
     def block_bytes(self) -> int:

@@ -23,9 +23,7 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     """Return the parts of the student's process."""
     c = compute_dtype(config.student.dtype, situation.machine.device).itemsize
     setup, offload = situation.student, config.student.offload is True
-    trained = shard_numel(setup.size.trained_shapes, setup.layout)
-    # With adapters, which are in fp32, the frozen weights are in the compute precision.
-    parameters = c * setup.shard + FP32 * trained if setup.size.adapters else FP32 * setup.shard
+    trained, parameters = setup.trained, setup.student_bytes(c)
     optimizer = _MOMENTS * trained
     # On a CPU AdamW takes the root of the second moment of one parameter at a time; fused, on a GPU, of a number.
     tensors = [shard_numel((shape,), setup.layout) for shape in setup.size.trained_shapes]

@@ -6,15 +6,15 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from math import ceil
 
-import torch
-
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sampling_parts
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
+from nemo_opd.training.memory.size import FP32
 
 
 def teachers_answer(config: RunConfig) -> bool:
@@ -30,9 +30,10 @@ def teacher_processes(config: RunConfig, situation: Situation) -> list[Process]:
         at_once = config.cluster.placement == "separate" and (
             phase is Phase.TEACHERS or situation.machine.device == "cuda"
         )
-        needs = [_more_at_work(job, phase) for job in jobs]
+        in_turn = [i for i, job in enumerate(jobs) if job.settings.is_student or not at_once]
+        largest = max(in_turn, key=lambda i: _more_at_work(jobs[i], phase), default=None)
         for i, phases in enumerate(working):
-            if at_once or i == needs.index(max(needs)):
+            if i not in in_turn or i == largest:
                 phases.add(phase)
     return [_process(job, phases) for job, phases in zip(jobs, working, strict=True)]
 
@@ -89,8 +90,7 @@ class TeacherJob:
 
     @property
     def item_bytes(self) -> int:
-        dtype: torch.dtype = getattr(torch, self.settings.dtype)
-        return dtype.itemsize
+        return compute_dtype(self.settings.dtype, self.device).itemsize
 
     @property
     def rows(self) -> int:
@@ -128,7 +128,8 @@ class TeacherJob:
     def handed_over(self) -> tuple[Part, ...]:
         """Return the buffers of all batches in flight: this rank's rows and columns, all positions even under cp."""
         name, t, width = self.settings.name, self.item_bytes, self.setup.size.hidden_size
-        positions = (1 + teachers_ahead(self.config)) * self.rows * self.width
+        batches = 1 if self.settings.is_student else 1 + teachers_ahead(self.config)
+        positions = batches * self.rows * self.width
         phases = reading_phases(self.config)
         if self.config.handoff.type == "logits":
             return (part(name, "logits handed over", positions * self.setup.columns * t, *phases),)
@@ -157,24 +158,56 @@ def answer_batch(job: TeacherJob) -> SamplingBatch:
 
 def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     """Return a teacher's process, which works in these phases and waits in the others."""
+    weights = _student_weights(job, working) if job.settings.is_student else _own_weights(job, working)
+    name, t, answers = job.settings.name, job.item_bytes, Phase.ANSWERS in working
+    holder = job.config.student if job.settings.is_student else job.settings
+    device = (
+        *weights.device,
+        part(name, "activations", job.forward_bytes(), *_reading(working)),
+        *(() if job.through_host else job.handed_over()),
+        *(sampling_parts(name, Phase.ANSWERS, job.setup, holder, t, answer_batch(job)) if answers else ()),
+    )
+    return Process(device, (*weights.host, *(job.handed_over() if job.through_host else ())))
+
+
+def _reading(working: Collection[Phase]) -> list[Phase]:
+    return [Phase.TEACHERS] if Phase.TEACHERS in working else []
+
+
+def _own_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
+    """Return the weights of a teacher with a process of its own."""
     name, t, setup = job.settings.name, job.item_bytes, job.setup
     offload = job.settings.offload is True
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
     # FSDP2 keeps embedding and head gathered until the model moves, or all of it.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
     stays = setup.rest if job.settings.parallelism.frees_gathered else setup.whole
-    reading = [Phase.TEACHERS] if Phase.TEACHERS in working else []
-    answers = Phase.ANSWERS in working
-    gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(reading, t * setup.kept(job.settings, t))
+    gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(_reading(working), t * setup.kept(job.settings, t))
     device = (
         part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
         Part(name, "gathered parameters", gathered if setup.is_sharded(job.settings, t) else {}),
-        part(name, "activations", job.forward_bytes(), *reading),
-        *(() if job.through_host else job.handed_over()),
-        *(sampling_parts(name, Phase.ANSWERS, setup, job.settings, t, answer_batch(job)) if answers else ()),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
     # On the host of a GPU the copy stays while the teacher works.
     held = waiting if job.device == "cpu" else [*waiting, *working]
-    waits = (part(name, "parameters", t * setup.shard, *held),) if offload else ()
-    return Process(device, (read, *waits, *(job.handed_over() if job.through_host else ())))
+    return Process(device, (read, *((part(name, "parameters", t * setup.shard, *held),) if offload else ())))
+
+
+def _student_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
+    """Return what a teacher with the student's weights adds to the student's process.
+
+    The student's own weights count here only where they are on the device for this teacher. An average of them is on
+    the device always, or with `offload` when it is read and updated.
+    """
+    name, t, setup, settings = job.settings.name, job.item_bytes, job.setup, job.settings
+    average = FP32 * setup.trained if settings.weights == "ema" else 0
+    leaves = settings.offload is True and job.device == "cuda"
+    here = (Phase.LOADING, *working, Phase.OPTIMIZER) if leaves else tuple(Phase)
+    away = [phase for phase in Phase if phase is not Phase.LOADING] if leaves else []
+    brought = setup.student_bytes(t) if job.config.student.offload is True else 0
+    device = (
+        part(name, "average", average, *here),
+        part(name, "the student's parameters", brought, *working),
+        part(name, "gathered parameters", t * setup.kept(job.config.student, t), *_reading(working)),
+    )
+    return Process(device, (part(name, "average", average, *away),))

@@ -1,0 +1,87 @@
+"""Teachers in the student's processes, with its current weights or averages of them (methods.md §13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from nemo_opd.config.teacher import TeacherBase
+from nemo_opd.models.lora import without_adapters
+from nemo_opd.models.parallelize import sharded_units
+from nemo_opd.workers.average import Average
+from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.teacher import LogitRows, TeacherModel, TeacherWorker
+
+
+class OwnTeachers:
+    """The teachers of a rank that compute with the student's module, whose layout they have.
+
+    No weights are copied but those that an average consists of, and what is handed over.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[int, Mapping[str, Any]],
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        logit_rows: LogitRows,
+        residence: Residence,
+    ) -> None:
+        """Make the teachers. arguments: those of `TeacherWorker`, by the teacher's index; the rest is the student's."""
+        self._model, self._residence = model, residence
+        self._averages: dict[int, Average] = {}
+        self._workers: dict[int, TeacherWorker] = {}
+        for i, given in arguments.items():
+            use = self._use(self._weights(i, given["settings"], given["device"]))
+            own = TeacherModel(model, mesh, logit_rows, use, is_fixed=False)
+            self._workers[i] = TeacherWorker(**given, own=own)
+
+    def _weights(self, i: int, settings: TeacherBase, device: str) -> Callable[[], AbstractContextManager[None]]:
+        """Return the context in which the module has the teacher's weights."""
+        if settings.weights == "ema":
+            with self._residence.use():
+                leaves = settings.offload is True and device == "cuda"
+                self._averages[i] = Average(self._model, settings.ema_decay, leaves=leaves)
+            return self._averages[i].in_model
+        return nullcontext if settings.adapters else lambda: without_adapters(self._model)
+
+    def _use(self, weights: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
+        @contextmanager
+        def use() -> Iterator[None]:
+            self._model.eval()
+            with self._residence.use(), weights():
+                try:
+                    yield
+                finally:
+                    # What is gathered is the teacher's.
+                    for unit in sharded_units(self._model):
+                        unit.reshard()
+
+        return use
+
+    def call(self, teacher: int, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call a method of a teacher, by its index."""
+        return getattr(self._workers[teacher], method)(*arguments)
+
+    def update(self) -> None:
+        """Have the averages follow the student's weights, after an update of these and with them on the device."""
+        for average in self._averages.values():
+            average.update()
+
+    @contextmanager
+    def state(self) -> Iterator[dict[str, dict[str, Tensor]]]:
+        """Yield the averages by the teacher's index, on the device, to be saved or read into."""
+        with ExitStack() as inside:
+            for average in self._averages.values():
+                inside.enter_context(average.here())
+            yield {str(i): average.tensors for i, average in self._averages.items()}
+
+    def close(self) -> None:
+        """Release the teachers' buffers."""
+        for worker in self._workers.values():
+            worker.close()

@@ -1,0 +1,82 @@
+"""Settings of teachers with the student's weights: what they have from the student, and what they refuse."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+
+from nemo_opd.checkpoint.identity import identity, require_same_run
+from nemo_opd.config.load import from_dict
+from nemo_opd.errors import CheckpointError
+from tests.config.settings import CROSS, SAME, VALID, message_of
+
+EMA = {"name": "mean", "type": "same_tokenizer", "weights": "ema"}
+LIVE = {"name": "live", "type": "same_tokenizer", "weights": "student"}
+
+
+def with_teachers(*teachers: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return copy.deepcopy(VALID) | {"teachers": [*teachers]} | sections
+
+
+def test_a_self_teacher_is_what_the_student_is() -> None:
+    """Bugs: defaults of teachers in place of the student's settings; what is settled later; a template of its own."""
+    student = {
+        "model": "/m",
+        "tokenizer": "/t",
+        "dtype": "float32",
+        "attn_implementation": "eager",
+        "parallelism": {"tp": 2},
+        "chat_template": "/s.jinja",
+    }
+    own = {**LIVE, "type": "cross_tokenizer", "chat_template": "/own.jinja"}
+    data = VALID["data"] | {"messages_key": "messages"}
+    config = from_dict(with_teachers(EMA, own, student=student, data=data))
+
+    for teacher in config.active_teachers:
+        for name in ("model", "tokenizer", "dtype", "attn_implementation", "parallelism", "compile"):
+            assert getattr(teacher, name) == getattr(config.student, name)
+    assert [teacher.chat_template for teacher in config.active_teachers] == ["/s.jinja", "/own.jinja"]
+    assert all(teacher.model is None for teacher in config.teachers)
+    assert from_dict(config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("teacher", "says"),
+    [
+        ({"model": "/e"}, r"teachers.0.model=/e: weights=ema are the student's, so there is no other model; leave"),
+        ({"weights": "frozen"}, "teachers.0: model: required, but not given; name the teacher's, or write weights: "),
+        ({"tokenizer": "/t"}, "teachers.0.tokenizer=/t has no effect: with weights=ema mean computes in the student's"),
+        ({"dtype": "float32"}, "teachers.0.dtype=float32 has no effect: .*set student.dtype, or leave it out"),
+        ({"parallelism": {"tp": 2}}, "teachers.0.parallelism.tp=2 has no effect: .*; set student.parallelism.tp, or "),
+        (
+            {"adapters": False},
+            "teachers.0.adapters=false has no effect: teachers.0.weights=ema; write .*weights=studen",
+        ),
+        ({"weights": "student", "adapters": False}, "teachers.0.adapters=false has no effect: the student has none"),
+        ({"weights": "student", "ema_decay": 0.9}, "teachers.0.ema_decay=0.9 has no effect: teachers.0.weights=studen"),
+        ({"weights": "student", "offload": True}, "teachers.0.offload=true has no effect: the weights are the student"),
+        ({"ema_decay": 1.0}, "teachers.0.ema_decay=1.0: must be less than 1"),
+    ],
+)
+def test_what_does_not_go_together(teacher: dict[str, Any], says: str) -> None:
+    assert re.match(says, message_of(with_teachers(EMA | teacher)))
+
+
+def test_placements() -> None:
+    separate = {"placement": "separate"}
+    assert message_of(with_teachers(EMA, LIVE, cluster=separate)).startswith("cluster.placement=separate: every teache")
+    from_dict(with_teachers(EMA, CROSS, cluster=separate))
+
+
+def test_a_run_is_another_with_other_weights() -> None:
+    """Bugs: a run of an older version that cannot be continued; one that continues with another decay."""
+    run, other = from_dict(with_teachers(EMA)), from_dict(with_teachers(EMA | {"ema_decay": 0.5}))
+    with pytest.raises(CheckpointError, match=r"teachers\.0\.ema_decay=0\.5, there 0\.99"):
+        require_same_run(identity(run), identity(other), "step_000005")
+    frozen = identity(from_dict(with_teachers(SAME | {"name": "mean"})))
+    new = re.compile(r"teachers\.\d\.(weights|ema_decay|adapters)")
+    older = {key: value for key, value in frozen.items() if not new.fullmatch(key)}
+    require_same_run(older, frozen, "step_000005")
+    with pytest.raises(CheckpointError, match=r"teachers\.0\.weights='ema', there 'frozen'"):
+        require_same_run(older, identity(run), "step_000005")

@@ -1,0 +1,279 @@
+"""Teachers with the student's weights: an average by a plain loop, a live teacher that teaches nothing, all layouts.
+
+Tolerances are those of tests/workers/test_invariance.py, for the same reasons.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.training.plan import Plan
+from nemo_opd.types import Batch
+from nemo_opd.workers.student import StudentWorker
+from tests.tiny import Tiny
+from tests.workers import on_policy
+from tests.workers.local import (
+    RTOL,
+    WEIGHT_ATOL,
+    Training,
+    evaluate,
+    first_batches,
+    in_world,
+    on_ranks_of,
+    opened,
+    plan_of,
+    step_metrics,
+    train_step,
+    weights,
+)
+from tests.workers.plain_trainer import load, sequences
+
+pytestmark = pytest.mark.world
+
+STEPS, DECAY = 4, 0.7
+TERMS = {
+    **{divergence: ["loss=same_vocab", f"loss.divergence={divergence}"] for divergence in ("forward_kl", "reverse_kl")},
+    **{divergence: ["loss=same_vocab", f"loss.divergence={divergence}"] for divergence in ("jsd", "mixed", "tvd")},
+    "top-k": ["loss=same_vocab", "loss.support=union", "loss.top_k=8", "loss.normalization=rest"],
+    "tcad": ["loss=tcad", "loss.support_size=8", "loss.coverage_coef=0"],
+    "logits": ["loss=same_vocab", "handoff=logits"],
+    "tied to no other microbatch": ["loss=same_vocab", "train.micro_batch_size=1"],
+    "adapters": ["loss=same_vocab", "student.lora.rank=3"],
+}
+EMA = {"name": "mean", "type": "same_tokenizer", "weights": "ema", "ema_decay": DECAY}
+LIVE = {"name": "live", "type": "same_tokenizer", "weights": "student"}
+RUN = [
+    "loss.ce_weight=1",
+    "student.optimizer.lr=1e-2",
+    "student.optimizer.eps=1e-3",
+    "student.scheduler.warmup_steps=0",
+    f"train.max_steps={STEPS}",
+]
+
+
+def plan_with(tiny: Tiny, teachers: Sequence[dict[str, Any]], *options: str) -> Plan:
+    models = [override for override in tiny.overrides() if not override.startswith("teachers")]
+    return plan_of([*models, *RUN, listed(teachers), *options])
+
+
+def job(tiny: Tiny, teachers: Sequence[dict[str, Any]], *options: str, **more: Any) -> Training:
+    plan = plan_with(tiny, teachers, *options)
+    return Training(plan, first_batches(plan, STEPS), **more)
+
+
+def listed(teachers: Sequence[dict[str, Any]]) -> str:
+    """Return the override that makes these the teachers."""
+    entries = (", ".join(f"{key}: {value}" for key, value in teacher.items()) for teacher in teachers)
+    return f"teachers=[{', '.join(f'{{{entry}}}' for entry in entries)}]"
+
+
+def cross(tiny: Tiny) -> dict[str, Any]:
+    return {"name": "cross", "type": "cross_tokenizer", "model": str(tiny.teacher_cross), "dtype": "float32"}
+
+
+@dataclass(frozen=True)
+class Learned:
+    curve: list[dict[str, float]]
+    weights: list[dict[str, Tensor]]
+    """Whole weights before each step, and at the end."""
+    averages: list[dict[str, Tensor]]
+    """Whole average of the first teacher that has one, at the same times."""
+    validation: dict[str, float]
+
+
+def learn(job: Training) -> Learned:
+    with opened(job.plan) as models:
+        if job.load_from is not None:
+            models.load(job.load_from)
+        curve: list[dict[str, float]] = []
+        seen, means = [weights(models)], [on_ranks_of(models.student, first_average)[0]]
+        for batch in job.batches:
+            curve.append(train_step(models, batch, compare_gradients=job.compare_gradients))
+            seen.append(weights(models))
+            means.append(on_ranks_of(models.student, first_average)[0])
+        if job.save_to is not None:
+            models.save(job.save_to)
+        return Learned(curve, seen, means, evaluate(models, job.batches[0]))
+
+
+def first_average(student: StudentWorker) -> dict[str, Tensor]:
+    with student.own_teachers.state() as averages:
+        first: dict[str, Any] = next(iter(averages.values()), {})
+        return {name: value.full_tensor().clone() for name, value in first.items()}
+
+
+@pytest.fixture(scope="module")
+def learned(tiny: Tiny) -> Learned:
+    """A frozen teacher with another tokenizer, and an average."""
+    return learn(job(tiny, [cross(tiny), EMA]))
+
+
+@pytest.mark.parametrize("term", TERMS)
+def test_a_live_teacher_without_a_context_teaches_nothing(tiny: Tiny, term: str) -> None:
+    """Loss and gradient are 0 to the last bit, at every step and in validation, while CE changes the student.
+
+    Bugs: a head or weights of an earlier step; a microbatch cut otherwise; a gradient into the teacher's side.
+    """
+    found = learn(job(tiny, [LIVE], *TERMS[term], compare_gradients=True))
+
+    for record in found.curve:
+        assert record["kd/live"] == record["kd_grad_norm"] == 0
+        assert record["grad_norm"] > 0
+    assert found.validation["kd/live"] == 0
+
+
+def test_the_average_is_that_of_a_plain_loop(learned: Learned) -> None:
+    """Bugs: the decay on the other side, an update before the optimizer's, one per microbatch, swapped weights kept."""
+    name = next(iter(learned.averages[0]))
+    assert (learned.averages[-1][name] - learned.weights[-1][name]).abs().max() > 1e-3
+    for name in learned.averages[0]:
+        mean = learned.weights[0][name].double()
+        for after, average in zip(learned.weights[1:], learned.averages[1:], strict=True):
+            mean = DECAY * mean + (1 - DECAY) * after[name].double()
+            torch.testing.assert_close(average[name].double(), mean, rtol=1e-6, atol=1e-7)
+
+
+def test_the_average_is_what_teaches(tiny: Tiny, learned: Learned) -> None:
+    """Bugs: the student's weights, or those after the next update; the head of another step than the hidden states."""
+    batches = job(tiny, [cross(tiny), EMA]).batches
+    for step, (record, batch) in enumerate(zip(learned.curve, batches, strict=True)):
+        divergence = forward_kl(tiny, learned.weights[step], learned.averages[step], batch)
+        assert record["kd/mean"] == pytest.approx(divergence, rel=RTOL, abs=1e-7)
+    assert learned.curve[0]["kd/mean"] == 0 < learned.curve[1]["kd/mean"]
+    end = forward_kl(tiny, learned.weights[-1], learned.averages[-1], batches[0])
+    assert learned.validation["kd/mean"] == pytest.approx(end, rel=RTOL)
+
+
+def forward_kl(tiny: Tiny, student: dict[str, Tensor], teacher: dict[str, Tensor], batch: Batch) -> float:
+    """Return the mean forward KL of a batch in float64, one sequence at a time."""
+    models = [load(str(tiny.student)) for _ in range(2)]
+    for model, state in zip(models, (student, teacher), strict=True):
+        model.load_state_dict(state, strict=False)
+        model.tie_weights()
+        model.double().eval()
+    total, count = 0.0, 0
+    for ids in sequences(batch.student.ids, batch.student.lengths):
+        with torch.no_grad():
+            log_p, log_q = (model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1) for model in models)
+        total += float((log_q.exp() * (log_q - log_p)).sum())
+        count += len(ids) - 1
+    return total / count
+
+
+def test_it_continues_as_if_it_had_never_stopped(tiny: Tiny, learned: Learned, tmp_path: Path) -> None:
+    """Bugs: an average that begins again with the loaded weights, or is saved while it is swapped."""
+    whole = job(tiny, [cross(tiny), EMA])
+    learn(Training(whole.plan, whole.batches[:2], save_to=tmp_path / "step"))
+    second = learn(Training(whole.plan, whole.batches[2:], load_from=tmp_path / "step"))
+
+    assert second.curve == learned.curve[2:]
+    for ours, expected in zip(second.averages, learned.averages[2:], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=0)
+
+
+def test_a_step_that_is_not_finite_leaves_the_average(tiny: Tiny) -> None:
+    run = job(tiny, [EMA])
+    with opened(run.plan) as models:
+        train_step(models, run.batches[0])
+        before = on_ranks_of(models.student, first_average)[0]
+        skipped = step_metrics(models, run.batches[1], float("nan"))
+        assert skipped["is_taken"].value() == 0
+        torch.testing.assert_close(on_ranks_of(models.student, first_average)[0], before, rtol=0, atol=0)
+
+
+def test_the_base_of_a_student_with_adapters_is_a_frozen_teacher(tiny: Tiny) -> None:
+    """Bugs: adapters that stay off for the student, or on for the teacher; parameters that are no longer trained."""
+    frozen = {"name": "live", "type": "same_tokenizer", "model": str(tiny.student), "dtype": "float32"}
+    base, expected = (
+        learn(job(tiny, [teacher], "student.lora.rank=3")) for teacher in ({**LIVE, "adapters": False}, frozen)
+    )
+
+    assert base.curve == expected.curve
+    assert base.curve[-1]["kd/live"] > 0
+
+
+LAYOUTS = {
+    "data parallel, weighed": ["aggregation.weights=bits_per_byte", "aggregation.alpha=0.5"],
+    "one teacher a text": ["aggregation=select_teacher"],
+    "copies": ["student.parallelism.replicas=2"],
+    "tensor parallel": ["student.parallelism.tp=2"],
+    "tensor parallel, logits": ["student.parallelism={tp: 2, sequence_parallel: true}", "handoff=logits"],
+    "adapters": ["student.lora.rank=3"],
+    "kept whole": ["student.parallelism.reshard_after_forward=false", "student.offload=true"],
+}
+
+
+@dataclass(frozen=True)
+class Unread:
+    """A run whose batches are read in its world: the files of many tensors cannot be sent to a process."""
+
+    plan: Plan
+    save_to: Path | None = None
+
+
+def learn_all(runs: Sequence[Unread]) -> list[Learned]:
+    found = []
+    for run in runs:
+        if run.plan.config.rollout is None:
+            batches = first_batches(run.plan, 2)
+        else:
+            batches = [on_policy.batch_of(run.plan, seed) for seed in range(2)]
+        found.append(learn(Training(run.plan, batches, save_to=run.save_to)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def laid_out(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Learned, Learned]]:
+    """Return for each layout the results on one rank without it, and on two ranks; on-policy ones without a layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    prompts = on_policy.write_prompts(tmp_path_factory.mktemp("prompts"))
+    teachers = [cross(tiny), EMA, LIVE]
+    plans = {name: plan_with(tiny, teachers, "cluster.cpu_ranks=2", *options) for name, options in LAYOUTS.items()}
+    alone = {name: plan_with(tiny, teachers, *without_layout(options)) for name, options in LAYOUTS.items()}
+    for loss in ("reverse_kl", "policy_gradient"):
+        sampled = on_policy.plan(tiny, prompts, listed([EMA]), f"loss={loss}", "loss.ce_weight=0.5")
+        plans[loss] = alone[loss] = sampled
+    (one,) = in_world(1, learn_all, [[Unread(each) for each in alone.values()]], folder / "one")
+    saved = [Unread(each, folder / name) for name, each in plans.items()]
+    (two,) = in_world(2, learn_all, [saved], folder / "two")
+    return dict(zip(plans, zip(one, two, strict=True), strict=True))
+
+
+def without_layout(options: list[str]) -> list[str]:
+    return [option for option in options if "parallelism" not in option and "offload" not in option]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "reverse_kl", "policy_gradient"])
+def test_the_layout_changes_nothing(laid_out: dict[str, tuple[Learned, Learned]], layout: str) -> None:
+    """Bugs: averages of other shards than the weights', a stale head of another rank, one of several teachers' turn."""
+    one, two = laid_out[layout]
+    for ours, expected in zip(two.curve, one.curve, strict=True):
+        shared = [name for name in expected if name.startswith(("kd", "ce", "grad_norm"))]
+        assert {name: ours[name] for name in shared} == pytest.approx(
+            {name: expected[name] for name in shared}, rel=RTOL, abs=1e-6
+        )
+    for name, expected_mean in one.averages[-1].items():
+        torch.testing.assert_close(two.averages[-1][name], expected_mean, rtol=0, atol=WEIGHT_ATOL)
+
+
+def test_a_live_teacher_of_two_ranks_teaches_nothing(laid_out: dict[str, tuple[Learned, Learned]]) -> None:
+    """Bug: tensor-parallel ranks that read each other's head of the step before; sums of columns differ in rounding."""
+    for layout in LAYOUTS:
+        for record in laid_out[layout][1].curve:
+            assert abs(record["kd/live"]) <= (1e-6 if "tensor" in layout else 0)
+
+
+def test_other_ranks_read_what_two_have_saved(
+    tiny: Tiny, laid_out: dict[str, tuple[Learned, Learned]], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    name, teachers = "tensor parallel", [cross(tiny), EMA, LIVE]
+    folder = next(tmp_path_factory.getbasetemp().glob("layouts*")) / name
+    run = job(tiny, teachers)
+    continued = learn(Training(run.plan, run.batches[:1], load_from=folder))
+
+    torch.testing.assert_close(continued.averages[0], laid_out[name][1].averages[-1], rtol=0, atol=0)
