@@ -13,6 +13,7 @@ from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
 from nemo_opd.progress import working
+from nemo_opd.training.memory import output_columns
 from nemo_opd.training.model_info import ModelInfo
 
 
@@ -115,11 +116,12 @@ def _transfers(
     """Yield each active teacher's name, the layouts and places of both groups, and the largest output of a batch."""
     student, teacher_layouts = layouts
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        columns, itemsize = output_columns(config, settings, teacher.size)
         payload = Payload(
             num_sequences=config.train.global_batch_size,
             length=lengths[i],
             vocab_size=teacher.vocab_size,
-            hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
-            itemsize=getattr(torch, settings.dtype).itemsize,
+            hidden_size=columns,
+            itemsize=itemsize,
         )
         yield settings.name, Sides(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload

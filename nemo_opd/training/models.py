@@ -25,6 +25,7 @@ from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
+from nemo_opd.workers.cached_teacher import CachedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -259,7 +260,7 @@ def _teacher_groups(cluster: Cluster, plan: Plan) -> Iterator[Group]:
     for i, settings in enumerate(plan.config.active_teachers):
         yield cluster.group(
             f"teacher {settings.name}",
-            TeacherWorker,
+            TeacherWorker if settings.cache is None else CachedTeacherWorker,
             {
                 "settings": settings,
                 "key": f"teachers.{i}.model",
