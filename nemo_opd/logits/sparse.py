@@ -38,7 +38,7 @@ class SparseLayout:
     vocab_size: int
     """W"""
     value_bytes: int
-    """4: a log-probability in fp32. 3: without its lowest 8 bits, rounded: the relative error is 2⁻¹⁷ at most."""
+    """4: a log-probability in fp32. 3: without its lowest 8 bits, rounded: the relative error is 2⁻¹⁶ at most."""
     id_bytes: int
 
     def __post_init__(self) -> None:

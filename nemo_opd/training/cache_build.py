@@ -57,7 +57,7 @@ class CacheForm:
     top_k: int | None
     """Tokens; None: hidden states."""
     value_bytes: int = 3
-    """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁷ of it."""
+    """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
 
 
 @dataclass(frozen=True, slots=True)
