@@ -20,5 +20,7 @@ def weights_fingerprint(reference: str, *, key: str) -> str:
             with path.open("rb") as file:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError as error:
-        raise ModelError(f"{key}={reference}: its weights cannot be read ({reason(error)}); check the folder") from error
+        raise ModelError(
+            f"{key}={reference}: its weights cannot be read ({reason(error)}); check the folder"
+        ) from error
     return digest.hexdigest()

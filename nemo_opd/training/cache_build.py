@@ -87,7 +87,7 @@ def build_cache(
     folder: Path,
     form: CacheForm,
     *,
-    part: Part = Part(),  # noqa: B008  frozen
+    part: Part = Part(),
     shard_bytes: int = SHARD_BYTES,
 ) -> CacheBuilt:
     """Ask active teacher i of a run about all of its texts that the cache in `folder` does not have.
@@ -101,9 +101,7 @@ def build_cache(
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
     student = read_model_info(config.student, "student", device)
-    teachers = [
-        read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)
-    ]
+    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
     manifest = _manifest(config, i, student, teachers[i], form)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
@@ -246,7 +244,9 @@ def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheMani
     return group
 
 
-def _ask(group: Group, segments: Sequence[_Ids], layout: SparseLayout | None, folder: Path, writer: CacheWriter) -> None:
+def _ask(
+    group: Group, segments: Sequence[_Ids], layout: SparseLayout | None, folder: Path, writer: CacheWriter
+) -> None:
     ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
     nothing = torch.zeros(ids.shape, dtype=torch.int32)
     tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)

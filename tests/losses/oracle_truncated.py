@@ -76,7 +76,9 @@ def of_p_kl(unit: Unit, **options) -> float:
 
 
 def paired(pairs: dict[int, int]) -> Callable[..., float]:
-    def of(unit: Unit, uncommon_topk: int = 8192, common_weight: float = 1, uncommon_weight: float = 1, **rest) -> float:
+    def of(
+        unit: Unit, uncommon_topk: int = 8192, common_weight: float = 1, uncommon_weight: float = 1, **rest
+    ) -> float:
         others_p = [s for s in range(len(unit.p)) if s not in pairs]
         others_q = [t for t in range(len(cases.TEACHER)) if t not in pairs.values()]
         t = {s: unit.q.masses.get(partner, 0.0) for s, partner in pairs.items()}

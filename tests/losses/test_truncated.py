@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from nemo_opd.logits.sparse import SparseLayout, SparseLogits
 
 from . import cases, oracle_truncated
 
+NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
 TAKEN = {
     case.name: case
     for case in cases.ALL_LOSSES
-    if case.name.split("-")[0] in ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
+    if case.name.split("-")[0]
+    in ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
     and not any(part in case.name for part in ("mean", "vocab_topk", "teacher_topk", "student_topk", "union"))
 } | {"uld": next(case for case in cases.LOSSES if case.name == "uld")}
 WITH_ORACLE = [name for name, case in TAKEN.items() if case.loss in oracle_truncated.ORACLES and "contin" not in name]
@@ -93,7 +96,7 @@ def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float
     size = batch.teacher.shape[2]
     values = [case.run(truncated(batch, top_k)).loss.item() for top_k in range(1, size + 1)]
     slack = 1e-5 * (1 + values[-1])
-    assert all(one <= other + slack for one, other in zip(values, values[1:], strict=False))
+    assert all(one <= other + slack for one, other in pairwise(values))
     assert values[-1] == pytest.approx(case.run(batch).loss.item(), abs=slack)
 
 
