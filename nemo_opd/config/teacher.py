@@ -85,18 +85,10 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
     type: Literal["cross_tokenizer"]
 
 
-_OF_A_MODEL = [
-    "model",
-    "tokenizer",
-    "chat_template",
-    "chat_template_kwargs",
-    "parallelism",
-    "attn_implementation",
-    "compile",
-    "dtype",
-    "offload",
-    "micro_batch_tokens",
-]
+_OF_A_MODEL = (
+    *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
+    *("dtype", "offload", "micro_batch_tokens"),
+)
 
 
 class CachedTeacher(OwnIdsTeacher):

@@ -1,4 +1,4 @@
-"""Handoff of the likeliest tokens of each position, as bytes (methods.md §12)."""
+"""Handoff of the likeliest tokens of each position, as bytes (methods.md §9.1)."""
 
 from __future__ import annotations
 

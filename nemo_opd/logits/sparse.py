@@ -1,4 +1,4 @@
-"""Logits of which the likeliest tokens alone are known, as bytes of a row each (methods.md §12)."""
+"""Logits of which the likeliest tokens alone are known, as bytes of a row each (methods.md §9.1)."""
 
 from __future__ import annotations
 

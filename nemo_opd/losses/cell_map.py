@@ -104,8 +104,8 @@ def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], d
             f"the maps of the projection have no cell within {len(student_cells)} student and {len(teacher_cells)} "
             "teacher tokens that both sides reach; it belongs to another pair of tokenizers, or they share nothing"
         )
-    sides = (_many_to_one(cells, common).to(device) for cells in (student_cells, teacher_cells))
-    return CommonCells(*sides, has_rest=bool(common[0] == REST))
+    student, teacher = (_many_to_one(cells, common).to(device) for cells in (student_cells, teacher_cells))
+    return CommonCells(student, teacher, has_rest=bool(common[0] == REST))
 
 
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:

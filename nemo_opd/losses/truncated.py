@@ -1,4 +1,4 @@
-"""Comparison with a teacher of whom the likeliest tokens alone are known (methods.md §12)."""
+"""Comparison with a teacher of whom the likeliest tokens alone are known (methods.md §9.1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of a teacher that was asked before, in the place of a model that is called (methods.md §12)."""
+"""Output of a teacher that was asked before, in the place of a model that is called (methods.md §9.1)."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What teachers said of texts, on disk: written once, read by every run (methods.md §12)."""
+"""What teachers said of texts, on disk: written once, read by every run (methods.md §9.1)."""

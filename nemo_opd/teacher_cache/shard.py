@@ -1,4 +1,4 @@
-"""A shard: some segments of a cache in one file, complete or absent, mapped and not read (methods.md §12).
+"""A shard: some segments of a cache in one file, complete or absent, mapped and not read (methods.md §9.1).
 
 The file is a safetensors file, so that other programs can read it.
 """
@@ -62,13 +62,14 @@ class Segment:
 
     @property
     def checksum(self) -> int:
-        return zlib.crc32(np.ascontiguousarray(self.rows), zlib.crc32(np.ascontiguousarray(self.tokens)))
+        tokens, rows = (np.ascontiguousarray(side).data for side in (self.tokens, self.rows))
+        return zlib.crc32(rows, zlib.crc32(tokens))
 
 
 def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
     """Write segments by key; the file is there when it is whole and on the disk. Raises StorageError."""
     lengths = [len(segment.tokens) for _, segment in segments]
-    tensors = {
+    tensors: dict[str, NDArray[Any]] = {
         "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
         "begins": np.cumsum([0, *lengths], dtype=np.int64),
         "checksums": np.array([segment.checksum for _, segment in segments], np.uint32),

@@ -1,4 +1,4 @@
-"""A teacher asked about the texts of a run, for a cache that runs read in its place (methods.md §12)."""
+"""A teacher asked about the texts of a run, for a cache that runs read in its place (methods.md §9.1)."""
 
 from __future__ import annotations
 

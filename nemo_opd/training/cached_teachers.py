@@ -71,12 +71,12 @@ def _reads_students_ids(
 def check_cached(config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: Parts, width: int) -> None:
     """Raise ConfigError where a run cannot learn from what its caches hold. width: columns of the student's head."""
     active = config.active_teachers
-    if active and all(teacher.cache for teacher in active) and config.cluster.placement == "separate":
-        if device == "cuda":
-            raise ConfigError(
-                "cluster.placement=separate gives teachers GPUs of their own, and cached ones compute nothing; write "
-                "cluster.placement=colocated"
-            )
+    is_idle = bool(active) and all(teacher.cache for teacher in active)
+    if is_idle and config.cluster.placement == "separate" and device == "cuda":
+        raise ConfigError(
+            "cluster.placement=separate gives teachers GPUs of their own, and cached ones compute nothing; write "
+            "cluster.placement=colocated"
+        )
     for i, teacher in enumerate(active):
         if teacher.cache is None:
             continue

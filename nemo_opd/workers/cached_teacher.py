@@ -1,4 +1,4 @@
-"""A teacher that was asked before, on one data-parallel rank: no model, but what it once said (methods.md §12)."""
+"""A teacher that was asked before, on one data-parallel rank: no model, but what it once said (methods.md §9.1)."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The losses with a teacher of whom the likeliest tokens alone are known (methods.md §12), with floats and dicts."""
+"""The losses with a teacher of whom the likeliest tokens alone are known (methods.md §9.1), with floats and dicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses with a teacher of whom the likeliest tokens alone are known (methods.md §12)."""
+"""Losses with a teacher of whom the likeliest tokens alone are known (methods.md §9.1)."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_gradient_is_that_of_the_value(name: str) -> None:
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 999), scale=st.floats(0.3, 6))
 def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float) -> None:
-    """Catches a rest that is more than a coarser view: it must never exceed the whole divergence (methods.md §12)."""
+    """Catches a rest that is more than a coarser view: it must never exceed the whole divergence (methods.md §9.1)."""
     case = TAKEN[name]
     batch = case.batch(seed, scale=scale)
     size = batch.teacher.shape[2]
