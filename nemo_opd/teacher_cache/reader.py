@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from nemo_opd.errors import DataError
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
-from nemo_opd.teacher_cache.shard import KEY_BYTES, SUFFIX, Segment, Shard, key_of
+from nemo_opd.teacher_cache.shard import KEY_BYTES, OPENING, SUFFIX, Segment, Shard, encoded_ids, key_of, opening_of
 
 SHARDS = "shards"
 
@@ -33,6 +33,9 @@ class CacheReader:
         self._keys, self._halves = every[order], halves[order]
         self._shard = np.repeat(np.arange(len(sizes)), sizes)[order]
         self._number = np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]).astype(np.int64)[order]
+        openings = np.concatenate([np.zeros(0, np.uint64), *(shard.openings for shard in self.shards)])[order]
+        self._by_opening = np.argsort(openings, kind="stable")
+        self._openings = openings[self._by_opening]
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -41,14 +44,31 @@ class CacheReader:
         return self._place(key) is not None
 
     def segment(self, ids: NDArray[np.integer[Any]]) -> Segment:
-        """Return what is stored of a sequence of ids, as views of the mapping.
+        """Return what is stored of a sequence of ids, or of one that begins with it, as views of the mapping.
 
         Raises DataError, naming the segment, where it is missing or damaged.
         """
         key = key_of(ids)
-        if (place := self._place(key)) is None:
-            raise self._missing(key, ids)
+        if (place := self._place(key)) is not None:
+            return self._segment(place)
+        if (longer := self._beginning_with(ids)) is not None:
+            return longer.part(len(ids))
+        raise self._missing(key, ids)
+
+    def _segment(self, place: int) -> Segment:
         return self.shards[self._shard[place]].segment(int(self._number[place]))
+
+    def _beginning_with(self, ids: NDArray[np.integer[Any]]) -> Segment | None:
+        """Return a segment of which a sequence is the beginning: of a text that another student reads more of."""
+        if len(ids) < OPENING:
+            return None
+        opening = np.uint64(opening_of(ids))
+        begin, end = (int(np.searchsorted(self._openings, opening, side)) for side in ("left", "right"))
+        for place in self._by_opening[begin:end]:
+            segment = self._segment(int(place))
+            if np.array_equal(segment.tokens[: len(ids)], encoded_ids(ids, segment.tokens.shape[1])):
+                return segment
+        return None
 
     def each(self) -> Iterator[Segment]:
         """Yield all segments, shard by shard. Raises DataError at one that is damaged."""

@@ -21,8 +21,10 @@ from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
 
 KEY_BYTES = 16
+OPENING = 16
+"""Tokens by which a segment is found that begins with a sequence."""
 SUFFIX = ".safetensors"
-_INDEX = ("keys", "begins", "checksums")
+_INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
 _WAY_OUT = "remove the file and run tools/teacher_cache/build.py again, which adds what is missing"
 
@@ -32,6 +34,11 @@ Bytes = NDArray[np.uint8]
 def key_of(ids: NDArray[np.integer[Any]]) -> bytes:
     """Return the key of a segment: a hash of the ids that the teacher reads, and so of its text."""
     return blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def opening_of(ids: NDArray[np.integer[Any]]) -> int:
+    """Return a hash of the first ids."""
+    return int.from_bytes(key_of(ids[:OPENING])[:8], "little")
 
 
 def id_bytes(vocab_size: int) -> int:
@@ -60,6 +67,10 @@ class Segment:
     rows: Bytes
     """[N, R]: row i is of what comes after token i."""
 
+    def part(self, length: int) -> Segment:
+        """Return the first tokens, of which no later one changes what is stored."""
+        return Segment(self.tokens[:length], self.rows[:length])
+
     @property
     def checksum(self) -> int:
         tokens, rows = (np.ascontiguousarray(side).data for side in (self.tokens, self.rows))
@@ -71,6 +82,7 @@ def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
     lengths = [len(segment.tokens) for _, segment in segments]
     tensors: dict[str, NDArray[Any]] = {
         "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
+        "openings": np.array([opening_of(decoded_ids(segment.tokens[:OPENING])) for _, segment in segments], np.uint64),
         "begins": np.cumsum([0, *lengths], dtype=np.int64),
         "checksums": np.array([segment.checksum for _, segment in segments], np.uint32),
         "tokens": np.concatenate([segment.tokens for _, segment in segments]),
@@ -89,7 +101,7 @@ class Shard:
         try:
             header, begin = _header(path)
             tensors = {name: _mapped(path, entry, begin) for name, entry in header.items() if name != "__metadata__"}
-            self.keys, self.begins, self._checksums = (np.array(tensors[name]) for name in _INDEX)
+            self.keys, self.openings, self.begins, self._checksums = (np.array(tensors[name]) for name in _INDEX)
             self._tokens, self._rows = tensors["tokens"], tensors["rows"]
             found = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
             is_sound = str(found) == header["__metadata__"]["index_checksum"]
@@ -128,7 +140,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(file.read(length)), 8 + length
 
 
-_DTYPES = {"U8": np.uint8, "U32": np.uint32, "I64": np.int64}
+_DTYPES = {"U8": np.uint8, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
 
 
 def _mapped(path: Path, entry: dict[str, Any], begin: int) -> NDArray[Any]:

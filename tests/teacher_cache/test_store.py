@@ -51,6 +51,25 @@ def test_every_segment_comes_back(tmp_path: Path) -> None:
         assert not segment.rows.flags.owndata  # of the mapped file
 
 
+def test_the_beginning_of_a_segment_is_there_too(tmp_path: Path) -> None:
+    """Catches a text that a student cuts earlier and is refused, and one of another text with the same first words."""
+    write_manifest(tmp_path, MANIFEST)
+    whole, other = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
+    other[20:] += 9
+    with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
+        for ids in (whole, other):
+            writer.add(ids, answers(ids))
+    reader = CacheReader(tmp_path)
+    for ids in (whole[:25], other[:25], whole[:16]):
+        segment = reader.segment(ids)
+        assert np.array_equal(segment.rows, answers(ids))
+        assert np.array_equal(decoded_ids(segment.tokens), ids)
+    mixed = np.concatenate([whole[:30], other[30:]])
+    for ids in (mixed, whole[:9], np.append(whole, 1)):
+        with pytest.raises(DataError, match="holds no answers"):
+            reader.segment(ids)
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(-1, 2**24 - 2), min_size=1, max_size=20))
 def test_ids_come_back(ids: list[int]) -> None:
