@@ -1,1 +1,1 @@
-"""What teachers said of texts, on disk: written once, read by every run (methods.md §9.1)."""
+"""Answers of teachers to texts, on disk: written once, read by every run (methods.md §9.1)."""

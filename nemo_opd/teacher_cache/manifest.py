@@ -1,4 +1,4 @@
-"""What a cache holds and whose answers these are: one small file, the same for all its shards."""
+"""Form and origin of a cache: one small file, the same for all of its shards."""
 
 from __future__ import annotations
 

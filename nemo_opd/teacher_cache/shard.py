@@ -60,7 +60,7 @@ def decoded_ids(stored: Bytes) -> NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What is stored of one sequence of the teacher's tokens, of which it has N."""
+    """Answers to one sequence of the teacher's tokens, of which it has N."""
 
     tokens: Bytes
     """[N, b]: its ids, as `encoded_ids`."""

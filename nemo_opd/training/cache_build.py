@@ -52,7 +52,7 @@ _Ids = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """What is stored of a position."""
+    """Form of what is stored of a position."""
 
     top_k: int | None
     """Tokens; None: hidden states."""
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class CacheBuilt:
-    """What a worker has added."""
+    """Result of a worker."""
 
     segments: int
     tokens: int
