@@ -23,6 +23,7 @@ from nemo_opd.alignment import fingerprint
 from nemo_opd.cluster.base import Group
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import made_of_all
 from nemo_opd.data.samples import Sample
@@ -96,7 +97,7 @@ def build_cache(
     cannot be asked, or the folder is a cache of other answers.
     """
     device = resolve_device(config.cluster)
-    config = settle_cached(config, device)
+    config = settle_cached(_uncut(config), device)
     settings = config.active_teachers[i]
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
@@ -114,6 +115,13 @@ def build_cache(
             tokens += sum(map(len, ids))
             _ask(group, ids, layout, folder, writer)
     return CacheBuilt(missing.number, tokens, missing.there)
+
+
+def _uncut(config: RunConfig) -> RunConfig:
+    """Return the settings with each model whole: how the run will cut them does not matter to its texts."""
+    whole = {"parallelism": Parallelism()}
+    teachers = tuple(teacher.model_copy(update=whole) for teacher in config.teachers)
+    return config.model_copy(update={"student": config.student.model_copy(update=whole), "teachers": teachers})
 
 
 def _manifest(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo, form: CacheForm) -> CacheManifest:
@@ -231,7 +239,7 @@ def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheMani
     """Load the teacher."""
     settings = config.active_teachers[i]
     arguments = {
-        "settings": settings.model_copy(update={"offload": False}).with_parallelism(tp=1, cp=1, replicas=1),
+        "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
         "key": f"teachers.{i}.model",
         "vocab_size": manifest.vocab_size,
         "device": device,

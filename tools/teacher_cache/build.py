@@ -19,11 +19,11 @@ from rich.console import Console
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 from nemo_opd.training.cached_teachers import settle_cached
 from nemo_opd.training.ranks import resolve_device
-from tools.projection.command import make_parser, run
+from tools.projection.command import make_parser
 
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
 """Suffix → setting; any other file is one of JSON lines."""
@@ -162,7 +162,16 @@ def _of_files(arguments: argparse.Namespace) -> RunConfig:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    return run(build, parse(arguments))
+    given = parse(arguments)
+    try:
+        build(given, Console())
+    except (OPDError, OSError) as error:
+        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"error: interrupted; {given.output} has what was answered, the same command goes on", file=sys.stderr)
+        return 130
+    return 0
 
 
 if __name__ == "__main__":

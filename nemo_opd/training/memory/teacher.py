@@ -19,6 +19,9 @@ from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sam
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import ModelSize
 
+_HEAD = "head handed over"
+"""Name of a part."""
+
 
 def teachers_answer(config: RunConfig) -> bool:
     """Return whether teachers answer the evaluation's questions."""
@@ -73,9 +76,9 @@ def window_bytes(config: RunConfig, situation: Situation) -> int:
 
 def copied_heads(config: RunConfig, situation: Situation) -> int:
     """Return the bytes of the teachers' heads that a student's rank copies from main memory."""
-    if not situation.through_host or config.handoff.type == "logits":
+    if not situation.through_host:
         return 0
-    jobs = teacher_jobs(config, situation)
+    jobs = [job for job in teacher_jobs(config, situation) if job.has_head]
     return sum(job.setup.vocab_size * job.setup.size.hidden_size * job.item_bytes for job in jobs)
 
 
@@ -124,6 +127,11 @@ class TeacherJob:
         return positions * (self.setup.vocab_size if columns is None else columns) * itemsize
 
     @property
+    def has_head(self) -> bool:
+        """Whether its head is handed over."""
+        return any(each.name == _HEAD for each in self.handed_over())
+
+    @property
     def _output(self) -> tuple[int | None, int]:
         return output_columns(self.config, self.settings, self.setup.size)
 
@@ -154,7 +162,7 @@ class TeacherJob:
             return (part(name, "likeliest tokens handed over", positions * columns, *phases),)
         return (
             part(name, "hidden states handed over", positions * columns * t, *phases),
-            part(name, "head handed over", self.setup.columns * columns * t, *phases),
+            part(name, _HEAD, self.setup.columns * columns * t, *phases),
         )
 
 
@@ -203,7 +211,7 @@ def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
 
 def _process_without_model(job: TeacherJob) -> Process:
     """Return the process of a cached teacher, with the head of one that has hidden states."""
-    head = sum(each.at(Phase.TEACHERS) for each in job.handed_over() if each.name.startswith("head"))
+    head = sum(each.at(Phase.TEACHERS) for each in job.handed_over() if each.name == _HEAD)
     device = (part(job.settings.name, "head", head, *Phase),)
     if job.through_host:
         return Process(device, job.handed_over())
