@@ -57,7 +57,7 @@ def _reads_students_ids(
     """Return whether the teacher's tokens of a text are the student's."""
     teacher = read_model_info(settings, f"teachers.{i}", device)
     if config.data.messages_key is not None:
-        ours = student.tokenizer.chat_template, config.student.chat_template_kwargs
+        ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, manifest.chat_template_kwargs):
             return False
     try:

@@ -16,6 +16,7 @@ from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
+from tests.training.templates import STUDENT, TEACHER
 from tests.workers.local import evaluate, first_batches, opened, train_step
 from tools.teacher_cache import build as build_tool
 from tools.teacher_cache import inspect as inspect_tool
@@ -155,3 +156,22 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "likeliest" in capsys.readouterr().out
     assert build_tool.main([*files, "--output", str(folder), "--hidden-states"]) == 1
     assert "is a cache of other answers" in capsys.readouterr().err
+
+
+def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:
+    """Catches a cache whose run renders conversations in another template than the teacher has read."""
+    (tmp_path / "student.jinja").write_text(STUDENT)
+    (tmp_path / "teacher.jinja").write_text(TEACHER)
+    chats = tmp_path / "chats.jsonl"
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"It is {i}."}] for i in range(6)]
+    chats.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in turns))
+    settings = built.live.model_dump(mode="json")
+    settings["data"] = {"train": {"jsonl_files": [str(chats)]}, "messages_key": "chat", "cache": False}
+    settings["student"]["chat_template"] = str(tmp_path / "student.jinja")
+    settings["teachers"][0]["chat_template"] = str(tmp_path / "teacher.jinja")
+    live = from_dict(settings)
+    for i, name in enumerate(live.active_names):
+        build_cache(live, i, tmp_path / f"{name}_hidden", CacheForm(None))
+    cached = Built(live, tmp_path).cached("hidden")
+    assert [teacher.type for teacher in preflight(cached).config.teachers] == ["cross_tokenizer", "same_tokenizer"]
+    assert curve(cached) == curve(live)
