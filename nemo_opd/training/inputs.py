@@ -5,7 +5,7 @@ from pathlib import Path
 
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import OwnIdsTeacher
+from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
@@ -21,8 +21,9 @@ from nemo_opd.training.run_directory import progress_to_resume, resolve_output_d
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that files and programs in the settings exist and have the right form. Raises an OPDError where not."""
     require_kind(config, on_policy=on_policy)
-    # Preflight hashes the checkpoint's files.
-    progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
+    if not any(isinstance(teacher, CachedTeacher) for teacher in config.active_teachers):
+        # Preflight hashes the checkpoint's files. A cached teacher's type, which it depends on, is known there alone.
+        progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
         if teacher.cache is None:

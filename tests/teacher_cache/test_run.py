@@ -11,8 +11,11 @@ import pytest
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError, OPDError
+from nemo_opd.logging.jsonl import read
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
+from nemo_opd.training.inputs import check_inputs
+from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
@@ -175,3 +178,15 @@ def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None
     cached = Built(live, tmp_path).cached("hidden")
     assert [teacher.type for teacher in preflight(cached).config.teachers] == ["cross_tokenizer", "same_tokenizer"]
     assert curve(cached) == curve(live)
+
+
+def test_a_run_goes_on_from_its_checkpoint(built: Built, tmp_path: Path) -> None:
+    """Catches a run that is taken for another: its checkpoint knows the type that the teacher turned out to be."""
+    for steps in (1, 2):
+        changes = {"max_steps": steps, "save_every": 1, "validate_every": None}
+        config = built.cached("some", train=built.live.train.model_dump() | changes)
+        run = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
+        config = from_dict(config.model_dump(mode="json") | {"run": run, "cluster": {"launcher": "local"}})
+        check_inputs(config, on_policy=False)
+        distil(config)
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]

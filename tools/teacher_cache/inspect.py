@@ -57,7 +57,8 @@ def show(arguments: argparse.Namespace, console: Console) -> None:
         return
     table = Table(show_header=False)
     for name, value in facts.items():
-        table.add_row(name.replace("_", " "), f"{value:,}" if isinstance(value, int) else str(value))
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        table.add_row(name.replace("_", " "), f"{value:,}" if is_number else str(value))
     console.print(table)
     if arguments.segment is not None:
         _show_segment(reader, arguments.segment, console)
