@@ -24,7 +24,7 @@ import torch  # noqa: E402
 from demo import commit  # noqa: E402
 from roofline_counts import loss_as_it_is, micro_batch, work_of  # noqa: E402
 from roofline_hardware import GPU, GPUS, Assumptions  # noqa: E402
-from roofline_models import MODELS, RECIPES, SHARDED, TINY, Recipe  # noqa: E402
+from roofline_models import CUT, MODELS, RECIPES, ROWS, TINY, Recipe  # noqa: E402
 from roofline_time import Machine, Plan, Times, Weights, step_times  # noqa: E402
 from roofline_work import Counts, Kind  # noqa: E402
 
@@ -70,11 +70,12 @@ class Recipes:
     def tp(self, recipe: Recipe, number: int) -> int:
         return min(number, max(teacher.parallelism.tp for teacher in self.config(recipe).active_teachers))
 
-    def parts(self, recipe: Recipe, machine: Machine) -> dict[str, Counts]:
-        tp = self.tp(recipe, machine.number)
-        key = recipe, machine.gpu.memory_bytes, tp
+    def parts(self, recipe: Recipe, machine: Machine, *, fused_layers: bool = True) -> dict[str, Counts]:
+        tp, memory = self.tp(recipe, machine.number), machine.gpu.memory_bytes
+        key = recipe, memory, tp, fused_layers
         if key not in self._counted:
-            self._counted[key] = micro_batch(recipe, self.config(recipe), machine.gpu.memory_bytes, tp=tp)
+            config = self.config(recipe)
+            self._counted[key] = micro_batch(recipe, config, memory, tp=tp, fused_layers=fused_layers)
         return self._counted[key]
 
     def plan(self, recipe: Recipe, machine: Machine, parts: Mapping[str, Counts] | None = None, **more: Any) -> Plan:
@@ -141,17 +142,18 @@ def fits(recipe: Recipe, machine: Machine, tp: int) -> bool:
 
 
 def changes(recipes: Recipes, recipe: Recipe, machine: Machine) -> list[Row]:
-    """Return the recipe as it was, and with one change after the other."""
-    config, now = recipes.config(recipe), recipes.parts(recipe, machine)
+    """Return the recipe as it was, a row at a time, and with one change after the other."""
+    one_row = {"lengths": recipe.lengths[: len(recipe.lengths) // ROWS]}
+    full, recipe = recipe, replace(recipe, **one_row, overrides=(*recipe.overrides, "train.micro_batch_size=1"))
+    config, now = recipes.config(recipe), recipes.parts(recipe, machine, fused_layers=False)
     products = Counter({kind: number for kind, number in now["loss"].kernels.items() if kind.name == "product"})
     elementwise = Kind("other", round(BEFORE_BYTES / BEFORE_KERNELS), 0)
     documented = Counts(products + Counter({elementwise: BEFORE_KERNELS}), BEFORE_WAITS)
     by_memory = replace(loss_as_it_is(recipe, config, machine.gpu.memory_bytes), waits=BEFORE_WAITS)
     compiled = replace(now["loss"], waits=BEFORE_WAITS)
     padded = {name: part if name == "loss" else part.padded(BEFORE_USEFUL) for name, part in now.items()}
-    long = replace(recipe, lengths=recipe.lengths * 4)
-    of_long = recipes.parts(long, machine)
-    bound = {name: part if name == "loss" else part.only({"product", "attention"}) for name, part in of_long.items()}
+    of_full = recipes.parts(full, machine)
+    bound = {name: part if name == "loss" else part.only({"product", "attention"}) for name, part in of_full.items()}
     before = [
         recipes.row(recipe, machine, parts, name, keeps_student=False, kept_teachers=())
         for name, parts in {
@@ -164,9 +166,10 @@ def changes(recipes: Recipes, recipe: Recipe, machine: Machine) -> list[Row]:
     ]
     return [
         *before,
-        recipes.row(recipe, machine, name="gathered and reduced once a step, as it fits: now"),
-        recipes.row(long, machine, name="and 4 times the tokens at a time (a setting)"),
-        recipes.row(long, machine, bound, "a bound of compiled layers: products and attention alone"),
+        recipes.row(recipe, machine, now, "gathered and reduced once a step, as it fits"),
+        recipes.row(recipe, machine, name="kernels of norms, rotary embeddings and gates"),
+        recipes.row(full, machine, name=f"{ROWS} rows at a time: now"),
+        recipes.row(full, machine, bound, "a bound: products and attention of layers alone"),
     ]
 
 
@@ -228,7 +231,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     recipes = Recipes()
-    chosen, gpus = ((TINY,), GPUS[:1]) if options.tiny else ((*RECIPES, SHARDED), GPUS)
+    chosen, gpus = ((TINY,), GPUS[:1]) if options.tiny else ((*RECIPES, CUT), GPUS)
     rows = [row for recipe in chosen for gpu in gpus for row in rows_of(recipes, recipe, gpu)]
     stages = []
     for machine in (Machine(GPUS[0], 1), Machine(GPUS[0], 8)):
@@ -249,7 +252,7 @@ def main() -> None:
 
 def rows_of(recipes: Recipes, recipe: Recipe, gpu: GPU) -> list[Row]:
     """Return a recipe on one of these GPUs and on eight, where it fits."""
-    machines = [Machine(gpu, number) for number in ((8,) if recipe is SHARDED else (1, 8))]
+    machines = [Machine(gpu, number) for number in ((8,) if recipe is CUT else (1, 8))]
     found = [each for each in machines if fits(recipe, each, recipes.tp(recipe, each.number))]
     return [per_row(recipes.row(recipe, each), recipes, recipe, each) for each in found]
 
@@ -270,11 +273,11 @@ def report(recipes: Recipes, chosen: Sequence[Recipe], rows: Sequence[Row], stag
 
 
 def what_else(stages: Sequence[Row]) -> list[str]:
-    """Say what the settings give that are not defaults, and compiled layers at most."""
-    *_, now, long, bound = stages
+    """Say what the settings give that are not defaults, and what is possible at most."""
+    *_, fused, now, bound = stages
     return [
-        f"* {now.machine}, one change after the other: {now.mfu:.0%} now, {long.mfu:.0%} with 4 times the tokens at a "
-        f"time, {bound.mfu:.0%} at most with compiled layers, of which nothing is known here"
+        f"* {now.machine}, one change after the other: {fused.mfu:.0%} with kernels in the layers, {now.mfu:.0%} now, "
+        f"{bound.mfu:.0%} if nothing of the layers but products and attention took time"
     ]
 
 
@@ -294,7 +297,8 @@ INTRODUCTION = (
     "* FSDP2's transfers run beside the passes that they serve, and count where they are longer; its copies do not. "
     "Sums over a tensor-parallel group run beside nothing.",
     "* Attention within sequences is a flash kernel forward and three backward. A compiled function is one kernel that "
-    "reads its arguments twice and writes its results once.",
+    "reads its arguments twice and writes its results once. Triton's kernels of losses and layers say what they read "
+    "and write, which tests compare with what Triton's interpreter does.",
     "* Teachers take turns with the student on the same GPUs, so that handing over is a copy into a buffer, which is "
     "among the teacher's kernels, and `handoff` is what the host sends.",
     "* MFU is `perf/mfu` of a run (nemo_opd/training/flops.py): padding, recomputation and losses are no useful work.",
@@ -305,8 +309,8 @@ CHANGES = (
     f"{BEFORE_BYTES / 1e9:.0f} GB of elementwise traffic of the loss for 2,048 tokens, 26 rows at a time, "
     f"{BEFORE_WAITS} waits a microbatch, {BEFORE_USEFUL:.0%} of positions tokens; that 11 % of the "
     "text was cut off besides costs no time, but text. Products of the loss are taken as they are now. A run "
-    "decides by its memory estimate what stays gathered. What a compiler makes of layers cannot be counted here: the "
-    "last row is what they would take if nothing but products and attention took time.",
+    "decides by its memory estimate what stays gathered. The last row is what layers would take if "
+    "nothing but products and attention took time.",
 )
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from nemo_opd.handoff.plan import ONE_READER, Sides
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.logits.blocks import LEAST_BLOCK_BYTES, block_bytes
 from nemo_opd.models import packed_attention
+from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.head import Headless
 from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import model_size
@@ -33,17 +34,20 @@ from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.losses.traffic import projection
-from tests.pretend_gpu import DEVICE, Kernel, OnDevice, Work, counted
+from tests.pretend_gpu import DEVICE, OnDevice, Work, counted
+from tests.pretend_kernels import Kernel
 
 _ONE_PLACE = (Place(0, 0),)
 
 
-def micro_batch(recipe: Recipe, config: RunConfig, memory: float, *, tp: int = 1) -> dict[str, Counts]:
+def micro_batch(
+    recipe: Recipe, config: RunConfig, memory: float, *, tp: int = 1, fused_layers: bool = True
+) -> dict[str, Counts]:
     """Count the parts of a microbatch, whole models: `teacher <name>`, `handoff`, `forward`, `loss`, `backward`.
 
     memory: of the GPU, from which blocks of logits get their budget. tp: ranks that share the teachers.
     """
-    one, two = (_counted(recipe, config, layers, memory, tp) for layers in (1, 2))
+    one, two = (_counted(recipe, config, layers, memory, tp, fused_layers=fused_layers) for layers in (1, 2))
     layers = {f"teacher {name}": MODELS[name].layers for name in recipe.teachers}
     layers |= dict.fromkeys(("forward", "backward"), MODELS[recipe.student].layers)
     found = {}
@@ -63,7 +67,14 @@ def loss_as_it_is(recipe: Recipe, config: RunConfig, memory: float | None) -> Co
 
 
 def _counted(
-    recipe: Recipe, config: RunConfig, layers: int, memory: float | None, tp: int, compile_losses: bool | None = None
+    recipe: Recipe,
+    config: RunConfig,
+    layers: int,
+    memory: float | None,
+    tp: int,
+    *,
+    compile_losses: bool | None = None,
+    fused_layers: bool = True,
 ) -> dict[str, Counts]:
     """Count the second of two microbatches: what is made once is made in the first."""
     student = MODELS[recipe.student]
@@ -72,6 +83,9 @@ def _counted(
         parts = _Parts(work)
         teachers = [_teacher(MODELS[name], layers, tp) for name in recipe.teachers]
         worker = _student(recipe, config, student, layers, memory, parts)
+        if fused_layers:
+            for each in (worker, *teachers):
+                replace_parts(each.model)
         worker.config = config.model_copy(
             update={"train": config.train.model_copy(update={"compile_losses": compile_losses})}
         )
@@ -113,7 +127,7 @@ class _Parts:
 
 
 def _kind(kernel: Kernel) -> Kind:
-    known = ("attention", "compiled")
+    known = ("attention", "compiled", "triton")
     name = next((each for each in known if kernel.name.startswith(each)), "product" if kernel.flops else "other")
     return Kind(name, kernel.num_bytes, kernel.flops)
 

@@ -66,6 +66,9 @@ class Assumptions:
     """Host time for each kernel of an eager program: Python, dispatcher, autograd and the launch itself, about 4 µs."""
     compiled_call_s: float = 60e-6
     """Host time for each call of a compiled function, guards included."""
+    triton_call_s: float = 25e-6
+    """Host time for each of Triton's kernels: its launcher, which is Python and looks at every argument, and the
+    function of autograd around it."""
     copy_s: float = 15e-6
     """Host time for a copy from pinned memory that nobody waits for: filling the buffer, and the launch."""
     wait_s: float = 30e-6

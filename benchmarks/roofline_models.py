@@ -66,6 +66,8 @@ class Recipe:
 
 WEB = (1011, 402, 243, 211, 118, 63)
 """A row of 2,048 tokens of documents as the web has them: a median of a few hundred tokens, and few long ones."""
+ROWS = 4
+"""Rows of a microbatch off-policy."""
 
 RECIPES = (
     Recipe(
@@ -74,7 +76,7 @@ RECIPES = (
         (),
         "Llama-3.2-1B",
         ("Phi-4-mini", "Llama-3.2-3B"),
-        WEB,
+        ROWS * WEB,
         64 * len(WEB),
     ),
     Recipe(
@@ -83,7 +85,7 @@ RECIPES = (
         ("teachers=qwen3_4b",),
         "Llama-3.2-1B",
         ("Qwen3-4B",),
-        WEB,
+        ROWS * WEB,
         64 * len(WEB),
     ),
     Recipe(
@@ -97,6 +99,6 @@ RECIPES = (
         is_sampled=True,
     ),
 )
-SHARDED = replace(RECIPES[-1], name="on-policy, teacher sharded by FSDP2", overrides=("teachers.0.parallelism.tp=1",))
-"""The same with weights that are gathered in place of activations that are summed."""
-TINY = Recipe("tiny", "off_policy_distillation", ("teachers=qwen3_4b",), "tiny", ("tiny",), (40, 24), 8)
+CUT = replace(RECIPES[-1], name="on-policy, teacher cut by tp: 8", overrides=("teachers.0.parallelism.tp=8",))
+"""The same with activations that are summed in place of weights that are gathered."""
+TINY = Recipe("tiny", "off_policy_distillation", ("teachers=qwen3_4b",), "tiny", ("tiny",), ROWS * (40, 24), 8)

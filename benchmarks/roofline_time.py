@@ -32,10 +32,8 @@ class Machine:
     def host_s(self, counts: Counts) -> float:
         """Return the time of the host to ask for it all."""
         assumed = self.assumed
-        launches = sum(
-            number * (assumed.compiled_call_s if kind.name == "compiled" else assumed.launch_s)
-            for kind, number in counts.kernels.items()
-        )
+        calls = {"compiled": assumed.compiled_call_s, "triton": assumed.triton_call_s}
+        launches = sum(number * calls.get(kind.name, assumed.launch_s) for kind, number in counts.kernels.items())
         return launches + counts.copies * assumed.copy_s
 
     def exchange_s(self, num_bytes: float, calls: int, ranks: int) -> float:

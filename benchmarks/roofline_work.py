@@ -9,7 +9,7 @@ class Kind:
     """Kernels that are alike."""
 
     name: str
-    """product, attention, compiled, or other."""
+    """product, attention, compiled, triton, or other."""
     num_bytes: int
     flops: int
 

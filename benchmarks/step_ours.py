@@ -1,6 +1,5 @@
 """Our own side of `step.py`: a run's session, stepped one optimizer step at a time."""
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from omegaconf import OmegaConf
 from step_flops import StepWork
 
 from nemo_opd.aggregation import build_parts
+from nemo_opd.cluster.placement import num_cores
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
 from nemo_opd.logging.metrics import Timer
@@ -124,8 +124,7 @@ class Ours:
     @property
     def threads(self) -> int:
         """Of each worker."""
-        processes = self.plan.placement.num_processes
-        return max(1, len(os.sched_getaffinity(0)) // processes) if self.plan.device == "cpu" else 1
+        return self.plan.placement.num_threads(num_cores()) if self.plan.device == "cpu" else 1
 
     def memory(self) -> list[MemoryFound]:
         """What was held against what was estimated; to be called while the workers are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -97,11 +98,13 @@ def current() -> Work | None:
 
 def quiet_libraries() -> None:
     """Switch off the progress bars and stack dumps of libraries that are imported afterwards, here and in processes
-    started here.
+    started here, and the bars of a transformers that is already imported.
 
     A variable that the user has set stays.
     """
     for name in BARS:
         os.environ.setdefault(name, "1")
+    if "transformers" in sys.modules and os.environ[BARS[0]] == "1":
+        sys.modules["transformers"].utils.logging.disable_progress_bar()
     # Below errors, such as those that it raises too: PyTorch prints a C++ stack when a connection is lost.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -154,11 +154,21 @@ class ChunkRows(Rows):
 
 
 @dataclass(frozen=True, slots=True)
+class MovedRows(Rows):
+    """The student's tokens where a teacher with its tokenizer reads them behind another prompt (methods.md §13)."""
+
+    by: Tensor
+    """int64 [B]: place of a token that both read among the teacher's, less its place among the student's."""
+    loss_mask: Tensor
+    """bool [B, S]: token i of the student is compared, by the logits at i−1 and at i−1+by."""
+
+
+@dataclass(frozen=True, slots=True)
 class TeacherRows(Rows):
     """A batch as one teacher sees it."""
 
     tokens: TokenRows
-    """The teacher's own tokens; the student's where they share a tokenizer."""
+    """The teacher's own tokens; the student's where they share a tokenizer and the teacher has no prompt of its own."""
     chunks: ChunkRows | None
     """The alignment with the student; None where they share a tokenizer."""
     weights: Tensor | None = None
@@ -167,27 +177,46 @@ class TeacherRows(Rows):
     """float32 [B]: what each sequence counts for among those sampled for its prompt, times `weights`, and what its
     units count for in the normalizer; None for 1.
     """
+    moved: MovedRows | None = None
+    """None where positions are the student's, or the tokenizer is another."""
+    leakage: Tensor | None = None
+    """int64 [B, 2]: bytes of the response that also stand in the teacher's context, and its bytes; None without one."""
+    beside: tuple[TokenRows, ...] = ()
+    """The same responses without the context and with another record's, for the privilege gap; empty where that is not
+    measured, and in parts of a global batch.
+    """
 
     def student_side(self, student: TokenRows) -> TokenRows:
         """Return the student's tokens that this teacher is compared on; its own where they share a tokenizer.
 
         Those may be fewer: a teacher that is not asked about a sequence has an empty row for it.
         """
+        if self.moved is not None:
+            return replace(student, loss_mask=self.moved.loss_mask)
         return self.tokens if self.chunks is None else student
+
+    def logit_positions(self, student: TokenRows) -> tuple[int, Tensor | None]:
+        """Return how many positions losses read this teacher's logits at, and what each is moved by: int64 [B]; None
+        for 0. student: of the same rows.
+        """
+        if self.moved is not None:
+            return student.ids.shape[1], self.moved.by
+        return self.tokens.ids.shape[1], None
 
     def without(self, where: Tensor) -> TeacherRows:
         """Return a copy with empty sequences where bool [B] is true; their weights stay."""
-        chunks = None if self.chunks is None else self.chunks.emptied(where)
-        return replace(self, tokens=self.tokens.emptied(where), chunks=chunks)
+        return replace(self.emptied(where), weights=self.weights, rollout_weights=self.rollout_weights)
 
     def rows(self, start: int, stop: int, student_width: int) -> TeacherRows:
         """Return sequences [start, stop), each side cut to the longest of them; student_width: of its rows."""
-        own = self.part(start, stop)
-        tokens, chunks = self.tokens.rows(start, stop), own.chunks
+        own = replace(self, beside=()).part(start, stop)
+        tokens, chunks, moved = self.tokens.rows(start, stop), own.chunks, own.moved
         if chunks is not None:
             width = tokens.ids.shape[1]
             chunks = ChunkRows(chunks.student[:, :student_width], chunks.teacher[:, :width])
-        return replace(own, tokens=tokens, chunks=chunks)
+        if moved is not None:
+            moved = moved.narrowed(student_width)
+        return replace(own, tokens=tokens, chunks=chunks, moved=moved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-from torch.utils.flop_counter import flop_registry
 
 from nemo_opd.kernels import launch
 from nemo_opd.losses.fused import Fused
+from tests.pretend_kernels import Fusing, Kernel, flops_of, kernel_of, size
 
 NAME = "pretend"
 WAITS = {
@@ -34,41 +34,7 @@ WAITS = {
 }
 """Operations of which the host needs the result, or its size."""
 INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
-VIEWS = {
-    *("alias", "as_strided", "chunk", "detach", "diagonal", "expand", "lift_fresh", "narrow", "permute", "select"),
-    *("slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
-    *("_reshape_alias", "_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-}
-"""Operations without a kernel."""
-FILLS = {
-    "arange",
-    "fill_",
-    "full",
-    "full_like",
-    "new_full",
-    "new_zeros",
-    "ones",
-    "ones_like",
-    "zero_",
-    "zeros",
-    "zeros_like",
-}
-GATHERS = {"index_select", "gather", "index", "embedding"}
-"""Operations that read as much as they make."""
-SCATTERS = {"scatter_add_", "index_add_", "index_copy_", "index_fill_", "index_put_", "scatter_", "_index_put_impl_"}
-"""Operations that read and write as much as they are given besides."""
 COLLECTIVES = {"c10d", "_c10d_functional"}
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A call of an operation."""
-
-    name: str
-    num_bytes: int
-    """Read and written, none of it from a cache."""
-    flops: int
-    """Of matrix products and attention."""
 
 
 @dataclass
@@ -216,21 +182,21 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.work = Work()
         self._holder = holder
-        self._fusing: _Fusing | None = None
+        self._fusing: Fusing | None = None
 
     def fused(self, function: Fused[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that would be compiled, and count one kernel."""
-        self._fusing = fusing = _Fusing()
+        self._fusing = fusing = Fusing()
         try:
             made = function.function(*args, **kwargs)
         finally:
             self._fusing = None
         is_made = fusing.inner.keys() | fusing.gathered.keys()
-        written = sum(_size(each) for each in tree_iter(made) if id(each) in is_made)
+        written = sum(size(each) for each in tree_iter(made) if id(each) in is_made)
         self.work.kernels.append(Kernel(f"compiled {function.function.__name__}", fusing.num_bytes + written, 0))
         return made
 
-    def launched(self, name: str, num_bytes: int, run: object) -> None:
+    def launched(self, name: str, num_bytes: int, run: object, *, without: str = "") -> None:
         """Count a kernel of Triton's."""
         self.work.kernels.append(Kernel(f"triton {name}", num_bytes, 0))
 
@@ -259,7 +225,7 @@ class _Mode(TorchDispatchMode):
             kwargs["device"] = self._holder
         held_args, held_kwargs = tree_map(self._held, args), tree_map(self._held, kwargs)
         made = function(*held_args, **held_kwargs)
-        flops = _flops(function, held_args, held_kwargs, made)
+        flops = flops_of(function, held_args, held_kwargs, made)
         if self._fusing is None:
             self._count(name, given, [each for each in tree_iter(made) if isinstance(each, Tensor)], flops)
             return _returned(function, args, kwargs, made, ours)
@@ -315,77 +281,8 @@ class _Mode(TorchDispatchMode):
             self.work.waits[f"{name}, {_place()}"] += 1
 
     def _count(self, name: str, given: list[Tensor], made: list[Tensor], flops: int = 0) -> None:
-        if name in VIEWS:
-            return
-        read = [] if name in FILLS else [each for each in given if not _is_expanded(each)]
-        if name in GATHERS:
-            read = [*made, *(each for each in given if not each.is_floating_point())]
-        elif name in SCATTERS:
-            read, made = [*given[1:], *given[1:]], []
-        elif name == "copy_":
-            read = given[1:]
-        num_bytes = sum(map(_size, (*read, *made)))
-        self.work.kernels.append(Kernel(name, num_bytes, flops))
-
-
-class _Fusing:
-    """What compiled code would read and write, while the function is called as it is.
-
-    Each argument is read twice: for sums along its rows, and again with these. So is what gathers take of one.
-    """
-
-    def __init__(self) -> None:
-        self.inner: dict[int, OnDevice] = {}
-        """Tensors that the function has made, by id."""
-        self.gathered: dict[int, OnDevice] = {}
-        """Tensors that were gathered from arguments, by id."""
-        self._scattered = 0
-        self._whole: Counter[tuple[Any, ...]] = Counter()
-        self._sizes: dict[tuple[Any, ...], int] = {}
-
-    @property
-    def num_bytes(self) -> int:
-        return self._scattered + sum(min(times, 2) * self._sizes[key] for key, times in self._whole.items())
-
-    def note(self, name: str, given: list[OnDevice], made: list[OnDevice]) -> None:
-        outer = [each for each in given if id(each) not in self.inner]
-        if name in VIEWS:
-            self.inner |= {} if outer else {id(each): each for each in made}
-            return
-        if name in GATHERS and any(each.is_floating_point() for each in outer):
-            self.gathered |= {id(each): each for each in made}
-            outer, made = [each for each in outer if not each.is_floating_point()], []
-        if name in SCATTERS and any(each is given[0] for each in outer):
-            self._scattered += 2 * _size(given[-1])
-            outer = [each for each in outer if each is not given[0]]
-        for each in outer:
-            storage = each.held.untyped_storage()._cdata
-            key = (storage, each.storage_offset(), tuple(each.shape), tuple(each.stride()))
-            self._whole[key] += 1
-            self._sizes[key] = 0 if _is_expanded(each) else _size(each)
-        # An argument that is written to is among `outer`, once as what is read and once as what is written.
-        written = [each for each in made if any(each is one for one in outer)]
-        for each in made:
-            if not any(each is one for one in written):
-                self.inner[id(each)] = each
-
-
-def _flops(function: Any, args: Any, kwargs: dict[str, Any], made: Any) -> int:
-    formula = flop_registry.get(function.overloadpacket)
-    if formula is None:
-        return 0
-    is_product = function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
-    # Their formulas know no dtype of the result.
-    given = [each for each in args if isinstance(each, Tensor)] if is_product else args
-    return int(formula(*given, out_val=made, **({} if is_product else kwargs)))
-
-
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _is_expanded(tensor: Tensor) -> bool:
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+        if (kernel := kernel_of(name, given, made, flops)) is not None:
+            self.work.kernels.append(kernel)
 
 
 def _returned(function: Any, args: Any, kwargs: dict[str, Any], made: Any, ours: list[OnDevice]) -> Any:

@@ -74,6 +74,21 @@ def test_bars_of_libraries_are_off_unless_the_user_wants_them(monkeypatch: pytes
     assert [os.environ[name] for name in BARS] == ["0", "1", "1"]
 
 
+def test_bars_of_a_transformers_that_is_already_imported_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a script that imports it before it starts a run shows its bar for writing a model in the console."""
+    from transformers.utils import logging
+
+    for name in BARS:
+        monkeypatch.delenv(name, raising=False)
+    was_active = logging.is_progress_bar_enabled()
+    try:
+        logging.enable_progress_bar()
+        quiet_libraries()
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        (logging.enable_progress_bar if was_active else logging.disable_progress_bar)()
+
+
 def test_work_of_an_exception_that_is_kept_is_not_that_of_the_next_run() -> None:
     """A sweep keeps the error of each run, and with it the loops that it left."""
 

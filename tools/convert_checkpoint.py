@@ -31,6 +31,7 @@ from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import CheckpointError, OPDError
 from nemo_opd.files import write_atomically
+from nemo_opd.progress import quiet_libraries
 from nemo_opd.training.cli import busy
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import read_model_info
@@ -178,6 +179,7 @@ def read_data(config: RunConfig) -> Corpus | Prompts:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    quiet_libraries()
     try:
         print(convert(parse(arguments)))
     except (OPDError, OSError) as error:

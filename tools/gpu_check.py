@@ -15,6 +15,9 @@ import sys
 if sys.path[0] == __file__.rpartition("/")[0]:
     sys.path[0] = __file__.rpartition("/tools/")[0]
 
+if __name__ == "__main__":  # before imports that take many seconds
+    print("loading PyTorch …", file=sys.stderr, flush=True)
+
 import argparse
 import tempfile
 from pathlib import Path

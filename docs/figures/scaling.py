@@ -8,7 +8,6 @@ the functions that `run.dry_run=true` calls; only what is read from files (weigh
 """
 
 import re
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +16,7 @@ from typing import Any
 
 import yaml
 from omegaconf import OmegaConf
+from scaling_models import BY_MODEL, CONFIGS, SHAPES, Shape
 
 from nemo_opd.config import RunConfig
 from nemo_opd.config.load import from_omegaconf
@@ -30,7 +30,6 @@ from nemo_opd.training.memory import (
     Machine,
     MemoryEstimate,
     ModelSetup,
-    ModelSize,
     Phase,
     Situation,
     model_size,
@@ -42,40 +41,10 @@ from nemo_opd.training.memory.sampling import PART_NAMES, rollouts
 from nemo_opd.training.ranks import require_batch_divides, resolve_layouts, resolve_placement
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "benchmarks"))
-from step_models import PRESETS, llama, qwen  # noqa: E402
-
 PAGE = ROOT / "docs" / "scaling.md"
 GIB = 2**30
 GPU_BYTES, HOST_BYTES = 79 * GIB, 1024 * GIB
 """Memory of an 80 GB GPU as PyTorch reports it, and of a node with eight of them."""
-CONFIGS = {
-    "1B": ("meta-llama/Llama-3.2-1B", PRESETS["llama_1b"]),
-    "1.7B": ("Qwen/Qwen3-1.7B", lambda: qwen(2048, 6144, 28, 16, 8, 128, 151_936)),
-    "4B": ("Qwen/Qwen3-4B", PRESETS["qwen_4b"]),
-    "8B": ("meta-llama/Llama-3.1-8B", lambda: untied(llama(4096, 14336, 32, 32, 8, 128, 128_256))),
-    "32B": ("Qwen/Qwen3-32B", lambda: untied(qwen(5120, 25600, 64, 64, 8, 128, 151_936))),
-    "70B": ("meta-llama/Llama-3.1-70B", lambda: untied(llama(8192, 28672, 80, 64, 8, 128, 128_256))),
-}
-VOCABULARIES = {"1B": 128_256, "1.7B": 151_669, "4B": 151_669, "8B": 128_256, "32B": 151_669, "70B": 128_256}
-"""Ids in each tokenizer."""
-
-
-def untied(config: Any) -> Any:
-    config.tie_word_embeddings = False
-    return config
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Size and vocabulary of a model, as planning reads them."""
-
-    size: ModelSize
-    vocab_size: int
-
-
-SHAPES = {name: Shape(model_size(make()), VOCABULARIES[name]) for name, (_, make) in CONFIGS.items()}
-BY_MODEL = {model: name for name, (model, _) in CONFIGS.items()}
 
 
 @dataclass(frozen=True)

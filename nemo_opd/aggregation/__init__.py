@@ -2,9 +2,10 @@
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
+from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
-from nemo_opd.aggregation.shares import coverage_metrics, share_metrics
+from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
 
 __all__ = [
     "PART",
@@ -15,8 +16,10 @@ __all__ = [
     "TokenScore",
     "build_parts",
     "coverage_metrics",
+    "gap",
     "joined",
     "kd_of",
+    "leakage_metrics",
     "mean_logprob",
     "sequence_scores",
     "share_metrics",

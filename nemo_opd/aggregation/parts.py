@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from nemo_opd.aggregation.overlap import Overlap
@@ -18,7 +19,7 @@ from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.reduction import count_label_tokens, label_mask, sampled_mask
 from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.types import Batch, Mean, Metric, Normalizers, TeacherRows
+from nemo_opd.types import Batch, Mean, Metric, Normalizers, TeacherRows, TokenRows
 
 PART = "kd_part/"
 """Prefix of the metrics whose values, each times that under SHARE if there is one, add up to the KD trained on."""
@@ -61,12 +62,25 @@ class Part:
     def num_units(self, batch: Batch) -> float:
         """Return the number of units in the batch, those of a sequence times its rollout weight."""
         rows = batch.teachers[self.teacher]
-        return self.term.num_units(rows.student_side(batch.student), rows, batch.sampled)
+        return self.term.num_units(self.student_side(batch), rows, batch.sampled)
 
     def num_texts(self, batch: Batch) -> int:
         """Return the number of texts that have a unit."""
         rows = batch.teachers[self.teacher]
-        return self.term.num_texts(rows.student_side(batch.student), rows, batch.sampled)
+        return self.term.num_texts(self.student_side(batch), rows, batch.sampled)
+
+    def num_covered(self, batch: Batch) -> Tensor:
+        """Count the student's scored tokens that are in a unit: int64 [B]."""
+        return self.term.num_covered(self.student_side(batch), batch.teachers[self.teacher], batch.sampled)
+
+    def student_side(self, batch: Batch) -> TokenRows:
+        """Return the student's tokens that are compared: with all teachers at once where logits are averaged."""
+        own = batch.teachers[self.teacher].student_side(batch.student)
+        if self.name is not None or all(rows.moved is None for rows in batch.teachers):
+            return own
+        masks = [rows.student_side(batch.student).loss_mask for rows in batch.teachers]
+        (mask,) = planned(lambda *masks: [torch.stack(masks).all(0)], *masks)
+        return replace(own, loss_mask=mask)
 
     def plan(
         self,
@@ -85,7 +99,7 @@ class Part:
         loss = self.term.plan(
             student_logits,
             self.speaker(teacher_logits),
-            rows.student_side(batch.student),
+            self.student_side(batch),
             rows,
             normalizer,
             sampled=batch.sampled,
@@ -107,7 +121,7 @@ class Part:
             return []
         rows = batch.teachers[self.teacher]
         plan = self.overlap.plan(
-            student_logits, self.speaker(teacher_logits), rows.student_side(batch.student), rows, batch.sampled
+            student_logits, self.speaker(teacher_logits), self.student_side(batch), rows, batch.sampled
         )
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:

@@ -17,7 +17,7 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
     for part in parts.parts:
         rows = batch.teachers[part.teacher]
         scored = count_label_tokens(batch.student.loss_mask)
-        covered = part.term.num_covered(rows.student_side(batch.student), rows, batch.sampled)
+        covered = part.num_covered(batch)
         if parts.count_together:
             scored = scored * (rows.tokens.lengths > 0)
         if total := int(scored.sum()):
@@ -42,3 +42,17 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
             usable, changed = rows.chunks.histories.sum(0).tolist()
             metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
     return metrics
+
+
+def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+    """Return `leakage/<teacher>` of teachers with a context: the share of the responses' bytes that also stand in it.
+
+    names: of all teachers (methods.md §13).
+    """
+    found: dict[str, Metric] = {}
+    for name, rows in zip(names, batch.teachers, strict=True):
+        if rows.leakage is not None:
+            leaked, num_bytes = rows.leakage.sum(0).tolist()
+            if num_bytes:
+                found[f"leakage/{name}"] = Mean(leaked, num_bytes)
+    return found

@@ -56,6 +56,18 @@ class ChatTokens:
             places=places,
         )
 
+    def behind(self, start: int, message: int) -> ChatTokens:
+        """Return the tokens from `start` on, and the messages from `message` on, which begin there."""
+        places = None if self.places is None else np.maximum(self.places[message:] - start, 0).astype(np.int32)
+        return replace(
+            self,
+            ids=self.ids[start:],
+            assistant_mask=self.assistant_mask[start:],
+            spans=np.maximum(self.spans[message:] - start, 0).astype(np.int32),
+            said=self.said[message:],
+            places=places,
+        )
+
     def rendered(self, k: int, spelling: Spelling) -> bytes:
         """Return the bytes of message k in the spelling of `ids`."""
         start, stop = (self.spans if self.places is None else self.places)[k]

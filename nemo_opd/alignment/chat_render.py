@@ -51,6 +51,12 @@ class ChatRenderer:
             raise AlignmentError(f"template_kwargs sets {', '.join(taken)}, which rendering sets itself; remove it")
         self._turn_ends = frozenset(i for i, roles in roles_of(tokenizer).items() if _ENDS_A_TURN & set(roles))
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything but the vocabulary that decides how messages are rendered."""
+        tokenizer = self._tokenizer
+        return tokenizer.chat_template, sorted(self._template_kwargs.items()), tokenizer.special_tokens_map
+
     def __call__(self, messages: Sequence[Message], tools: Tools = None) -> ChatTokens:
         """Render and tokenize M messages to S tokens; a list of text parts is one content, None is an empty one.
 
@@ -70,6 +76,10 @@ class ChatRenderer:
             if span is not None and span.fills_template:
                 contents[k] = replace(span, start=written)
         return RenderedChat(text, plain, contents, turns)
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> str:
+        """Render messages up to the place at which the model takes over. Raises AlignmentError as a call does."""
+        return self._rendered(plain_messages(messages), tools, add_generation_prompt=True)
 
     def tokens(self, rendered: RenderedChat, located: LocatedTokens) -> ChatTokens:
         """Find messages in tokens. located: of the rendered text, all or the first, to a `rendered.settled` place."""
@@ -111,9 +121,9 @@ class ChatRenderer:
         except Exception:
             return None
 
-    def _rendered(self, messages: Sequence[Message], tools: Tools) -> str:
+    def _rendered(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = False) -> str:
         try:
-            return self._render(messages, tools)
+            return self._render(messages, tools, add_generation_prompt)
         except Exception as error:
             k = self._first_refused(messages, tools)
             raise AlignmentError(

@@ -20,6 +20,11 @@ class RenderedChat:
     turns: Mapping[int, int]
     """Assistant message → the place at which the model takes over from the generation prompt."""
 
+    def behind(self, first: int) -> RenderedChat:
+        """Return the same text as a rendering of the messages from `first` on."""
+        turns = {k - first: place for k, place in self.turns.items() if k >= first}
+        return RenderedChat(self.text, self.messages[first:], self.contents[first:], turns)
+
     def settled(self, place: int) -> int:
         """Return the first place from `place` on up to which text tells where contents and turns before `place` end.
 

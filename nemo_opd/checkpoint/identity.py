@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from nemo_opd.checkpoint.manager import CheckpointManager, Found
 from nemo_opd.config import environment, handoff, reward, rollout
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
@@ -33,9 +34,10 @@ FREE: dict[type[BaseModel], str] = {
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last compile_losses "
         "max_skipped_steps"
     ),
-    Model: "compile attn_implementation",
+    Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens",
+    Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
     handoff.HandoffBase: "transport",

@@ -45,7 +45,7 @@ def _of_templates(config: RunFields) -> _Ignored:
         for name in ("chat_template", "chat_template_kwargs"):
             if not is_chat:
                 yield f"teachers.{i}.{name}", texts
-            elif not isinstance(teacher, CrossTokenizerTeacher) and not asks_teachers:
+            elif not (isinstance(teacher, CrossTokenizerTeacher) or teacher.context or asks_teachers):
                 yield (
                     f"teachers.{i}.{name}",
                     f"{teacher.name} is of type same_tokenizer and reads the student's ids, as student.{name} renders "

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator
 
 from nemo_opd.config.base import Settings
+from nemo_opd.config.importance import ImportanceSettings
 
 Value = TypeVar("Value")
 
@@ -186,34 +187,6 @@ class TCADTerm(DivergenceTerm):
     """Rollouts of a prompt are weighted by softmax(power_alpha · the teacher's mean log-probability a token); null: all
     the same.
     """
-
-
-class ImportanceSettings(Settings):
-    """Bounds on the difference of policies that samples are learned from, by the weight π_train / π_behaviour: the
-    student's probability of a token over that with which it was sampled, temperature, top-k and top-p included
-    (methods.md §11).
-    """
-
-    importance_cap: float | None = Field(None, gt=0)
-    """Upper bound of the weights; null: no bound."""
-    importance_level: Literal["token", "sequence"] = "token"
-    """Unit of a weight: each token (chunk, for a teacher with another tokenizer), or all sampled tokens of its
-    sequence together, which needs an `importance_cap` and one more product with the head.
-    """
-    importance_veto: float | None = Field(None, gt=0, lt=1)
-    """A sequence with a token of a smaller weight is dropped, as the engine sampled what the student holds impossible;
-    null: none is. Needs one more product with the head.
-    """
-
-    @field_validator("importance_level")
-    @classmethod
-    def weights_of_sequences_need_a_cap(cls, level: str, info: ValidationInfo) -> str:
-        if level == "sequence" and "importance_cap" in info.data and info.data["importance_cap"] is None:
-            raise ValueError(
-                "sequence without importance_cap: a product over hundreds of tokens has no bound; give "
-                "importance_cap, such as 2, or leave importance_level out"
-            )
-        return level
 
 
 class SampledKLTerm(ImportanceSettings):

@@ -27,6 +27,11 @@ class Model(Settings):
     """
     compile: bool = False
     """Compile the decoder layers with `torch.compile`: some minutes at the start, and faster steps after."""
+    fused_layers: Literal[True, False, "auto"] = "auto"
+    """Compute norms, rotary embeddings and gated activations of the layers by Triton kernels, which read and write each
+    number once. auto: on GPUs in 16 bits, where the family's are known (those of Llama, Mistral, Qwen, Phi-3) and not
+    with `compile`; true: or fail.
+    """
 
     @model_validator(mode="after")
     def attn_implementation_needs_cp_1(self) -> Self:
@@ -45,6 +50,15 @@ class Model(Settings):
             raise ValueError(
                 f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
                 "share, for sequences of every length; set compile=false or parallelism.tp=1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def fused_layers_need_no_compile(self) -> Self:
+        if self.fused_layers is True and self.compile:
+            raise ValueError(
+                "fused_layers=true with compile=true: the compiler makes kernels of these parts itself; leave one of "
+                "them out"
             )
         return self
 

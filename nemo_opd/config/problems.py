@@ -102,23 +102,40 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
 
 def _suggestion(path: list[int | str], data: Mapping[str, Any], model: type[BaseModel]) -> str:
     siblings = _known_keys(path[:-1], data, model)
+    if owners := _types_that_know(path, data, model):
+        return f"; it belongs to {'.'.join(map(str, path[:-1]))}.type={', '.join(owners)}"
     close = difflib.get_close_matches(str(path[-1]), siblings, n=1)
     if close:
         return f"; did you mean {'.'.join(map(str, [*path[:-1], close[0]]))}?"
     return f"; known here: {', '.join(siblings)}" if siblings else ""
 
 
+def _types_that_know(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
+    """Return the other types of the settings around a key that have it."""
+    every, _ = _models_at(path[:-1], data, model)
+    knowing = [each for each in every if path[-1] in each.model_fields and "type" in each.model_fields]
+    return [str(tag) for each in knowing for tag in get_args(each.model_fields["type"].annotation)]
+
+
 def _known_keys(path: Sequence[int | str], data: Any, model: type[BaseModel]) -> list[str]:
     """Return the keys that the settings at `path` of a `model` accept, given the `type` tags in the data."""
-    models = [model]
+    _, models = _models_at(path, data, model)
+    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+
+
+def _models_at(
+    path: Sequence[int | str], data: Any, model: type[BaseModel]
+) -> tuple[list[type[BaseModel]], list[type[BaseModel]]]:
+    """Return what the settings at `path` of a `model` may be: of any type, and of the `type` in the data."""
+    every = models = [model]
     for part in path:
         data = data[part]
         if isinstance(part, str):
             fields = [model.model_fields[part].annotation for model in models if part in model.model_fields]
-            models = [model for annotation in fields for model in models_in(annotation)]
+            every = models = [model for annotation in fields for model in models_in(annotation)]
         tag = data.get("type") if isinstance(data, Mapping) else None
         models = [model for model in models if tag is None or _accepts_tag(model, tag)] or models
-    return list(dict.fromkeys(name for model in models for name in model.model_fields))
+    return every, models
 
 
 def models_in(annotation: Any) -> list[type[BaseModel]]:

@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import field_validator, model_validator
 
 from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, WeightedSum
+from nemo_opd.config.contexts import check_contexts
 from nemo_opd.config.effects import check_effects
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
@@ -171,6 +172,11 @@ class RunConfig(RunFields):
     def settings_suit_where_the_texts_come_from(self) -> Self:
         check = check_off_policy if self.rollout is None else check_on_policy
         check(self)
+        return self
+
+    @model_validator(mode="after")
+    def contexts_have_prompts_and_fields(self) -> Self:
+        check_contexts(self)
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
+from nemo_opd.config.context import Context
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model
 
@@ -29,6 +30,10 @@ class TeacherBase(Model):
     cache: str | None = None
     """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
+    """
+    context: Context | None = None
+    """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
+    response; null: it reads the student's.
     """
 
 
@@ -87,7 +92,7 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
 
 _OF_A_MODEL = (
     *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
-    *("dtype", "offload", "micro_batch_tokens"),
+    *("fused_layers", "dtype", "offload", "micro_batch_tokens"),
 )
 
 

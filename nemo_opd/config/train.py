@@ -22,7 +22,9 @@ class Train(Settings):
     max_length: int = Field(2048, ge=2)
     """Longest sequence in the student's tokens; longer documents are cut, with `data.packing` into several."""
     validate_every: int | None = Field(None, ge=1)
-    """Steps between validations; before the first and after the last step in any case."""
+    """Steps between validations; null: before the first and after the last step alone, as in any case. A run whose
+    `data.validation` names nothing has none: `data.validation.arrow_files=[] data.validation.max_samples=null`.
+    """
     save_every: int | None = Field(None, ge=1)
     """Steps between checkpoints; after the last step in any case."""
     keep_last: int = Field(2, ge=1)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from nemo_opd.alignment import (
-    ChatTokens,
-    RenderedChat,
-    TokenAligner,
-    align_chat,
-)
+import numpy as np
+
+from nemo_opd.alignment import ChatTokens, LocatedTokens, RenderedChat, TokenAligner, align_chat
+from nemo_opd.alignment.chat_messages import plain_messages
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat_beginning import locate_beginning, locate_up_to
+from nemo_opd.data.context import Content
 from nemo_opd.data.documents import Conversation, Document
 from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.in_context import InContext, align_behind, verbatim
+from nemo_opd.data.record import Message
 from nemo_opd.data.samples import (
     SameTokenizer,
     Sample,
@@ -24,9 +25,8 @@ from nemo_opd.data.samples import (
     identity_of,
     usable_chunks,
 )
-
-if TYPE_CHECKING:
-    pass
+from nemo_opd.errors import DataError
+from nemo_opd.types import Alignment
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,20 @@ class CrossTokenizerChat:
     aligner: TokenAligner
     equal_history: EqualHistory = "text"
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
+
+
+ChatReader = SameTokenizer | CrossTokenizerChat
+
 
 @dataclass(frozen=True)
 class ChatSampleMaker:
     """Conversation → Sample."""
 
     student: ChatEncoder
-    teachers: tuple[SameTokenizer | CrossTokenizerChat, ...]
+    teachers: tuple[ChatReader | InContext[ChatReader], ...]
 
     @property
     def identity(self) -> str:
@@ -61,30 +68,105 @@ class ChatSampleMaker:
         kept = whole.cut(length)
         student = self.student.tokens(kept)
         reached = int(located.ends[length - 1]) if len(kept.ids) < len(whole.ids) else None
-        return Sample(
-            student,
-            tuple(
-                teacher.sample(student)
-                if isinstance(teacher, SameTokenizer)
-                else teacher_sample(conversation, kept, student, teacher, rendered, reached)
-                for teacher in self.teachers
-            ),
-        )
+        read = StudentChat(conversation, rendered, located, kept, student, reached)
+        return Sample(student, tuple(teacher_sample(read, teacher) for teacher in self.teachers))
 
 
-def teacher_sample(
-    conversation: Conversation,
-    kept: ChatTokens,
-    student: Tokens,
-    teacher: CrossTokenizerChat,
-    rendered: RenderedChat,
-    reached: int | None,
+@dataclass(frozen=True, slots=True)
+class StudentChat:
+    """A conversation as the student reads it."""
+
+    conversation: Conversation
+    rendered: RenderedChat
+    located: LocatedTokens
+    """Tokens of the rendered text, all or the first."""
+    kept: ChatTokens
+    """Tokens that the student reads."""
+    tokens: Tokens
+    reached: int | None
+    """The place of the text at which it is cut; None for no cut."""
+
+
+def teacher_sample(student: StudentChat, teacher: ChatReader | InContext[ChatReader]) -> TeacherSample:
+    """Make a teacher's sample. Raises as `ChatSampleMaker` does."""
+    if isinstance(teacher, InContext):
+        return in_context(student, teacher)
+    if isinstance(teacher, SameTokenizer):
+        return teacher.sample(student.tokens)
+    theirs = teacher.encoder.rendered(student.conversation)
+    whole = teacher.encoder.read(theirs, _as_far(student, teacher, student.rendered, theirs))
+    return _aligned(student, teacher, whole, align_chat(teacher.aligner, student.kept, whole))
+
+
+def _as_far(
+    student: StudentChat, teacher: CrossTokenizerChat, ours: RenderedChat, theirs: RenderedChat
+) -> LocatedTokens:
+    """Tokenize the teacher's text as far as the student reads its own. ours, theirs: the messages that both have."""
+    place = len(theirs.text) if student.reached is None else ours.counterpart(student.reached, theirs)
+    return locate_up_to(teacher.encoder, theirs, place)
+
+
+def _aligned(
+    student: StudentChat, teacher: CrossTokenizerChat, whole: ChatTokens, alignment: Alignment
 ) -> TeacherSample:
-    """Make a teacher's sample. rendered: the student's text; reached: the place at which it is cut, None for no cut."""
-    theirs = teacher.encoder.rendered(conversation)
-    place = len(theirs.text) if reached is None else rendered.counterpart(reached, theirs)
-    whole = teacher.encoder.read(theirs, locate_up_to(teacher.encoder, theirs, place))
-    alignment = align_chat(teacher.aligner, kept, whole)
-    last = len(whole.ids) if reached is None else exact_length(alignment)
+    last = len(whole.ids) if student.reached is None else exact_length(alignment)
     tokens = teacher.encoder.tokens(whole.cut(min(last, teacher.encoder.max_length)))
-    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
+    return TeacherSample(tokens, usable_chunks(alignment, student.tokens, tokens, teacher.equal_history))
+
+
+def in_context(student: StudentChat, teacher: InContext[ChatReader]) -> TeacherSample:
+    """Make the sample of a teacher with a context, compared from the first turn behind it on."""
+    conversation, reader = student.conversation, teacher.reader
+    messages = plain_messages(conversation.messages)
+    first = teacher.context.response_start(messages)
+    if first is None or first not in student.rendered.turns:
+        return teacher.unanswered(teacher_sample(student, reader))
+    said = "".join(message["content"] for message in messages[first:] if message["role"] == "assistant")
+
+    def sample_in(content: Content) -> TeacherSample:
+        assert not isinstance(content, str)
+        if isinstance(reader, SameTokenizer):
+            return _verbatim(student, reader, teacher, content, first)
+        return _behind(student, reader, teacher, content, first)
+
+    return teacher.sample(messages[:first], conversation.fields, said, sample_in)
+
+
+def _verbatim(
+    student: StudentChat,
+    reader: SameTokenizer,
+    teacher: InContext[ChatReader],
+    prompt: Sequence[Message],
+    first: int,
+) -> TeacherSample:
+    """Make the sample of the student's tokens from message `first` on, behind another prompt.
+
+    A token across the edge is the prompt's: the teacher reads its text there.
+    """
+    written, located = student.rendered.turns[first], student.located
+    start = int(np.searchsorted(located.starts, written, "left"))
+    before = student.rendered.text[written : located.starts[start]] if start < len(located.starts) else ""
+    ids = teacher.prompt_ids(prompt, student.conversation.tools, before)
+    return verbatim(reader, ids, student.tokens, start, teacher.max_length)
+
+
+def _behind(
+    student: StudentChat,
+    reader: CrossTokenizerChat,
+    teacher: InContext[ChatReader],
+    prompt: Sequence[Message],
+    first: int,
+) -> TeacherSample:
+    """Make the sample of the messages from `first` on, behind another prompt, in the teacher's own tokens."""
+    conversation = student.conversation
+    messages = [*prompt, *conversation.messages[first:]]
+    theirs = reader.encoder.rendered(Conversation(messages, conversation.tools))
+    if len(prompt) not in theirs.turns:
+        raise DataError(f"{teacher.context.key}: the teacher's chat template leaves out the assistant's message")
+    located = _as_far(student, reader, student.rendered.behind(first), theirs.behind(len(prompt)))
+    starts = student.located.at(student.rendered.turns[first]), located.at(theirs.turns[len(prompt)])
+    teacher.require_room(starts[1])
+    whole = reader.encoder.read(theirs, located)
+    whole = replace(whole, assistant_mask=whole.assistant_mask & (np.arange(len(whole.ids)) >= starts[1]))
+    alignment = align_behind(reader.aligner, student.kept, whole, starts, (first, len(prompt)))
+    return _aligned(student, reader, whole, alignment)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nemo_opd.data.compared import compared
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
-from nemo_opd.types import NO_CHUNK, PAD_ID, Batch, ChunkRows, TeacherRows, TokenRows
+from nemo_opd.types import NO_CHUNK, PAD_ID, Batch, ChunkRows, MovedRows, TeacherRows, TokenRows
 
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
@@ -23,8 +23,9 @@ def collate(samples: Sequence[Sample]) -> Batch:
     Bytes are those that all models of a sample predict, chunks those that are compared.
     """
     samples = [compared(sample) for sample in samples]
+    students = [sample.student for sample in samples]
     teachers = zip(*(sample.teachers for sample in samples), strict=True)
-    batch = Batch(_token_rows([sample.student for sample in samples]), tuple(_teacher_rows(rows) for rows in teachers))
+    batch = Batch(_token_rows(students), tuple(_teacher_rows(rows, students) for rows in teachers))
     routes = [sample.route for sample in samples if sample.route is not None]
     return only_chosen(batch, torch.tensor(routes)) if routes else batch
 
@@ -65,9 +66,25 @@ def _token_rows(rows: Sequence[Tokens]) -> TokenRows:
     )
 
 
-def _teacher_rows(rows: Sequence[TeacherSample]) -> TeacherRows:
+def _teacher_rows(rows: Sequence[TeacherSample], students: Sequence[Tokens]) -> TeacherRows:
     chunks = [row.chunks for row in rows if row.chunks is not None]
-    return TeacherRows(_token_rows([row.tokens for row in rows]), _chunk_rows(chunks) if chunks else None)
+    leakage = [row.leakage for row in rows if row.leakage is not None]
+    return TeacherRows(
+        _token_rows([row.tokens for row in rows]),
+        _chunk_rows(chunks) if chunks else None,
+        moved=_moved_rows(rows, students),
+        leakage=torch.tensor(leakage, dtype=torch.int64) if leakage else None,
+        beside=tuple(_token_rows(variant) for variant in zip(*(row.beside for row in rows), strict=True)),
+    )
+
+
+def _moved_rows(rows: Sequence[TeacherSample], students: Sequence[Tokens]) -> MovedRows | None:
+    moved = [row.moved_by for row in rows if row.moved_by is not None]
+    if not moved:
+        return None
+    sides = zip(rows, students, strict=True)
+    masks = [own.loss_mask & row.at_student(row.tokens.loss_mask, len(own)) for row, own in sides]
+    return MovedRows(torch.tensor(moved, dtype=torch.int64), _padded(masks, False))
 
 
 def _chunk_rows(rows: Sequence[Chunks]) -> ChunkRows:

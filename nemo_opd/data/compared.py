@@ -36,7 +36,7 @@ def _kept_tokens(student: Tokens, teachers: Sequence[TeacherSample]) -> NDArray[
     opens = np.ones(len(student), np.bool_)
     for teacher in teachers:
         if teacher.chunks is None:
-            is_read &= teacher.tokens.loss_mask
+            is_read &= teacher.at_student(teacher.tokens.loss_mask, len(student))
             continue
         chunk = teacher.chunks.student
         is_read &= (chunk >= 0) & ~np.isin(chunk, teacher.chunks.marks)
@@ -54,8 +54,9 @@ def _teacher_bytes(
     that it was made for.
     """
     if teacher.chunks is None:
-        own = student if teacher.tokens is before else replace(teacher.tokens, num_bytes=student.num_bytes)
-        return replace(teacher, tokens=own)
+        if teacher.tokens is before:
+            return replace(teacher, tokens=student)
+        return replace(teacher, tokens=replace(teacher.tokens, num_bytes=teacher.at_teacher(student.num_bytes)))
     ours, theirs = teacher.chunks.student, teacher.chunks.teacher
     # One place more than there are chunks: −1, no chunk, is the last and stays false.
     is_counted = np.zeros(int(max(ours.max(initial=-1), theirs.max(initial=-1))) + 2, np.bool_)

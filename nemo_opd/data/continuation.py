@@ -27,6 +27,8 @@ class Continued:
     """First position of the continuation."""
     is_ended: bool
     """Whether the last token ends the turn."""
+    before: str = ""
+    """Beginning of the continuation that stands in a token of the prompt, before `start`."""
 
 
 class TextContinuation:
@@ -41,11 +43,14 @@ class TextContinuation:
 
         The continuation starts with the first token without characters of the prompt.
         """
-        tokens = locate_tokens(self._tokenizer, prompt + response)
+        text = prompt + response
+        tokens = locate_tokens(self._tokenizer, text)
         start = int(np.searchsorted(tokens.starts, len(prompt), "left"))
+        stop = int(tokens.starts[start]) if start < len(tokens.starts) else len(text)
         eos = self._tokenizer.eos_token_id if is_ended else None
         end = np.array([] if eos is None else [eos], np.int32)
-        return Continued(np.concatenate([self._lead, tokens.ids, end]), len(self._lead) + start, eos is not None)
+        ids = np.concatenate([self._lead, tokens.ids, end])
+        return Continued(ids, len(self._lead) + start, eos is not None, text[len(prompt) : stop])
 
 
 def _special_tokens_in_front(tokenizer: PreTrainedTokenizerBase) -> Ids:

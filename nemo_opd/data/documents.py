@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from nemo_opd.errors import DataError
@@ -11,13 +11,23 @@ TEXT = "text"
 MESSAGES = "messages"
 TOOLS = "tools"
 TEACHER = "teacher"
-"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are."""
+ANSWER = "answer"
+RESPONSE = "response"
+"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are; the last two are of
+prompts alone.
+"""
+FIELD = "field."
+"""Begins the name of a column that teachers' contexts alone read."""
+OTHER = "other."
+"""Begins the name of a column with another record's value of what contexts read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the row that teachers' contexts are made of, by our names of their columns."""
 
 
 Content = str | Conversation
@@ -55,7 +65,8 @@ def _read_contents(rows: Mapping[str, list[Any]], number: int) -> Sequence[Conte
     if TEXT in rows:
         return rows[TEXT]
     tools = rows.get(TOOLS, [None] * number)
-    return [Conversation(parsed(m), parsed(t)) for m, t in zip(rows[MESSAGES], tools, strict=True)]
+    read = zip(rows[MESSAGES], tools, fields_of(rows, number), strict=True)
+    return [Conversation(parsed(messages), parsed(offered), fields) for messages, offered, fields in read]
 
 
 def parsed(value: Any) -> Any:
@@ -83,6 +94,17 @@ def from_json(text: str) -> Any:
         f"a conversation is malformed JSON: {reason} in {text[:60]!r}…; repair the column that data.messages_key or "
         "data.tools_key names"
     )
+
+
+def is_field(column: str) -> bool:
+    """Return whether teachers' contexts may read a column."""
+    return column.startswith((FIELD, OTHER)) or column in (ANSWER, RESPONSE)
+
+
+def fields_of(rows: Mapping[str, list[Any]], number: int) -> list[dict[str, Any]]:
+    """Return what contexts alone read of each of `number` rows, by column."""
+    names = [name for name in rows if name.startswith((FIELD, OTHER))]
+    return [{name: rows[name][i] for name in names} for i in range(number)]
 
 
 def _without_nulls(value: Any) -> Any:

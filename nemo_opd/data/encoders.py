@@ -136,9 +136,8 @@ class ChatEncoder:
         """
         pieces = pieces_of(tokenizer)
         lengths = pieces.lengths[:vocab_size]
-        settings = (tokenizer.chat_template, sorted(template_kwargs.items()), tokenizer.special_tokens_map)
-        identity = (fingerprint(tokenizer), settings, max_length, len(lengths))
         renderer = ChatRenderer(tokenizer, template_kwargs=template_kwargs)
+        identity = (fingerprint(tokenizer), renderer.identity, max_length, len(lengths))
         return cls(tokenizer, renderer, pieces, lengths, max_length, identity)
 
     def __call__(self, conversation: Conversation) -> ChatTokens:

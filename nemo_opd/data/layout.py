@@ -54,7 +54,7 @@ class TextLayout:
             )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        column = _whole_column(documents, TEXT, source, origin)
+        column = whole_column(documents, TEXT, source, origin)
         if not any(pc.any(pc.greater(pc.binary_length(chunk), 0)).as_py() for chunk in column.chunks):
             raise DataError(f"{source}: all {len(documents)} documents are empty; check data.text_key and the source")
 
@@ -75,14 +75,14 @@ class ChatLayout:
             if name is None:
                 continue
             dtype = type_of(schema, name, setting, source)
-            if not is_string(dtype) and not _is_list_of_objects(dtype):
+            if not is_string(dtype) and not is_list_of_objects(dtype):
                 raise DataError(
                     f"{source}: column {name!r} is of type {dtype}, neither a list of objects nor that as JSON; set "
                     f"{setting} to such a column"
                 )
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
-        _whole_column(documents, MESSAGES, source, origin)
+        whole_column(documents, MESSAGES, source, origin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class RoutedLayout:
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
         """Raises DataError too where a row names a teacher that there is not."""
         self.documents.require_content(documents, source, origin)
-        names = _whole_column(documents, TEACHER, source, origin)
+        names = whole_column(documents, TEACHER, source, origin)
         is_unknown = pc.invert(pc.is_in(names, value_set=pa.array(self.teachers, names.type)))
         row = pc.index(is_unknown, True).as_py()
         if row >= 0:
@@ -139,22 +139,24 @@ def is_string(dtype: pa.DataType) -> bool:
     return pa.types.is_string(dtype) or pa.types.is_large_string(dtype)
 
 
-def _is_list_of_objects(dtype: pa.DataType) -> bool:
+def is_list_of_objects(dtype: pa.DataType) -> bool:
     """Return whether a type is a list of objects, also of different keys and types, which `datasets` keeps as JSON."""
     if not (pa.types.is_list(dtype) or pa.types.is_large_list(dtype)):
         return isinstance(dtype, pa.JsonType)
     return pa.types.is_struct(dtype.value_type) or isinstance(dtype.value_type, pa.JsonType)
 
 
-def _whole_column(documents: datasets.Dataset, column: str, source: str, origin: Origin) -> pa.ChunkedArray:
-    """Raises DataError where there are no rows, or rows that hold nothing."""
+def whole_column(
+    documents: datasets.Dataset, column: str, source: str, origin: Origin, name: str | None = None
+) -> pa.ChunkedArray:
+    """Return a column; messages call it `name`. Raises DataError where there are no rows, or rows that hold nothing."""
     if not len(documents):
         raise DataError(f"{source}: no documents; the source has no rows")
     values = documents.data.column(column)
     if values.null_count:
         first = pc.index(pc.is_null(values), True).as_py()
         raise DataError(
-            f"{source}: {values.null_count} of {len(documents)} documents have no {column} (null), the first in "
-            f"{origin(first)}; leave those rows out"
+            f"{source}: {values.null_count} of {len(documents)} documents have no {name or column} (null), the first "
+            f"in {origin(first)}; leave those rows out"
         )
     return values

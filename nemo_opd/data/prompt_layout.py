@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from nemo_opd.config.data import Data
+from nemo_opd.data.documents import ANSWER, RESPONSE
 from nemo_opd.data.layout import Layout, is_string, layout_of, type_of
 from nemo_opd.data.origin import Origin
 from nemo_opd.errors import DataError
 
 if TYPE_CHECKING:
     import datasets
-
-ANSWER = "answer"
-RESPONSE = "response"
-"""Columns of a dataset of prompts, beside those of documents."""
 
 
 @dataclass(frozen=True, slots=True)

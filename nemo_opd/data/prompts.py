@@ -1,11 +1,11 @@
 """Rows of a dataset as prompts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.data.documents import MESSAGES, TEXT, TOOLS, Columns, parsed
-from nemo_opd.data.prompt_layout import ANSWER, RESPONSE
+from nemo_opd.data.documents import ANSWER, MESSAGES, RESPONSE, TEXT, TOOLS, Columns, fields_of, parsed
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError
 
@@ -23,10 +23,12 @@ def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
     answers, responses = rows.get(ANSWER, nothing), rows.get(RESPONSE, nothing)
     contents = rows[TEXT] if TEXT in rows else rows[MESSAGES]
     tools = rows.get(TOOLS, nothing)
-    return [
+    read = [
         _text_prompt(*row) if TEXT in rows else _chat_prompt(*row)
         for row in zip(indices, contents, tools, answers, responses, strict=True)
     ]
+    fields = fields_of(rows, len(indices))
+    return [replace(prompt, fields=own) for prompt, own in zip(read, fields, strict=True)]
 
 
 def _text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:

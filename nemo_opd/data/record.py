@@ -1,11 +1,13 @@
 """Prompts and rollouts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from nemo_opd.data.documents import ANSWER, RESPONSE
 
 Message = dict[str, Any]
 FinishReason = Literal["stop", "length"]
@@ -25,6 +27,13 @@ class Prompt:
     """Answer that a verifiable reward compares with."""
     response: str | None = None
     """The dataset's own continuation, if it has one."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the row that teachers' contexts alone are made of, by our names of their columns."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Values that contexts may read, by our names of their columns."""
+        return {ANSWER: self.answer, RESPONSE: self.response, **self.fields}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +74,8 @@ class Rollout:
     """Tool calls that were malformed or led to an error."""
     num_cut_responses: int = 0
     """Messages of the environment that were cut."""
+    before: str = ""
+    """Beginning of the dataset's continuation of a text that stands in the prompt's last token, before the turn."""
 
     @property
     def num_sampled(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -12,11 +13,13 @@ from nemo_opd.alignment import ChatTokens, TokenAligner, align_chat, pieces_of
 from nemo_opd.alignment.chat_messages import plain_messages, said_by
 from nemo_opd.config.teacher import EqualHistory
 from nemo_opd.data.chat import CrossTokenizerChat
-from nemo_opd.data.continuation import TextContinuation, text_of
+from nemo_opd.data.context import Content, said_in
+from nemo_opd.data.continuation import Continued, TextContinuation, text_of
 from nemo_opd.data.documents import Conversation
-from nemo_opd.data.record import Rollout
+from nemo_opd.data.in_context import InContext, align_behind, placed_behind, verbatim
+from nemo_opd.data.record import Message, Rollout
 from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample, Tokens, require_ids, usable_chunks
-from nemo_opd.errors import AlignmentError
+from nemo_opd.errors import AlignmentError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,6 +36,10 @@ class CrossTokenizerText:
     max_length: int
     aligner: TokenAligner
     equal_history: EqualHistory = "text"
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return self.aligner.fingerprint, self.max_length, len(self.lengths), self.equal_history
 
     @classmethod
     def of(
@@ -51,6 +58,7 @@ class CrossTokenizerText:
 
 
 CrossTokenizerReader = CrossTokenizerText | CrossTokenizerChat
+RolloutReader = SameTokenizer | CrossTokenizerReader
 
 
 @dataclass(frozen=True)
@@ -59,11 +67,11 @@ class RolloutSampleMaker:
 
     lengths: NDArray[np.int32]
     """[V]: bytes of text per id of the student, 0 for special tokens."""
-    teachers: tuple[SameTokenizer | CrossTokenizerReader, ...]
+    teachers: tuple[RolloutReader | InContext[RolloutReader], ...]
 
     def __call__(self, rollout: Rollout) -> Sample:
         """Raises AlignmentError, naming the prompt's row, where a teacher's template refuses the conversation, and
-        DataError for a token that a teacher cannot read.
+        DataError for a token that a teacher cannot read, or a context that leaves no room for the response.
         """
         mask = rollout.loss_mask.copy()
         mask[:1] = False
@@ -71,36 +79,102 @@ class RolloutSampleMaker:
         return Sample(student, tuple(teacher_sample(rollout, student, teacher) for teacher in self.teachers))
 
 
-def teacher_sample(rollout: Rollout, student: Tokens, teacher: SameTokenizer | CrossTokenizerReader) -> TeacherSample:
+def teacher_sample(
+    rollout: Rollout, student: Tokens, teacher: RolloutReader | InContext[RolloutReader]
+) -> TeacherSample:
     if isinstance(teacher, SameTokenizer):
         return teacher.sample(student)
     if isinstance(teacher, CrossTokenizerText):
         return _text_sample(rollout, student, teacher)
-    return _chat_sample(rollout, student, teacher)
+    try:
+        if isinstance(teacher, InContext):
+            return _in_context(rollout, student, teacher)
+        return _chat_sample(rollout, student, teacher)
+    except (AlignmentError, DataError) as error:
+        raise type(error)(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
 
 
-def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
-    """Make a sample of a text, with the teacher's end of sequence where the student ended it."""
-    text, response = text_of(rollout.prompt), rollout.responses[-1]
+def _in_context(rollout: Rollout, student: Tokens, teacher: InContext[RolloutReader]) -> TeacherSample:
+    """Make the sample of a teacher with a context: of the response behind its own prompt."""
+    reader, prompt, start = teacher.reader, rollout.prompt, int(rollout.turns[0, 0])
+
+    def sample_in(content: Content) -> TeacherSample:
+        if isinstance(reader, SameTokenizer):
+            ids = teacher.prompt_ids(content, prompt.tools, rollout.before)
+            return verbatim(reader, ids, student, start, teacher.max_length)
+        if isinstance(reader, CrossTokenizerText):
+            return _text_behind(rollout, student, reader, teacher, said_in(content))
+        assert not isinstance(content, str)
+        return _chat_behind(rollout, student, reader, teacher, content)
+
+    return teacher.sample(prompt.content, prompt.record, "".join(rollout.responses), sample_in)
+
+
+def _continued(rollout: Rollout, teacher: CrossTokenizerText, text: str) -> tuple[Tokens, Continued]:
+    """Continue a text with the response, and the teacher's end of sequence where the student ended it."""
+    response = rollout.before + rollout.responses[-1]
     whole = teacher.continuation(text, response, is_ended=rollout.finish_reason == "stop")
     require_ids(whole.ids, len(teacher.lengths), teacher.tokenizer, text + response)
     ids = whole.ids[: teacher.max_length]
     positions = np.arange(len(ids))
-    tokens = Tokens(ids, (positions >= whole.start) & (positions > 0), teacher.lengths[ids])
-    alignment = teacher.aligner.align(student.ids, ids)
+    return Tokens(ids, (positions >= whole.start) & (positions > 0), teacher.lengths[ids]), whole
+
+
+def _text_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerText) -> TeacherSample:
+    """Make a sample of a text."""
+    tokens, _ = _continued(rollout, teacher, text_of(rollout.prompt))
+    alignment = teacher.aligner.align(student.ids, tokens.ids)
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
+
+
+def _text_behind(
+    rollout: Rollout, student: Tokens, reader: CrossTokenizerText, teacher: InContext[RolloutReader], text: str
+) -> TeacherSample:
+    """Make a sample of the response behind another prompt, from the first place on at which both begin a token."""
+    start = int(rollout.turns[0, 0])
+    tokens, whole = _continued(rollout, reader, text)
+    teacher.require_room(whole.start)
+    ours = _begins(student.num_bytes[start:], rollout.before)
+    theirs = _begins(tokens.num_bytes[whole.start :], whole.before)
+    _, i, k = np.intersect1d(ours, theirs, return_indices=True)
+    own, other = start + int(i.min(initial=len(ours))), whole.start + int(k.min(initial=len(theirs)))
+    alignment = placed_behind(reader.aligner.align(student.ids[own:], tokens.ids[other:]), own, other)
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
+
+
+def _begins(num_bytes: NDArray[np.int32], before: str) -> NDArray[np.int64]:
+    """Return the byte of the response at which each token begins. before: its text before the first of them."""
+    return len(before.encode()) + np.cumsum(num_bytes, dtype=np.int64) - num_bytes
 
 
 def _chat_sample(rollout: Rollout, student: Tokens, teacher: CrossTokenizerChat) -> TeacherSample:
     """Make a sample of a conversation in the teacher's template, compared with the student's turn by turn."""
-    conversation = Conversation(list(rollout.messages), list(rollout.prompt.tools or ()) or None)
-    try:
-        whole = _own_turns(teacher.encoder(conversation), rollout)
-    except AlignmentError as error:
-        raise AlignmentError(f"prompt {rollout.prompt.index} (row), sample {rollout.sample}: {error}") from error
+    whole = _own_turns(_read(rollout, teacher, rollout.messages), rollout, rollout.turn_messages)
     alignment = align_chat(teacher.aligner, _sampled_tokens(rollout), whole)
     tokens = teacher.encoder.tokens(whole.cut(teacher.encoder.max_length))
     return TeacherSample(tokens, usable_chunks(alignment, student, tokens, teacher.equal_history))
+
+
+def _chat_behind(
+    rollout: Rollout,
+    student: Tokens,
+    reader: CrossTokenizerChat,
+    teacher: InContext[RolloutReader],
+    prompt: Sequence[Message],
+) -> TeacherSample:
+    """Make a sample of the student's turns behind another prompt in the teacher's template."""
+    first = len(rollout.prompt.content)
+    turns = [len(prompt) + k - first for k in rollout.turn_messages]
+    whole = _own_turns(_read(rollout, reader, [*prompt, *rollout.messages[first:]]), rollout, turns)
+    starts = int(rollout.turns[0, 0]), int(np.flatnonzero(whole.assistant_mask).min(initial=len(whole.ids)))
+    teacher.require_room(starts[1])
+    alignment = align_behind(reader.aligner, _sampled_tokens(rollout), whole, starts, (first, len(prompt)))
+    tokens = reader.encoder.tokens(whole.cut(reader.encoder.max_length))
+    return TeacherSample(tokens, usable_chunks(alignment, student, tokens, reader.equal_history))
+
+
+def _read(rollout: Rollout, teacher: CrossTokenizerChat, messages: Sequence[Message]) -> ChatTokens:
+    return teacher.encoder(Conversation(list(messages), list(rollout.prompt.tools or ()) or None))
 
 
 def _sampled_tokens(rollout: Rollout) -> ChatTokens:
@@ -123,18 +197,18 @@ def _sampled_tokens(rollout: Rollout) -> ChatTokens:
     return ChatTokens(rollout.ids, rollout.loss_mask, spans, said, places)
 
 
-def _own_turns(chat: ChatTokens, rollout: Rollout) -> ChatTokens:
-    """Cut the teacher's tokens after the last sampled turn, and score the sampled turns alone.
+def _own_turns(chat: ChatTokens, rollout: Rollout, turn_messages: Sequence[int]) -> ChatTokens:
+    """Cut the teacher's tokens after the last sampled turn, and score the sampled turns alone: of these messages.
 
     A turn that was cut by length has no end, whatever the template writes there.
     """
     starts = np.concatenate([[0], chat.spans[:, 1]])
     stops = np.concatenate([chat.spans[:, 0], [len(chat.ids)]])
     mask = np.zeros(len(chat.ids), np.bool_)
-    for k in rollout.turn_messages:
+    for k in turn_messages:
         around = slice(starts[k], stops[k + 1])
         mask[around] = chat.assistant_mask[around]
     if rollout.finish_reason == "length":
-        mask[chat.spans[rollout.turn_messages[-1], 1] :] = False
+        mask[chat.spans[turn_messages[-1], 1] :] = False
     length = int(np.flatnonzero(mask).max(initial=-1)) + 1
     return replace(chat, assistant_mask=mask).cut(length)

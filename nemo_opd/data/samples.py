@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from nemo_opd.types import HISTORY_CHANGED, HISTORY_REWRITTEN, HISTORY_SAME, Ali
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_Scalar = TypeVar("_Scalar", bound=np.generic)
 _ALLOWED_HISTORY: dict[EqualHistory, int] = {"none": HISTORY_CHANGED, "text": HISTORY_REWRITTEN, "bytes": HISTORY_SAME}
 """The most by which what two sides have read may differ before a chunk that is compared."""
 
@@ -73,8 +74,32 @@ class TeacherSample:
     tokens: Tokens
     chunks: Chunks | None
     """None where the teacher shares the student's tokenizer; `tokens` are then the student's, but for those that the
-    teacher does not have.
+    teacher does not have, and for a prompt of its own.
     """
+    moved_by: int | None = None
+    """Place of a token that both read among `tokens`, less its place among the student's, where the teacher shares the
+    tokenizer and has a prompt of its own; None without one.
+    """
+    leakage: tuple[int, int] | None = None
+    """Bytes of the response that also stand in the teacher's context, and its bytes; None without a context."""
+    beside: tuple[Tokens, ...] = ()
+    """The same response without the context and with another record's, where the privilege gap is measured."""
+
+    def at_student(self, values: NDArray[_Scalar], length: int) -> NDArray[_Scalar]:
+        """Return values [T] of the teacher's tokens at the student's positions: [length]; 0 where it reads nothing."""
+        return _moved(values, -(self.moved_by or 0), length)
+
+    def at_teacher(self, values: NDArray[_Scalar]) -> NDArray[_Scalar]:
+        """Return values [S] of the student's tokens at the teacher's positions: [T]; 0 in its own prompt."""
+        return _moved(values, self.moved_by or 0, len(self.tokens))
+
+
+def _moved(values: NDArray[_Scalar], by: int, length: int) -> NDArray[_Scalar]:
+    out = np.zeros(length, values.dtype)
+    start, stop = max(0, by), min(length, by + len(values))
+    if start < stop:
+        out[start:stop] = values[start - by : stop - by]
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,28 +168,16 @@ class _Encodes(Protocol):
     def identity(self) -> tuple[object, ...]: ...
 
 
-class Aligned(Protocol):
-    """A teacher that reads its own ids."""
+class _Reads(Protocol):
+    """A teacher of a sample maker."""
 
     @property
-    def encoder(self) -> _Encodes: ...
-
-    @property
-    def aligner(self) -> Aligner: ...
-
-    @property
-    def equal_history(self) -> EqualHistory: ...
+    def identity(self) -> tuple[object, ...] | None: ...
 
 
-def identity_of(kind: str, student: _Encodes, teachers: Sequence[SameTokenizer | Aligned]) -> str:
+def identity_of(kind: str, student: _Encodes, teachers: Sequence[_Reads]) -> str:
     """Return the identity of a sample maker with these settings."""
-    parts = [
-        teacher.identity
-        if isinstance(teacher, SameTokenizer)
-        else (*teacher.encoder.identity, teacher.aligner.fingerprint, teacher.equal_history)
-        for teacher in teachers
-    ]
-    return repr((kind, student.identity, parts))
+    return repr((kind, student.identity, [teacher.identity for teacher in teachers]))
 
 
 def exact_length(alignment: Alignment) -> int:

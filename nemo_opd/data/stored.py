@@ -41,6 +41,12 @@ def _arrays(sample: Sample) -> dict[str, NDArray[Any]]:
             arrays |= {f"{i}.student_chunk": teacher.chunks.student, f"{i}.teacher_chunk": teacher.chunks.teacher}
             arrays[f"{i}.marks"] = teacher.chunks.marks
             arrays |= {f"{i}.limits": np.array([teacher.chunks.changed_from, teacher.chunks.stop])}
+        if teacher.moved_by is not None:
+            arrays[f"{i}.moved_by"] = np.array(teacher.moved_by)
+        if teacher.leakage is not None:
+            arrays[f"{i}.leakage"] = np.array(teacher.leakage)
+        for k, tokens in enumerate(teacher.beside):
+            arrays |= _named(tokens, f"{i}.beside.{k}")
     return arrays
 
 
@@ -50,14 +56,21 @@ def _sample(arrays: dict[str, NDArray[Any]]) -> Sample:
 
     def teacher(i: int) -> TeacherSample:
         own = _tokens(arrays, f"{i}") if f"{i}.ids" in arrays else student
-        if not arrays[f"{i}.cross"]:
-            return TeacherSample(own, None)
-        changed_from, stop = arrays[f"{i}.limits"].tolist()
-        ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
-        chunks = Chunks(ours, theirs, changed_from, stop, marks)
-        return TeacherSample(own, chunks)
+        moved_by = arrays[f"{i}.moved_by"].item() if f"{i}.moved_by" in arrays else None
+        leakage = tuple(arrays[f"{i}.leakage"].tolist()) if f"{i}.leakage" in arrays else None
+        num_beside = sum(name.startswith(f"{i}.beside.") and name.endswith(".ids") for name in arrays)
+        beside = tuple(_tokens(arrays, f"{i}.beside.{k}") for k in range(num_beside))
+        return TeacherSample(own, _chunks(arrays, i), moved_by, leakage, beside)
 
     return Sample(student, tuple(teacher(i) for i in range(num_teachers)))
+
+
+def _chunks(arrays: dict[str, NDArray[Any]], i: int) -> Chunks | None:
+    if not arrays[f"{i}.cross"]:
+        return None
+    changed_from, stop = arrays[f"{i}.limits"].tolist()
+    ours, theirs, marks = (arrays[f"{i}.{name}"] for name in ("student_chunk", "teacher_chunk", "marks"))
+    return Chunks(ours, theirs, changed_from, stop, marks)
 
 
 def _named(side: Tokens, name: str) -> dict[str, NDArray[Any]]:

@@ -33,6 +33,10 @@ class CrossTokenizer:
     aligner: Aligner
     equal_history: EqualHistory = "text"
 
+    @property
+    def identity(self) -> tuple[object, ...]:
+        return (*self.encoder.identity, self.aligner.fingerprint, self.equal_history)
+
 
 @dataclass(frozen=True)
 class TextSampleMaker:

@@ -1,4 +1,4 @@
-"""This rank's shard of a tensor."""
+"""This rank's shard of a tensor, and the whole of it."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -8,6 +8,11 @@ from torch.distributed.tensor import DTensor
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard, through which gradients flow; a plain tensor is returned as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the tensor of all ranks, gathered where each has a shard, which communicates; a plain one as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def num_copies(tensor: Tensor) -> int:

@@ -58,8 +58,8 @@ class HiddenStatesWindow:
     head: tuple[HeadHandle, ...]
     """Shards, of consecutive columns."""
 
-    def rows(self, receiver: Receiver, sequences: slice, width: int) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences.
+    def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
 
         They are computed when a loss reads them.
 
@@ -67,7 +67,8 @@ class HiddenStatesWindow:
         their columns are read side by side. Raises HandoffError for a buffer that cannot be mapped.
         """
         hidden = self.hidden.read(receiver, sequences).unsqueeze(0)
-        shards = [self.hidden.logits(HeadLogits(hidden, shard.head(receiver)), sequences, width) for shard in self.head]
+        heads = (shard.head(receiver) for shard in self.head)
+        shards = [self.hidden.logits(HeadLogits(hidden, head), sequences, width, moved_by) for head in heads]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)
 
 

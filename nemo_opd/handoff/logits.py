@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nemo_opd.handoff.base import Receiver
 from nemo_opd.handoff.handle import Handle
@@ -32,14 +33,14 @@ class LogitsWindow:
     shards: tuple[Region, ...]
     """Consecutive columns of the vocabulary."""
 
-    def rows(self, receiver: Receiver, sequences: slice, width: int) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences.
+    def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
 
         They are a view where one buffer has them; shards of the columns are read side by side where they are; rows of
         several buffers are copied together. Raises HandoffError for a buffer that cannot be mapped.
         """
         shards = [
-            shard.logits(TensorLogits(shard.read(receiver, sequences).unsqueeze(0)), sequences, width)
+            shard.logits(TensorLogits(shard.read(receiver, sequences).unsqueeze(0)), sequences, width, moved_by)
             for shard in self.shards
         ]
         return shards[0] if len(shards) == 1 else SideBySideLogits(shards)

@@ -55,7 +55,12 @@ class Region:
         receiver.copied_bytes += sum(source.nbytes for source in found)
         return torch.cat(found)
 
-    def logits(self, tokens: TrainableRows, sequences: slice, width: int) -> PackedLogits:
-        """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X]."""
-        (places,) = together([places_in_row(self.lengths[sequences], width)], tokens.device)
+    def logits(
+        self, tokens: TrainableRows, sequences: slice, width: int, moved_by: Tensor | None = None
+    ) -> PackedLogits:
+        """Return logits [b, width, X] from those of the tokens of some sequences [1, n, X].
+
+        moved_by: of each sequence, int64 [b] on the host: position i has the logits of its token i + moved_by.
+        """
+        (places,) = together([places_in_row(self.lengths[sequences], width, moved_by)], tokens.device)
         return PackedLogits(tokens, places)

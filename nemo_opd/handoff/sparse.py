@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from nemo_opd.distributed.transfer import together
 from nemo_opd.handoff.base import Receiver
@@ -38,11 +39,14 @@ class SparseWindow:
     """One region, as every teacher rank has whole rows."""
     layout: SparseLayout
 
-    def rows(self, receiver: Receiver, sequences: slice, width: int) -> LogitRows:
-        """Return the logits [b, width, W] of some sequences. Raises HandoffError for a buffer that cannot be mapped."""
+    def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
+
+        Raises HandoffError for a buffer that cannot be mapped.
+        """
         (region,) = self.shards
         rows = region.read(receiver, sequences)
-        (places,) = together([places_in_row(region.lengths[sequences], width)], rows.device)
+        (places,) = together([places_in_row(region.lengths[sequences], width, moved_by)], rows.device)
         return SparseLogits(rows, self.layout, places)
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels over rows of logits, and their inputs (methods.md §8.1).
+"""Triton kernels over rows of logits, with their inputs (methods.md §8.1), and of parts of layers.
 
-Triton is imported where a kernel is first launched: by `row_sums`, `log_ratios` and `rows`, and by no other module.
+Triton is imported where a kernel is first launched: by `row_sums`, `log_ratios`, `rows`, `rms_norm`, `swiglu` and
+`rotary`, and by no other module but the `arithmetic` that they share.
 """

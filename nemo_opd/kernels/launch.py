@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from nemo_opd.errors import OPDError
 
@@ -19,6 +21,9 @@ WARPS = 8
 """Warps of a program."""
 SHORT = 32
 """Entries of a list up to which lists are taken side by side; a longer one gets a program of its own."""
+
+_LARGE_GPU = 132
+"""Multiprocessors of an H100."""
 
 _is_on: bool | None = None
 """Whether functions of losses are compiled; None: on all devices but CPUs."""
@@ -45,11 +50,14 @@ def is_compiled(device: torch.device) -> bool:
     return device.type != "cpu" if _is_on is None else _is_on
 
 
-def launch(name: str, num_bytes: int, run: Callable[[], object]) -> None:
+def launch(
+    name: str, num_bytes: int, run: Callable[[], object], *, without: str = "train.compile_losses=false"
+) -> None:
     """Run a kernel. Raises KernelError where it cannot be.
 
     num_bytes: what it reads and writes of rows of logits and gradients, nothing of it from a cache, and what gathers
-    take. Maps that all rows share are counted once: they are small enough to stay in a GPU's cache.
+    take. Maps that all rows share are counted once: they are small enough to stay in a GPU's cache. without: the
+    setting that leaves it out.
     """
     try:
         run()
@@ -58,9 +66,18 @@ def launch(name: str, num_bytes: int, run: Callable[[], object]) -> None:
             raise
         reason = " ".join(str(error).split("\n")[:2]).strip()
         raise KernelError(
-            f"Triton's kernel {name} of the losses could not be used: {type(error).__name__}: {reason}; "
-            "train.compile_losses=false leaves out both Triton and torch.compile"
+            f"Triton's kernel {name} could not be used: {type(error).__name__}: {reason}; {without} leaves Triton out"
         ) from error
+
+
+def launch_layer(name: str, tensors: Sequence[Tensor], run: Callable[[], object]) -> None:
+    """Run a kernel of a layer, which reads or writes each of these tensors once. Raises KernelError."""
+    launch(name, sum(each.nbytes for each in tensors), run, without="fused_layers=false of the model")
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """Return how many programs a GPU runs at once, at least; elsewhere as many as a large one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _LARGE_GPU
 
 
 def _is_tritons(error: Exception) -> bool:
@@ -90,4 +107,9 @@ def are_used(device: torch.device, dtype: torch.dtype) -> bool:
 def is_supported(device: str) -> bool:
     """Return whether Triton has kernels for a type of device."""
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return (device == "cuda" or is_interpreted) and find_spec("triton") is not None
+    return (device == "cuda" or is_interpreted) and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

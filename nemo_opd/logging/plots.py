@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _TERMS = {"train/loss": "loss", "train/kd": "KD", "train/ce": "CE"}
 _TEACHER, _OVERLAP, _QUESTIONS = "train/kd/", "train/overlap/", "eval/"
+_LEAKAGE, _PRIVILEGE, _CONTRAST = "train/leakage/", "train/privilege_gap/", "train/contrast_gap/"
 """Prefixes of metrics."""
 _SMOOTH_FROM = 60
 """Steps from which a curve is also drawn smoothed; fewer are readable as they are."""
@@ -278,6 +279,17 @@ def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, them
             axes.set_ylim(0, 1.12 * axes.dataLim.y1 or 1)
 
 
+def _draw_contexts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
+    """Draw what teachers gain by their contexts, and what of these the student says."""
+    gaps, leakage = figure.subplots(2, 1, sharex=True)
+    _curves(gaps, records, _PRIVILEGE, theme.cycle, "context of ")
+    _curves(gaps, records, _CONTRAST, theme.cycle[::-1], "another record's, of ")
+    _curves(leakage, records, _LEAKAGE, theme.cycle)
+    gaps.set_ylabel("nats a token")
+    leakage.set_ylabel("share that leaks")
+    leakage.set_ylim(0, 1.12 * leakage.dataLim.y1 or 1)
+
+
 def _draw_optimizer(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
     upper, lower = figure.subplots(2, 1, sharex=True)
     _curve(upper, records, "train/grad_norm", "gradient norm", theme.cycle[0])
@@ -358,6 +370,7 @@ PLOTS = (
     _Plot("validation", "Validation", ("val/bits_per_byte",), _draw_validation),
     _Plot("teachers", "Distillation loss by teacher", (_TEACHER,), _draw_teachers, least=2),
     _Plot("rollouts", "What the student samples", ("rollout/response_length",), _draw_rollouts, height=5.2),
+    _Plot("contexts", "Contexts of teachers", (_LEAKAGE,), _draw_contexts, height=4.4),
     _Plot("optimizer", "Optimizer", ("train/lr", "train/grad_norm"), _draw_optimizer, height=4.4),
     _Plot("speed", "Speed", ("perf/tokens_per_s",), _draw_speed, height=2.8),
     _Plot("step_time", "Where the time of a step goes", (STEP,), draw_step_time, height=5.2),

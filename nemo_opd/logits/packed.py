@@ -49,13 +49,17 @@ class Packing:
         return Packing(self.lengths, *together([self.places, self.tokens, self.positions, self.bounds], device))
 
 
-def places_in_row(lengths: Sequence[int], width: int) -> Tensor:
+def places_in_row(lengths: Sequence[int], width: int, moved_by: Tensor | None = None) -> Tensor:
     """Return int64 [B, width]: the place of each position in a row that holds sequences of `lengths`.
 
-    Positions of padding have the place of their sequence's last token.
+    moved_by: int64 [B], on the host, is added to the positions of each sequence first. Those before a sequence have the
+    place of its first token, those behind it that of its last.
     """
     sizes = torch.tensor(lengths).unsqueeze(1)
-    return sizes.cumsum(0) - sizes + torch.arange(width).minimum(sizes - 1)
+    positions = torch.arange(width).unsqueeze(0)
+    if moved_by is not None:
+        positions = (positions + moved_by.unsqueeze(1)).clamp(min=0)
+    return sizes.cumsum(0) - sizes + positions.minimum(sizes - 1)
 
 
 def token_bounds(lengths: Sequence[int]) -> list[int]:

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.core_model_loading import revert_weight_conversion
 
 from nemo_opd.distributed.finite import NotFinite, find_not_finite, find_not_finite_here
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.errors import NotFiniteError
 from nemo_opd.models.load import load_model
 from nemo_opd.models.lora import Adapters
@@ -96,9 +96,7 @@ def _gathered(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     whole = {}
     for name, value in state.items():
         # Converted before it is sent, which is less to send.
-        value = stored(value, dtype)
-        if isinstance(value, DTensor):
-            value = value.full_tensor()
+        value = gathered(stored(value, dtype))
         if dist.get_rank() == 0:
             whole[name] = value.cpu()
     return whole

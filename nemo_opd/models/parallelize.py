@@ -34,6 +34,9 @@ def parallelize(
 ) -> None:
     """Cut a model in place over `mesh`, from `build_mesh`; it may be on meta.
 
+    On one rank a model that computes in the dtype of its parameters stays as it is: FSDP2 would copy all of them before
+    they are used, and each gradient after.
+
     Communicates what `cut_over_ranks`, `RingAttention` and `shard` do. Raises ModelError, naming what is under `key`
     (`student`, `teachers.0`), for a model that cannot be cut, and ConfigError for a device that has no ring attention.
     """
@@ -44,8 +47,9 @@ def parallelize(
     if tensor is not None:
         shared = parallelism.sequence_parallel
         cut_over_ranks(model, tensor, sequence_parallel=shared, key=f"{key}.parallelism.tp")
-    reshards = parallelism.frees_gathered
-    shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshards)
+    if mesh.size() > 1 or any(parameter.dtype != compute_dtype for parameter in model.parameters()):
+        reshards = parallelism.frees_gathered
+        shard(model, fsdp_axis(mesh), compute_dtype=compute_dtype, reshard_after_forward=reshards)
 
 
 def shard(
@@ -70,7 +74,7 @@ def shard(
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters FSDP2 gathers together, the outermost first."""
+    """Return the modules whose parameters FSDP2 gathers together, the outermost first; none where it shards nothing."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import safe_open
@@ -27,6 +27,7 @@ from nemo_opd.distributed.finite import find_not_finite
 from nemo_opd.distributed.shards import local
 from nemo_opd.errors import ModelError
 from nemo_opd.models.folder import resolve, safetensors_files, shards_in
+from nemo_opd.models.fused_layers import fuse_layers
 from nemo_opd.models.load import (
     build_on_meta,
     check_nothing_missing,
@@ -36,7 +37,7 @@ from nemo_opd.models.load import (
     unreadable,
 )
 from nemo_opd.models.lora import Adapters, base_name, keep_adapters_only
-from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize
+from nemo_opd.models.parallelize import checkpoint_activations, compile_in_place, parallelize, sharded_units
 from nemo_opd.progress import tracked
 
 _COMPARED_ROWS = 1024
@@ -76,6 +77,7 @@ def load_sharded(
     trainable: bool,
     activation_checkpointing: bool = False,
     compile_layers: bool = False,
+    fused_layers: bool | Literal["auto"] = False,
     adapters: Adapters | None = None,
     attn_implementation: str | None = None,
 ) -> PreTrainedModel:
@@ -86,9 +88,10 @@ def load_sharded(
     before they are cut, where they are quantised, not in safetensors, or fused or split by transformers.
 
     key: `student.model` or `teachers.i.model`. trainable: False for a teacher. adapters: trained in place of the
-    weights, to which `dtype` then applies; the model's state has adapters alone. attn_implementation: of transformers,
-    whose default is None. Raises ModelError naming `key` where weights are unreadable or missing, on all ranks where
-    one of them is NaN or infinite, and `….parallelism.tp` where the model cannot be cut.
+    weights, to which `dtype` then applies; the model's state has adapters alone. fused_layers: see `fuse_layers`.
+    attn_implementation: of transformers, whose default is None. Raises ModelError naming `key` where weights are
+    unreadable or missing, on all ranks where one of them is NaN or infinite, and `….parallelism.tp` where the model
+    cannot be cut.
     """
 
     def cut(model: PreTrainedModel) -> None:
@@ -100,6 +103,8 @@ def load_sharded(
             checkpoint_activations(model)
         if compile_layers:
             compile_in_place(model)
+        else:
+            fuse_layers(model, fused_layers, compute_dtype, mesh.device_type, key=key.removesuffix(".model"))
         parallelize(model, mesh, parallelism, compute_dtype=compute_dtype, key=key.removesuffix(".model"))
 
     try:
@@ -131,6 +136,8 @@ def _streamed(
     _require_equal_ties(model, stored)
     cut(model)
     model.to_empty(device=device)
+    if not sharded_units(model):  # FSDP2 keeps tied weights tied, plain parameters are now different ones
+        model.tie_weights()
     try:
         _fill(model, stored)
     except torch.OutOfMemoryError:

@@ -59,4 +59,5 @@ def dataset_rollout(prompt: Prompt, renderer: Renderer, max_length: int) -> Roll
         messages=() if isinstance(prompt.content, str) else (*prompt.content, message),
         finish_reason="stop" if is_ended else "length",
         version=-1,
+        before=continued.before,
     )

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from nemo_opd.config.data import Source
 from nemo_opd.config.run import RunConfig
+from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import MESSAGES, TEXT, parsed, read_documents
 from nemo_opd.data.loader import TrainLoader, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, State
@@ -16,7 +18,7 @@ from nemo_opd.data.samples import SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.inputs import layout_of
+from nemo_opd.training.inputs import has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_sample_maker, build_window_maker, row_limits
 from nemo_opd.types import Batch
@@ -90,21 +92,25 @@ class Corpus:
 
 def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Corpus:
     """Load the documents. Raises DataError for documents that cannot be read or used."""
-    layout = layout_of(config)
     make_sample = build_sample_maker(config, student, teachers)
     with working("reading data.train"):
-        train = load_documents(config.data.train, layout, key="data.train")
+        train = _load(config, config.data.train, "data.train")
     _require_answers(train, "data.train")
     _require_readable(make_sample, train)
     given = bool(config.data.validation.given)
     with working("reading data.validation"):
-        validation = load_documents(config.data.validation, layout, key="data.validation") if given else None
+        validation = _load(config, config.data.validation, "data.validation") if given else None
     if validation is not None:
         _require_answers(validation, "data.validation")
     packed = None
     if config.packs_documents:
         packed = Packed(build_window_maker(config, student, teachers), row_limits(config, teachers))
     return Corpus(train, validation, make_sample, packed)
+
+
+def _load(config: RunConfig, source: Source, key: str) -> Dataset:
+    documents = load_documents(source, layout_of(config), key=key)
+    return with_others(documents, key) if has_contrast(config) else documents
 
 
 def _require_answers(documents: Dataset, key: str) -> None:

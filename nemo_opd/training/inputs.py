@@ -6,6 +6,7 @@ from pathlib import Path
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher
+from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
@@ -86,15 +87,35 @@ def _check_data(config: RunConfig) -> None:
     if config.data.validation.given:
         require_suitable(config.data.validation, layout, key="data.validation")
     if config.evaluation is not None:
-        require_suitable(config.evaluation.data, layout, key="evaluation.data")
+        require_suitable(config.evaluation.data, layout_of(config, has_contexts=False), key="evaluation.data")
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """Return the columns of documents, or of prompts where the student samples."""
+def layout_of(config: RunConfig, *, has_contexts: bool = True) -> Layout:
+    """Return the columns of documents, or of prompts where the student samples.
+
+    has_contexts: teachers read them, with the contexts that they have.
+    """
     layout: Layout = data_layout(config.data)
     if config.rollout is not None:
         answer_key = None if config.reward is None else config.reward.answer_key
         layout = prompt_layout(config.data, answer_key, config.data.response_key)
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
-    return layout
+    named = context_fields(config) if has_contexts else {}
+    return ContextLayout(layout, named) if named else layout
+
+
+def has_contrast(config: RunConfig) -> bool:
+    """Return whether a teacher reads another record's context too."""
+    contexts = (teacher.context for teacher in config.active_teachers)
+    return any(context is not None and context.contrast for context in contexts)
+
+
+def context_fields(config: RunConfig) -> dict[str, str]:
+    """Return the columns that contexts of active teachers read, each with the setting that names it."""
+    return {
+        name: f"teachers.{i}.context.{teacher.context.named_in(name)}"
+        for i, teacher in enumerate(config.active_teachers)
+        if teacher.context is not None
+        for name in teacher.context.fields
+    }

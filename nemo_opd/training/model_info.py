@@ -12,6 +12,7 @@ from nemo_opd.alignment.pieces import HOLE
 from nemo_opd.config.model import Student
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, ModelError
+from nemo_opd.models.fused_layers import check_fused_layers
 from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
@@ -49,16 +50,17 @@ class ModelInfo:
         is_known[:common] = other.pieces.origin[:common] != HOLE
         return np.flatnonzero((self.pieces.origin[: self.vocab_size] != HOLE) & ~is_known)
 
-    def longest_text(self, settings: CrossTokenizerTeacher) -> int:
+    def longest_text(self, settings: Teacher) -> int:
         """Return the largest number of tokens that a teacher reads of a text."""
-        return settings.max_length or self.positions or _NO_LIMIT
+        own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+        return own or self.positions or _NO_LIMIT
 
 
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
     """Read a model's configuration and tokenizer.
 
-    Raises ModelError where either is not readable, the two do not belong together, or `parallelism` or
-    `attn_implementation` does not fit.
+    Raises ModelError where either is not readable, the two do not belong together, or `parallelism`,
+    `attn_implementation` or `fused_layers` does not fit.
     """
     config = load_config(settings.model, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
@@ -67,6 +69,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     _check_attention(settings, key, device)
     model = build_on_meta(config, settings.model, key=f"{key}.model", attn_implementation=settings.attn_implementation)
     if isinstance(settings, Student) or settings.cache is None:
+        check_fused_layers(model, settings.fused_layers, device, key=key)
         check_weights(model, settings.model, key=f"{key}.model")
     size = size_of(model, adapters)
     if not size.layers:

@@ -4,12 +4,21 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from nemo_opd.aggregation import build_parts, coverage_metrics, joined, share_metrics, share_out, weighted_by_confidence
+from nemo_opd.aggregation import (
+    build_parts,
+    coverage_metrics,
+    gap,
+    joined,
+    leakage_metrics,
+    share_metrics,
+    share_out,
+    weighted_by_confidence,
+)
 from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
@@ -99,13 +108,17 @@ class Models:
         slot, batch = self._free_slots.popleft(), self._grid.dealt(batch)
         return InFlightBatch(batch, slot, self._on_teachers("forward", batch, slot, about=about), about)
 
-    def _on_teachers(self, method: str, batch: Batch, *more: object, about: str = "") -> list[Call]:
-        """Call a method of every teacher, each rank with the tokens of its rows and their microbatches.
+    def _on_teachers(
+        self, method: str, batch: Batch, *more: object, about: str = "", only: Collection[int] | None = None
+    ) -> list[Call]:
+        """Call a method of every teacher, or of some, each rank with the tokens of its rows and their microbatches.
 
         Teachers on the same devices take turns.
         """
         calls: list[tuple[Group, Callable[[], Call]]] = []
         for i, (group, layout) in enumerate(zip(self.teachers, self._grid.teachers, strict=True)):
+            if only is not None and i not in only:
+                continue
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
             cuts = self._micro_batches(group, own, self._teacher_budgets[i])
             arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
@@ -171,7 +184,7 @@ class Models:
         """Call a method of the student that reads the teachers' output, and free the teachers' buffers."""
         metrics = reduced(self.student.call(method, arguments, about=scored.about), self._grid.student)
         self._free_slots.append(scored.slot)
-        shared = share_metrics(self._parts, scored.batch)
+        shared = share_metrics(self._parts, scored.batch) | leakage_metrics(scored.batch, self._names)
         return metrics | shared | coverage_metrics(self._parts, scored.batch, self._names)
 
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
@@ -196,6 +209,30 @@ class Models:
                 total = total.merge(by_rank[rank])
             totals.append(total)
         return totals
+
+    def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Mean]:
+        """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` where it is asked for (methods.md §13).
+
+        batch: that the teachers have read. asked: teachers whose responses have been read behind other prompts too.
+        """
+        with_context = self._log_probabilities(batch, asked)
+        without = self._log_probabilities(_beside(batch, 0), asked)
+        found = {f"privilege_gap/{self._names[i]}": gap(with_context[i], without[i]) for i in asked}
+        if others := [i for i in asked if len(batch.teachers[i].beside) > 1]:
+            of_others = self._log_probabilities(_beside(batch, 1), others)
+            found |= {f"contrast_gap/{self._names[i]}": gap(of_others[i], without[i]) for i in others}
+        return found
+
+    def _log_probabilities(self, batch: Batch, asked: Sequence[int]) -> dict[int, SequenceScores]:
+        """Return what each of these teachers finds of the responses of its rows."""
+        by_teacher = self._cluster.gather(
+            self._on_teachers("log_probability", batch, about="the privilege gap", only=asked)
+        )
+        is_given = self._grid.is_given(batch)
+        return {
+            i: joined([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)
+            for i, by_rank in zip(asked, by_teacher, strict=True)
+        }
 
     def save(self, folder: Path) -> None:
         self._on_each_student("save", folder.resolve())
@@ -228,6 +265,15 @@ class Models:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _beside(batch: Batch, k: int) -> Batch:
+    """Return a batch of the same responses where teachers read them behind the other prompt k, if they have one."""
+    teachers = (
+        replace(rows, tokens=rows.beside[k], chunks=None, moved=None) if k < len(rows.beside) else rows
+        for rows in batch.teachers
+    )
+    return replace(batch, teachers=tuple(teachers))
 
 
 def _continued(

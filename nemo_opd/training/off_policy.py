@@ -54,7 +54,7 @@ def train_step(session: Session) -> dict[str, float]:
         scored = session.lookahead.next(timer)
         metrics = session.models.train_step(scored, scale, compare_gradients=session.compares_gradients)
     peak_memory, positions = metrics.pop("peak_memory_gb").value(), metrics.pop(POSITIONS).value()
-    record = objective_values(session.config, metrics, scale, "train")
+    record = objective_values(session.config, metrics, scale, "train") | session.privilege_gaps(scored.batch)
     session.count_step(metrics)
     teachers = dict(zip(session.config.active_names, scored.seconds, strict=True))
     times = step_times(timer.take(), metrics, teachers)

@@ -88,7 +88,12 @@ class OnPolicySession(Session):
     def values_at_start(self) -> dict[str, float]:
         """Return the metrics of validation and evaluation, as far as the run has them."""
         values = super().values_at_start()
-        return values if self.config.evaluation is None else values | self.evaluate() | self.evaluate_teachers()
+        if self.config.evaluation is None:
+            return values
+        self.end_before_first_step()
+        values |= self.evaluate()
+        self.end_before_first_step()
+        return values | self.evaluate_teachers()
 
     def validate(self) -> dict[str, float]:
         self.source.wait()

@@ -11,20 +11,22 @@ from nemo_opd.config.data import Source
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
+from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import TEACHER
+from nemo_opd.data.in_context import InContext
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.prompts import read_prompts
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.rollouts import RolloutSampleMaker
 from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
-from nemo_opd.errors import DataError
-from nemo_opd.progress import working
+from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.progress import tracked, working
 from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
-from nemo_opd.training.inputs import layout_of
+from nemo_opd.training.inputs import has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_rollout_sample_maker
 from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, sampled_model
@@ -136,24 +138,34 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     evaluation = None
     evaluated: tuple[SampledModel, ...] = ()
     if config.evaluation is not None:
-        evaluation = _prompt_set(config, renderer, config.evaluation.data, "evaluation.data")
+        evaluation = _prompt_set(config, renderer, config.evaluation.data, "evaluation.data", for_teachers=False)
         if config.evaluation.teachers:
             evaluated = evaluated_teachers(config, teachers, evaluation.all())
+    sample_maker = build_rollout_sample_maker(config, student, teachers)
+    for key, prompts in (("data.train", train), ("data.validation", validation)):
+        _require_room(sample_maker, prompts, key)
     return Prompts(
         train=train,
         validation=validation,
         evaluation=evaluation,
         student=own,
         evaluated_teachers=evaluated,
-        sample_maker=build_rollout_sample_maker(config, student, teachers),
+        sample_maker=sample_maker,
         teachers=config.active_names if config.routing is not None else (),
     )
 
 
-def _prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> _PromptSet:
-    """Load the prompts that leave room for a response. Raises DataError, with the row, for an unusable one."""
+def _prompt_set(
+    config: RunConfig, renderer: Renderer, source: Source, key: str, *, for_teachers: bool = True
+) -> _PromptSet:
+    """Load the prompts that leave room for a response. for_teachers: they read them, with their contexts.
+
+    Raises DataError, with the row, for an unusable one.
+    """
     with working(f"reading {key}"):
-        documents = load_documents(source, layout_of(config), key=key)
+        documents = load_documents(source, layout_of(config, has_contexts=for_teachers), key=key)
+        if for_teachers and has_contrast(config):
+            documents = with_others(documents, key)
         prompts = read_prompts(documents, range(len(documents)))
     if config.reward is not None and compares_answers(config.reward):
         check_answers(config.reward, prompts, source=key)
@@ -171,3 +183,19 @@ def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> Non
                 "column as data.response_key (texts), end the conversation with the assistant's message, or leave the "
                 "row out"
             )
+
+
+def _require_room(maker: RolloutSampleMaker, prompts: _PromptSet | None, key: str) -> None:
+    """Raise DataError, with the row, for the first prompt of which no context can be made or whose context leaves a
+    teacher no room for a response.
+    """
+    readers = [teacher for teacher in maker.teachers if isinstance(teacher, InContext)]
+    if prompts is None or not readers:
+        return
+    for prompt in tracked(prompts.all(), f"tokenizing the contexts of {key}", "prompts"):
+        try:
+            for reader in readers:
+                for content in reader.context.contents(prompt.content, prompt.record):
+                    reader.prompt_ids(content, prompt.tools)
+        except (AlignmentError, DataError) as error:
+            raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error

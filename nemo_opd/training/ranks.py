@@ -185,9 +185,9 @@ def resolve_layout(key: str, num_ranks: int, parallelism: Parallelism) -> Layout
         dp = num_ranks // (tp * cp)
         if replicas != "auto" and dp % replicas:
             raise ConfigError(
-                f"{key}.parallelism.replicas={replicas}: of its {num_ranks} ranks {dp} are data parallel, which are no "
-                f"{replicas} equal copies; write {key}.parallelism.replicas={_largest_divisor(dp, replicas)}, or "
-                "change the number of ranks"
+                f"{key}.parallelism.replicas={replicas}: {dp} of its {num_ranks} ranks are data parallel, and "
+                f"{replicas} does not divide them into equal copies; write "
+                f"{key}.parallelism.replicas={_largest_divisor(dp, replicas)}, or change the number of ranks"
             )
         return Layout.of(num_ranks, parallelism)
     smaller_tp = _largest_divisor(num_ranks, tp)

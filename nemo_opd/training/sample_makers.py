@@ -4,19 +4,24 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from nemo_opd.aggregation.routed import RoutedSampleMaker, RoutedWindowMaker
-from nemo_opd.alignment import TokenAligner
+from nemo_opd.alignment import ChatRenderer, TokenAligner
+from nemo_opd.config.context import Context as ContextSettings
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.cache import CachedSampleMaker, CachedWindowMaker
 from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.context import Context
 from nemo_opd.data.encoders import ChatEncoder, Encoder
+from nemo_opd.data.in_context import HasIdentity, InContext
 from nemo_opd.data.rollouts import CrossTokenizerReader, CrossTokenizerText, RolloutSampleMaker
 from nemo_opd.data.samples import SameTokenizer, SampleMaker, WindowMaker
 from nemo_opd.data.text import CrossTokenizer, TextSampleMaker, TextWindowMaker
+from nemo_opd.training.inputs import layout_of
 from nemo_opd.training.model_info import ModelInfo
 
 _Reader = TypeVar("_Reader")
+_Read = TypeVar("_Read", bound=HasIdentity)
 
 
 def build_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> SampleMaker:
@@ -57,7 +62,8 @@ def build_rollout_sample_maker(
         return CrossTokenizerText.of(teacher.tokenizer, length, aligner, teacher.vocab_size, settings.equal_history)
 
     lengths = student.pieces.lengths[: student.vocab_size]
-    return RolloutSampleMaker(lengths, _readers(config, student, teachers, reader))
+    readers = _readers(config, student, teachers, reader)
+    return RolloutSampleMaker(lengths, _in_contexts(config, teachers, readers))
 
 
 def _text_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> TextSampleMaker:
@@ -76,7 +82,7 @@ def _chat_sample_maker(config: RunConfig, student: ModelInfo, teachers: Sequence
         return _chat_reader(settings, student, teacher)
 
     encoder = _chat_encoder(config.student, student, config.train.max_length)
-    return ChatSampleMaker(encoder, _readers(config, student, teachers, reader))
+    return ChatSampleMaker(encoder, _in_contexts(config, teachers, _readers(config, student, teachers, reader)))
 
 
 def _readers(
@@ -91,6 +97,27 @@ def _readers(
         if isinstance(settings, CrossTokenizerTeacher)
         else _same_tokenizer(config, i, student, teachers)
         for i, settings in enumerate(config.active_teachers)
+    )
+
+
+def _in_contexts(
+    config: RunConfig, teachers: Sequence[ModelInfo], readers: Sequence[_Read]
+) -> tuple[_Read | InContext[_Read], ...]:
+    """Return the readers of the active teachers with the contexts that some have."""
+    columns = layout_of(config).columns
+
+    def in_context(i: int, reader: _Read, settings: ContextSettings) -> InContext[_Read]:
+        own, info = config.active_teachers[i], teachers[i]
+        context = Context(settings, {name: columns[name] for name in settings.fields}, f"teachers.{i}.context")
+        renderer = None
+        if config.data.messages_key is not None:
+            renderer = ChatRenderer(info.tokenizer, template_kwargs=own.chat_template_kwargs)
+        return InContext(reader, context, info.tokenizer, renderer, info.vocab_size, info.longest_text(own))
+
+    contexts = [teacher.context for teacher in config.active_teachers]
+    return tuple(
+        reader if context is None else in_context(i, reader, context)
+        for i, (reader, context) in enumerate(zip(readers, contexts, strict=True))
     )
 
 

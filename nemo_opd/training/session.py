@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
@@ -15,6 +15,7 @@ from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
 from nemo_opd.logging.facts import write_hardware
+from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
@@ -28,6 +29,10 @@ from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
 from nemo_opd.types import Batch, Metrics
+
+
+class _StoppedError(Exception):
+    """Signal that the run was interrupted before its first step, when no step waits to be saved."""
 
 
 class Session:
@@ -127,6 +132,14 @@ class Session:
         """Return whether an action is due that is made every `every` steps and after the last."""
         return self.is_complete or (every is not None and self.step % every == 0)
 
+    def privilege_gaps(self, batch: Batch) -> dict[str, float]:
+        """Measure the privilege gaps that are due, of a step's batch; return train/privilege_gap/* and the like."""
+        contexts = enumerate(teacher.context for teacher in self.config.active_teachers)
+        asked = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
+        found = self.models.privilege_gaps(batch, asked) if asked else {}
+        measured = {name: gap for name, gap in found.items() if gap.count}
+        return {f"train/{name}": value for name, value in values(measured).items()}
+
     @property
     def compares_gradients(self) -> bool:
         every = self.config.logging.gradients_every
@@ -145,9 +158,12 @@ class Session:
         self.skipped.require_progress()
 
     def measure_start(self) -> None:
-        """Log metrics of student and teachers before the first step of a new run."""
-        if not self.step and (values := self.values_at_start()):
-            self.loggers.log(0, values)
+        """Log metrics of student and teachers before the first step of a new run, unless it is interrupted."""
+        if self.step:
+            return
+        with suppress(_StoppedError):
+            if values := self.values_at_start():
+                self.loggers.log(0, values)
 
     def values_at_start(self) -> dict[str, float]:
         """Validate student and teachers and return val/*, if there are validation data."""
@@ -176,10 +192,21 @@ class Session:
             self.loggers.warn(f"validation after step {self.step}: {', '.join(wrong)}")
 
     def _validation_batches(self, name: str) -> Iterator[Batch]:
-        """Yield the validation batches; name: of the work, for the progress display."""
+        """Yield the validation batches; name: of the work, for the progress display.
+
+        Raises what `end_before_first_step` does.
+        """
         data, batch_size = self.plan.data, self.config.train.global_batch_size
         assert data.validation is not None
-        return tracked(data.validation_batches(batch_size), name, "batches", -(-len(data.validation) // batch_size))
+        number = -(-len(data.validation) // batch_size)
+        for batch in tracked(data.validation_batches(batch_size), name, "batches", number):
+            self.end_before_first_step()
+            yield batch
+
+    def end_before_first_step(self) -> None:
+        """Raise _StoppedError, which `measure_start` awaits, where the run is interrupted before its first step."""
+        if not self.step and self.interrupt.requested:
+            raise _StoppedError
 
     def save(self) -> None:
         """Write a checkpoint of this step."""

@@ -12,7 +12,9 @@ from nemo_opd.aggregation import Parts, coverage_metrics
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher
 from nemo_opd.data.collate import collate
+from nemo_opd.data.context import said_in
 from nemo_opd.data.documents import read_documents
+from nemo_opd.data.in_context import InContext
 from nemo_opd.data.record import Prompt
 from nemo_opd.data.samples import Sample
 from nemo_opd.errors import AlignmentError, DataError
@@ -67,8 +69,14 @@ def survey(
         lengths = [len(sample.student) for sample in samples]
         by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
     else:
-        texts = [_text_of(prompt) for prompt in prompts]
+        texts = [said_in(prompt.content) for prompt in prompts]
         lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in texts] for info in (student, *teachers))
+    rates = [_rate(i, samples, own, lengths) for i, own in enumerate(by_teacher)]
+    if isinstance(data, Prompts) and not samples:
+        by_teacher = [
+            [length + _added(reader, teachers[i], prompt) for length, prompt in zip(own, prompts, strict=True)]
+            for i, (own, reader) in enumerate(zip(by_teacher, data.sample_maker.teachers, strict=True))
+        ]
     names = [f"kd_coverage/{name}" for name in config.active_names]
     return Survey(
         num_texts=len(samples),
@@ -76,7 +84,7 @@ def survey(
         is_complete=len(samples) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
         tokens_per_byte=_tokens_per_byte(samples),
-        widths=tuple(_width(config, i, teachers[i], own, lengths) for i, own in enumerate(by_teacher)),
+        widths=tuple(_width(config, i, teachers[i], own, lengths, rates[i]) for i, own in enumerate(by_teacher)),
     )
 
 
@@ -105,11 +113,13 @@ def _batch_of(sample: Sample, config: RunConfig) -> Batch:
     return replace(batch, sampled=SampledRows(everything, nothing, nothing, first, first.long()))
 
 
-def _text_of(prompt: Prompt) -> str:
-    """Return a prompt's text without the template."""
-    if isinstance(prompt.content, str):
-        return prompt.content
-    return "\n".join(message["content"] for message in prompt.content)
+def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
+    """Return the tokens that a teacher reads of its own prompt and not of the student's."""
+    if not isinstance(reader, InContext):
+        return 0
+    contents = prompt.content, reader.context.content(prompt.content, prompt.record)
+    before, own = (num_tokens(teacher.tokenizer, said_in(content)) for content in contents)
+    return own - before
 
 
 def _tokens_per_byte(samples: Sequence[Sample]) -> float:
@@ -117,14 +127,27 @@ def _tokens_per_byte(samples: Sequence[Sample]) -> float:
     return sum(len(sample.student) for sample in samples) / num_bytes if num_bytes else 0.0
 
 
-def _width(config: RunConfig, i: int, teacher: ModelInfo, own: Sequence[int], lengths: Sequence[int]) -> int:
-    """Extrapolate each text to `train.max_length` by the mean ratio of teacher to student tokens.
+def _rate(i: int, samples: Sequence[Sample], own: Sequence[int], lengths: Sequence[int]) -> float:
+    """Return the teacher's tokens for one of the student: behind a context, of what is learned."""
+    sides = [(sample.teachers[i].tokens, sample.student) for sample in samples]
+    if sides and samples[0].teachers[i].leakage is not None:
+        theirs, ours = (sum(int(side.loss_mask.sum()) for side in each) for each in zip(*sides, strict=True))
+    else:
+        theirs, ours = sum(own), sum(lengths)
+    return theirs / (ours or 1) or 1.0
+
+
+def _width(
+    config: RunConfig, i: int, teacher: ModelInfo, own: Sequence[int], lengths: Sequence[int], rate: float
+) -> int:
+    """Extrapolate each text to `train.max_length` by a ratio of teacher to student tokens.
 
     own, lengths: number of the teacher's and of the student's tokens of each text.
     """
     settings, whole = config.active_teachers[i], config.train.max_length
     if not isinstance(settings, CrossTokenizerTeacher):
-        return whole
-    rate = sum(own) / (sum(lengths) or 1) or 1.0
+        if settings.context is None:
+            return whole
+        rate = 1.0
     widest = max((mine + (whole - length) * rate for mine, length in zip(own, lengths, strict=True)), default=whole)
     return min(teacher.longest_text(settings), max(2, ceil(widest)))

@@ -105,14 +105,14 @@ def _require_other_text(config: RunConfig, i: int, student: ModelInfo, teacher: 
 def require_templates(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> None:
     """Raise AlignmentError, with the key, where data are conversations and a model has no chat template.
 
-    A teacher with the student's tokenizer needs none: it reads the student's tokens.
+    A teacher with the student's tokenizer needs none, unless it has a context: it reads the student's tokens.
     """
     if config.data.messages_key is None:
         return
     readers = [("student", config.student, student)] + [
         (f"teachers.{i}", settings, teacher)
         for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True))
-        if isinstance(settings, CrossTokenizerTeacher)
+        if isinstance(settings, CrossTokenizerTeacher) or settings.context is not None
     ]
     for key, settings, info in readers:
         if not info.tokenizer.chat_template:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from nemo_opd.config.optim import AdamW, Scheduler
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.types import Last
 
 _Gradients = list[Tensor | None]
@@ -73,4 +73,4 @@ def gradient_metrics(kd: _Gradients, ce: _Gradients) -> dict[str, Last]:
 def _inner_product(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """Return the sum of all products of entries, in fp32 or better, the same on every rank."""
     total = torch.stack([(left * right).sum() for left, right in pairs]).sum()
-    return total.full_tensor() if isinstance(total, DTensor) else total
+    return gathered(total)

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from nemo_opd.aggregation import Divisor, build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
@@ -17,6 +16,7 @@ from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.link import Rendezvous, StudentLinks
@@ -150,6 +150,7 @@ class StudentWorker:
                 trainable=True,
                 activation_checkpointing=config.student.activation_checkpointing,
                 compile_layers=config.student.compile,
+                fused_layers=config.student.fused_layers,
                 adapters=self.adapters,
                 attn_implementation=config.student.attn_implementation,
             )
@@ -226,11 +227,11 @@ class StudentWorker:
 
         Copies of the model are summed in the last one alone: until then a rank keeps the sum of its shard.
         """
-        student, outermost = self.config.student, sharded_units(self.model)[0]
-        outermost.set_is_last_backward(is_last)
-        outermost.set_requires_gradient_sync(is_last or student.sync_each_micro_batch is not False)
-        outermost.set_requires_all_reduce(is_last)
-        outermost.set_reshard_after_backward(is_last or student.parallelism.frees_gathered)
+        for outermost in sharded_units(self.model)[:1]:  # none where FSDP2 holds nothing
+            outermost.set_is_last_backward(is_last)
+            outermost.set_requires_gradient_sync(is_last or self.config.student.sync_each_micro_batch is not False)
+            outermost.set_requires_all_reduce(is_last)
+            outermost.set_reshard_after_backward(is_last or self.config.student.parallelism.frees_gathered)
 
     def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
@@ -345,7 +346,7 @@ class StudentWorker:
             batch = step.batch.rows(sequences.start, sequences.stop)
             with self.phases("handoff"):
                 teacher_logits = [
-                    window.rows(self.receiver, sequences, rows.tokens.ids.shape[1])
+                    window.rows(self.receiver, sequences, *rows.logit_positions(batch.student))
                     for window, rows in zip(step.windows, batch.teachers, strict=True)
                 ]
             # Packing and divisors are computed on the host, without waiting for the device.
@@ -355,7 +356,7 @@ class StudentWorker:
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return gathered(norm)
 
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).

@@ -105,6 +105,7 @@ class TeacherWorker:
                 device="cpu" if settings.offload is True else device,
                 trainable=False,
                 compile_layers=settings.compile,
+                fused_layers=settings.fused_layers,
                 attn_implementation=settings.attn_implementation,
             )
         self._residence = Residence(self.model, device, offload=settings.offload is True, gives_back=gives_back)
@@ -164,6 +165,16 @@ class TeacherWorker:
                 logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
         return Mean(float(result.total), float(result.count))
+
+    @torch.no_grad()
+    def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:
+        """Return what the teacher finds of the scored tokens of each sequence, on the host."""
+        found = []
+        with needs_memory(self._forward_task), self._residence.use():
+            for micro, packing in self._packed(tokens, micro_batches):
+                whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
+                found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
+        return joined(found)
 
     @torch.no_grad()
     def generate(

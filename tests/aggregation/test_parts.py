@@ -20,7 +20,7 @@ from nemo_opd.data.collate import only_chosen, shards
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.planned import compute_together
 from nemo_opd.losses.reduction import label_mask, sampled_mask
-from nemo_opd.types import Batch, ChunkRows, Mean, SampledRows, SequenceScores, TeacherRows, TokenRows
+from nemo_opd.types import Batch, ChunkRows, Mean, MovedRows, SampledRows, SequenceScores, TeacherRows, TokenRows
 from tests.composition import compose
 from tests.rows import pad_rows
 from tests.tiny import Tiny
@@ -186,6 +186,21 @@ def test_a_text_counts_as_much_whichever_kind_of_unit_it_has(tiny: Tiny) -> None
     plans = parts.plan(row, [teacher, teacher], chosen, parts.divisors(chosen), parts.normalizers(chosen).kd)
     (gradient,) = torch.autograd.grad(compute_together(plans).loss, row)
     torch.testing.assert_close(gradient, gradient[:1].expand(4, -1, -1), rtol=1e-12, atol=0)
+
+
+def test_averaged_teachers_are_compared_where_all_of_them_read(tiny: Tiny) -> None:
+    """Bug: the tokens of the first teacher, beyond what another reads behind its own prompt."""
+    parts = parts_of(tiny, "aggregation=averaged_logits", "loss=same_vocab", "teachers.0.type=same_tokenizer")
+    student = rows()
+    scored = student.loss_mask.clone()
+    scored[0, 3:] = False
+    behind = TeacherRows(rows((7, 4, 6)), None, moved=MovedRows(torch.tensor([2, 2, 2]), scored))
+    for teachers in ((TeacherRows(student, None), behind), (behind, TeacherRows(student, None))):
+        of = Batch(student, teachers)
+        (part,) = parts.parts
+        assert part.student_side(of).loss_mask.equal(scored)
+        assert part.num_units(of) == int(scored.sum()) == 6
+        assert coverage_metrics(parts, of, ["cross", "same"])["kd_coverage/same"].value() == 6 / 8
 
 
 AGGREGATIONS = {

@@ -28,13 +28,14 @@ def step() -> Iterator[dict[str, ModuleType]]:
         patch.syspath_prepend(str(ROOT / "docs" / "figures"))
         patch.syspath_prepend(str(ROOT / "benchmarks"))  # ahead: both have an `alignment`
         import scaling
+        import scaling_models
         import step_flops
         import step_gold
         import step_models
         import step_ours
         import step_report
 
-        modules = (scaling, step_flops, step_gold, step_models, step_ours, step_report)
+        modules = (scaling, scaling_models, step_flops, step_gold, step_models, step_ours, step_report)
         yield {module.__name__: module for module in modules}
         for module in modules:
             sys.modules.pop(module.__name__, None)

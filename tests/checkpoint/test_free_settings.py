@@ -3,7 +3,8 @@
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
-from nemo_opd.config import RunConfig, aggregation, environment, handoff, loss, optim, reward, rollout
+from nemo_opd.config import RunConfig, aggregation, environment, handoff, importance, loss, optim, reward, rollout
+from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
@@ -23,6 +24,7 @@ BOUND: dict[type[BaseModel], str] = {
     Model: "model tokenizer chat_template chat_template_kwargs",
     Student: "dtype",
     TeacherBase: "name weight dtype cache",
+    Context: "system_prompt template key",
     SameTokenizerTeacher: "type",
     OwnIdsTeacher: "projection top_k roles max_length equal_history",
     CrossTokenizerTeacher: "type",
@@ -63,7 +65,7 @@ BOUND: dict[type[BaseModel], str] = {
     loss.StrictTerm: "type top_k normalization",
     loss.TCADTerm: "type support_size support coverage_coef power_alpha",
     loss.SampledKLTerm: "type estimator update clip_low clip_high dual_clip",
-    loss.ImportanceSettings: "importance_cap importance_level importance_veto",
+    importance.ImportanceSettings: "importance_cap importance_level importance_veto",
     loss.ULDTerm: "type compat",
     loss.ALMTerm: "type",
     loss.GoldTerm: "type",

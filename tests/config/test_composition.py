@@ -40,6 +40,7 @@ OF_A_RECIPE = {
     "off_policy": {
         **{option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
         "data=arithmetic": ["data.response_key=null"],
+        "teachers=arithmetic_context": ["data.messages_key=messages"],
     },
     "on_policy": {
         **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},

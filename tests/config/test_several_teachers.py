@@ -45,7 +45,7 @@ def test_alpha_needs_scores() -> None:
 
 def test_a_key_of_another_aggregation_is_unknown() -> None:
     assert message_of(changed("aggregation", {"type": "routed", "per": "batch"})) == (
-        "aggregation.per='batch': there is no such key; known here: type, key"
+        "aggregation.per='batch': there is no such key; it belongs to aggregation.type=select_teacher"
     )
     assert message_of(changed("aggregation.type", "vote")) == (
         "aggregation.type='vote': choose one of 'weighted_sum', 'averaged_logits', 'select_teacher', 'routed'"

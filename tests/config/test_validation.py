@@ -90,12 +90,15 @@ def test_a_strange_key_is_told_what_is_known() -> None:
     assert message == "handoff.zzz=1: there is no such key; known here: transport, type"
 
 
-def test_a_key_of_the_other_kind_of_teacher_is_unknown() -> None:
+def test_a_key_of_the_other_kind_of_teacher_is_told_with_its_kind() -> None:
     """Suggestions follow the tag: a same-tokenizer teacher has no projection."""
     message = message_of(changed("teachers.1.projection", "auto"))
+    rollout = message_of(changed("rollout", {"type": "hf", "gpus": 2}))
 
-    assert message.startswith("teachers.1.projection='auto': there is no such key; known here: model, ")
-    assert "projection," not in message.partition("known here")[2]
+    assert (
+        message == "teachers.1.projection='auto': there is no such key; it belongs to teachers.1.type=cross_tokenizer"
+    )
+    assert rollout == "rollout.gpus=2: there is no such key; it belongs to rollout.type=server"
 
 
 def test_a_key_of_the_other_loss_is_unknown() -> None:

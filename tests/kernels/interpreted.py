@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter, as a program: prints how far each loss is from its PyTorch form in fp64, as JSON.
+"""Kernels in Triton's interpreter, as a program: prints how far each is from its PyTorch form in fp64, as JSON.
 
 TRITON_INTERPRET=1 uv run python -m tests.kernels.interpreted
 """
@@ -14,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import Tensor
-from triton.runtime import interpreter
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import CellMap, Entries
@@ -23,6 +22,8 @@ from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.losses import alm, cross_entropy, kernel_cells, p_kl, same_vocab, shared_prefix, strict
 from nemo_opd.projection import ProjectionMatrix
+from tests.kernels import interpreted_layers
+from tests.kernels.moved import moved_bytes
 from tests.losses import oracle
 from tests.losses.cases import LOSSES, Case, identity, one_tokenizer
 
@@ -184,23 +185,6 @@ def bytes_of_rows() -> dict[str, Any]:
     """What each kernel reads and writes in the interpreter, vectors outside of maps, against what it says."""
     maps: list[tuple[int, int]] = []
     launched: list[tuple[str, int]] = []
-    moved = [0]
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
-
-    def note(pointers: Any, mask: Any) -> None:
-        places = pointers.data[mask.data] if pointers.data.size > 1 else pointers.data[:0]
-        size = pointers.get_element_ty().primitive_bitwidth // 8
-        is_map = sum(((places >= first) & (places < last)).sum() for first, last in maps)
-        moved[0] += int(len(places) - is_map) * size
-
-    def loaded(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        note(pointers, mask)
-        return load(self, pointers, mask, *more)
-
-    def stored(self: Any, pointers: Any, value: Any, mask: Any, *more: Any) -> Any:
-        note(pointers, mask)
-        return store(self, pointers, value, mask, *more)
 
     def remembered(*given: Any, **more: Any) -> CellMap:
         made = cell_map(*given, **more)
@@ -221,8 +205,7 @@ def bytes_of_rows() -> dict[str, Any]:
         small_blocks(launched),
         patch.object(launch, "launch", run),
         patch.object(kernel_cells, "cell_map", remembered),
-        patch.object(builder, "create_masked_load", loaded),
-        patch.object(builder, "create_masked_store", stored),
+        moved_bytes(maps) as moved,
     ):
         plans = text.plans(text.student.requires_grad_(), "jsd", 1.0)
         for names in (("cross_entropy", "same_vocab"), ("p_kl",), ("shared_prefix",)):
@@ -252,7 +235,10 @@ def main() -> dict[str, Any]:
     found["mixture"] = together(Text.random(4, 3.0), ("p_kl", "shared_prefix", "alm", "strict_rest"), "mixed")
     found["two-forms"] = together(Text.random(4, 3.0), ("p_kl", "shared_prefix", "strict", "same_vocab"), "reverse_kl")
     found["head-bf16"] = from_a_head(torch.bfloat16)
-    return {name: asdict(each) for name, each in found.items()} | {"bytes": bytes_of_rows()}
+    return {name: asdict(each) for name, each in found.items()} | {
+        "bytes": bytes_of_rows(),
+        "layers": interpreted_layers.found(),
+    }
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Kernels can be compiled for GPUs, which takes none; and what happens where they cannot."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -8,43 +9,74 @@ import torch
 
 from nemo_opd.kernels import launch
 from nemo_opd.kernels.forms import FORWARD_KL, JSD, TVD
+from nemo_opd.logits.rows import TrainableRows
 from nemo_opd.losses import same_vocab
 
 triton = pytest.importorskip("triton")
 
 A100, H100 = 80, 90
 """Compute capabilities."""
-INTEGERS = ("units_", "partner", "begins", "cells", "rows", "is_needed", "others", "teacher_begins", "teacher_others")
-NUMBERS = ("stride", "columns", "num_", "total_stride", "teacher_stride")
-FACTORS = ("over_", "weight_b", "weight_c", "coverage")
+INTEGERS = ("units", "partner", "begins", "cells", "rows", "is_needed", "others")
+"""Last words of arguments' names, as all of these."""
+NUMBERS = ("stride", "columns", "num_cells", "num_short", "num_long")
+FACTORS = ("over_temperature", "comparison_weight", "mapped_weight", "coverage")
 
 
 def _type_of(name: str, kernel: str, logits: str) -> str:
     if name == "targets":
         return "*i64"
-    if name.startswith(FACTORS) or name == "weight":
+    if name.endswith(FACTORS) or name == "weight":
         return "fp32"
-    if name.startswith(NUMBERS):
+    if name.endswith(NUMBERS):
         return "i32"
-    if name in ("total", "student", "teacher", "teacher_b", "teacher_c") or (name, kernel) == ("rows", "_row_sums"):
+    if name in ("total", "student") or name.endswith("teacher") or (name, kernel) == ("rows", "_row_sums"):
         return logits
-    return "*i32" if name.startswith(INTEGERS) else "*fp32"
+    return "*i32" if name.endswith(INTEGERS) else "*fp32"
 
 
-ALL: dict[str, int] = {"KIND_B": JSD, "KIND_C": JSD, "IS_FIRST": False}
+ALL: dict[str, int] = {"COMPARISON_KIND": JSD, "MAPPED_KIND": JSD, "IS_FIRST": False}
 """Constants of a kernel that are not True; a variant has others."""
-DEFAULT = {"KIND_B": FORWARD_KL, "KIND_C": FORWARD_KL, "IS_FIRST": True}
+DEFAULT = {"COMPARISON_KIND": FORWARD_KL, "MAPPED_KIND": FORWARD_KL, "IS_FIRST": True}
 VARIANTS = {
     "row_sums, weighted": ("row_sums._row_sums", {}),
     "row_sums": ("row_sums._row_sums", {"HAS_WEIGHTS": False, "HAS_NEEDED": False}),
     "log_ratios, short": ("log_ratios._short", {}),
     "log_ratios, long": ("log_ratios._long", {}),
     "forward KL": ("rows.of_rows", DEFAULT),
-    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_A": False}),
+    "JSD, value": ("rows.of_rows", {"HAS_GRADIENT": False, "HAS_SURPRISE": False}),
     "JSD, gradient": ("rows.of_rows", {}),
-    "TVD of pairs": ("rows.of_rows", {"KIND_C": TVD, "HAS_A": False, "HAS_B": False, "HAS_CELLS": False}),
-    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_B": False, "HAS_C": False, "HAS_CELLS": False}),
+    "TVD of pairs": (
+        "rows.of_rows",
+        {"MAPPED_KIND": TVD, "HAS_SURPRISE": False, "HAS_COMPARISON": False, "HAS_CELLS": False},
+    ),
+    "cross-entropy": ("rows.of_rows", DEFAULT | {"HAS_COMPARISON": False, "HAS_MAPPED": False, "HAS_CELLS": False}),
 }
+
+
+LAYERS = {
+    "rms_norm._forward": {"ROWS": 2, "COLUMNS": 2048},
+    "rms_norm._backward": {"OF_WEIGHT": True, "ROWS": 1, "COLUMNS": 8192},
+    "swiglu._forward": {},
+    "swiglu._backward": {},
+    "rotary._rotated": {"BACK": True, "HEADS": 32, "COLUMNS": 64, "REST": 32},
+}
+"""Kernels of layers and their constants."""
+_FP32_OF_LAYERS = ("inverse", "parts")
+_NUMBERS_OF_LAYERS = ("num_", "half", "width")
+
+
+@pytest.mark.world
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("capability", "numbers"), [(H100, "*bf16"), (A100, "*fp32")])
+def test_a_kernel_of_layers_is_compiled_for_a_gpu(name: str, capability: int, numbers: str) -> None:
+    """Bugs: as above."""
+
+    def type_of(argument: str) -> str:
+        if argument.startswith(_NUMBERS_OF_LAYERS) or argument.endswith("stride"):
+            return "i32"
+        return "fp32" if argument == "eps" else "*fp32" if argument in _FP32_OF_LAYERS else numbers
+
+    _compile(name, {"BLOCK": launch.BLOCK} | LAYERS[name], type_of, capability)
 
 
 @pytest.mark.world
@@ -52,20 +84,25 @@ VARIANTS = {
 @pytest.mark.parametrize(("capability", "logits"), [(H100, "*bf16"), (A100, "*fp32")])
 def test_a_kernel_is_compiled_for_a_gpu(variant: str, capability: int, logits: str) -> None:
     """Bugs: what Triton's interpreter takes and its compiler does not."""
+    name, own = VARIANTS[variant]
+    _compile(
+        name, {"BLOCK": launch.BLOCK} | ALL | own, lambda key: _type_of(key, name.split(".")[1], logits), capability
+    )
+
+
+def _compile(name: str, constants: dict[str, Any], type_of: Callable[[str], str], capability: int) -> None:
+    """constants: by name; those of the kernel that are not there are True."""
     from importlib import import_module
 
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    name, own = VARIANTS[variant]
     module, _, function = name.partition(".")
     kernel = getattr(import_module(f"nemo_opd.kernels.{module}"), function)
-    every: dict[str, Any] = {"BLOCK": launch.BLOCK} | ALL | own
-    constants = {key: every.get(key, True) for key in kernel.arg_names if key.isupper()}
-    assert own.keys() <= constants.keys()
-    types = {key: "constexpr" if key in constants else _type_of(key, function, logits) for key in kernel.arg_names}
+    given = {key: constants.get(key, True) for key in kernel.arg_names if key.isupper()}
+    types = {key: "constexpr" if key in given else type_of(key) for key in kernel.arg_names}
     target, options = GPUTarget("cuda", capability, 32), {"num_warps": launch.WARPS}
-    made = triton.compile(ASTSource(kernel, types, constants), target=target, options=options)
+    made = triton.compile(ASTSource(kernel, types, given), target=target, options=options)
     assert made.asm["cubin"]
 
 
@@ -86,6 +123,25 @@ def test_where_a_kernel_fails_pytorch_computes_and_says_so_once() -> None:
         with pytest.warns(UserWarning, match=r"row_sums: no; PyTorch's are used"):
             assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
         assert torch.equal(same_vocab(student, teacher, **given).loss, expected)
+
+
+def test_where_others_wait_for_this_rank_a_kernel_that_fails_ends_the_run() -> None:
+    """Bug: this rank alone begins again by PyTorch, and exchanges other blocks than those that the others wait for."""
+
+    def fails(name: str, *given: Any, **more: Any) -> None:
+        raise launch.KernelError(f"{name}: no")
+
+    student, teacher = torch.randn(2, 1, 4, 6).unbind()
+    with (
+        patch.object(launch, "is_supported", lambda device: True),
+        patch.object(launch, "launch", fails),
+        patch.object(launch, "_has_failed", False),
+        patch("nemo_opd.losses.fused.is_compiled", lambda device: False),
+        patch.object(TrainableRows, "share", (0, 2)),
+        launch.compiling(True),
+        pytest.raises(launch.KernelError, match="row_sums: no"),
+    ):
+        same_vocab(student.requires_grad_(), teacher, mask=torch.ones(1, 4))
 
 
 def test_nothing_is_launched_on_a_cpu_nor_for_fp64() -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.logits.head import HeadLogits
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.models.head import Headless, WithHead
@@ -46,19 +47,25 @@ def adamw(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def cut(
-    folder: Path, parallelism: Parallelism, *, activation_checkpointing: bool = False
+    folder: Path,
+    parallelism: Parallelism,
+    *,
+    activation_checkpointing: bool = False,
+    dtype: torch.dtype = torch.float64,
+    fused_layers: bool = False,
 ) -> tuple[Any, PreTrainedModel]:
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), "cpu")
     model = load_sharded(
         str(folder),
-        torch.float64,
+        dtype,
         mesh,
         key="student.model",
         parallelism=parallelism,
-        compute_dtype=torch.float64,
+        compute_dtype=dtype,
         device="cpu",
         trainable=True,
         activation_checkpointing=activation_checkpointing,
+        fused_layers=fused_layers,
     )
     return mesh, model
 
@@ -76,7 +83,7 @@ def accumulate(headless: Headless, rows: slice, mesh: Any) -> None:
 
 
 def full(tensors: Iterator[tuple[str, Any]]) -> dict[str, Tensor]:
-    return {name: tensor.full_tensor() for name, tensor in tensors}
+    return {name: gathered(tensor) for name, tensor in tensors}
 
 
 def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[Trained, torch.optim.Optimizer]:
@@ -93,9 +100,9 @@ def train(model: PreTrainedModel, mesh: Any, parallelism: Parallelism) -> tuple[
     begin = own * (dist.get_rank() // parallelism.tp)
     for start in range(begin, begin + own, MICRO_BATCH):
         accumulate(headless, slice(start, start + MICRO_BATCH), mesh)
-    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    assert all(isinstance(parameter, DTensor) == (mesh.size() > 1) for parameter in model.parameters())
     gradients = full((name, parameter.grad) for name, parameter in model.named_parameters())
     norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     optimizer.step()
     weights = full((name, parameter.detach()) for name, parameter in model.named_parameters())
-    return Trained(logits.view(*IDS.shape, -1), gradients, norm.full_tensor().item(), weights), optimizer
+    return Trained(logits.view(*IDS.shape, -1), gradients, gathered(norm).item(), weights), optimizer

@@ -78,7 +78,7 @@ def of_layout(folder: Path, parallelism: Parallelism) -> OfRank:
     # Before any forward pass, when FSDP2 has not made itself ready.
     with generating(model, mesh):
         before = sample(model, requests)
-    was_restored = model.training and all(isinstance(each, DTensor) for each in model.parameters())
+    was_restored = model.training and all(isinstance(each, DTensor) == (mesh.size() > 1) for each in model.parameters())
     updated = train(model, mesh, parallelism)[0].weights
     with generating(model, mesh):
         after = sample(model, requests)

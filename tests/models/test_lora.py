@@ -17,6 +17,7 @@ from nemo_opd.config.lora import Lora
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.shards import gathered, local
 from nemo_opd.errors import ConfigError, ModelError
 from nemo_opd.models.lora import Adapters, adapter_parameters
 from nemo_opd.models.sharded_load import load_sharded
@@ -64,7 +65,7 @@ def test_weights_are_read_into_what_adapters_are_beside(
     frozen = {name.replace(".base_layer", ""): each for name, each in parameters.items() if name not in own}
     assert frozen.keys() == dict(base.named_parameters()).keys()
     for name, parameter in base.named_parameters():
-        assert torch.equal(frozen[name].full_tensor(), parameter), name
+        assert torch.equal(gathered(frozen[name]), parameter), name
     with torch.no_grad():
         assert torch.equal(found(input_ids=IDS).logits, base(input_ids=IDS).logits)
     assert found.state_dict().keys() == own.keys()
@@ -84,11 +85,11 @@ def test_they_start_as_linear_layers_do_and_the_same_on_every_layout(tmp_path: P
     """A rank's part is rows of the same whole; none is like another, and the seed decides."""
     folder = save("llama, tied", tmp_path)
     with alone():
-        whole = {name: each.full_tensor() for name, each in dtensors(loaded(folder, Lora(rank=3)))}
+        whole = dict(adapter_parameters(loaded(folder, Lora(rank=3))))
     parts: list[dict[str, Tensor]] = []
     for rank in range(2):
         with as_rank(rank, 2):
-            parts.append({name: each.to_local() for name, each in dtensors(loaded(folder, Lora(rank=3)))})
+            parts.append({name: local(each) for name, each in adapter_parameters(loaded(folder, Lora(rank=3)))})
     for name, value in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), value), name
         bound = 1 / math.sqrt(value.shape[1]) if ".lora_A." in name else 0.0
@@ -99,10 +100,6 @@ def test_they_start_as_linear_layers_do_and_the_same_on_every_layout(tmp_path: P
     spread = torch.cat([value.flatten() * math.sqrt(value.shape[1]) for value in drawn]).std()
     # Of a uniform distribution on [-1, 1], from more than 700 numbers.
     assert float(spread) == pytest.approx(1 / math.sqrt(3), rel=0.1)
-
-
-def dtensors(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    return adapter_parameters(model)
 
 
 @pytest.mark.parametrize("family", ["llama, tied", "phi, biases", "phi3, fused"])

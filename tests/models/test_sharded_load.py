@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.errors import ModelError
 from nemo_opd.models import sharded_load
 from nemo_opd.models.load import load_model
@@ -69,7 +70,7 @@ def test_everything_is_what_transformers_loads(
     for name, parameter in wanted.named_parameters():
         own: Any = parameters[name]
         assert own.dtype == dtype
-        assert torch.equal(own.full_tensor(), parameter), name
+        assert torch.equal(gathered(own), parameter), name
     buffers = dict(found.named_buffers())
     assert buffers.keys() == dict(wanted.named_buffers()).keys()
     for name, buffer in wanted.named_buffers():
@@ -122,7 +123,7 @@ def test_a_base_model_is_read_by_its_own_names(one_rank: None, tmp_path: Path) -
     model.model.save_pretrained(tmp_path)
     assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
     found: Any = loaded(tmp_path).get_output_embeddings()
-    assert torch.equal(found.weight.full_tensor(), model.lm_head.weight)
+    assert torch.equal(gathered(found.weight), model.lm_head.weight)
 
 
 def test_weights_that_are_read_whole(one_rank: None, tmp_path: Path) -> None:
@@ -134,12 +135,12 @@ def test_weights_that_are_read_whole(one_rank: None, tmp_path: Path) -> None:
     head = torch.randn(model.lm_head.weight.shape)
     save_file({**tensors, "lm_head.weight": head}, tmp_path / "two/model.safetensors", {"format": "pt"})
     found: Any = loaded(tmp_path / "two").get_output_embeddings()
-    assert torch.equal(found.weight.full_tensor(), head)
+    assert torch.equal(gathered(found.weight), head)
     (tmp_path / "old").mkdir()
     model.config.save_pretrained(tmp_path / "old")
     torch.save(model.state_dict(), tmp_path / "old/pytorch_model.bin")
     found = loaded(tmp_path / "old").get_output_embeddings()
-    assert torch.equal(found.weight.full_tensor(), model.lm_head.weight)
+    assert torch.equal(gathered(found.weight), model.lm_head.weight)
 
 
 MIB = 2**20

@@ -182,7 +182,7 @@ def test_proposed_degrees_are_the_largest() -> None:
 def test_replicas_divide_data_parallel_ranks() -> None:
     assert resolve_layout("student", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
     assert resolve_layout("student", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
-    with pytest.raises(ConfigError, match=r"^student.parallelism.replicas=3: of its 16 ranks 8 .* write .*replicas=2,"):
+    with pytest.raises(ConfigError, match=r"^student.parallelism.replicas=3: 8 of its 16 ranks .* write .*replicas=2,"):
         resolve_layout("student", 16, Parallelism(tp=2, replicas=3))
 
 

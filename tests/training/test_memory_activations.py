@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from transformers import (
 )
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.kernels import launch
+from nemo_opd.models.fused_layers import replace_parts
 from nemo_opd.models.parallelize import checkpoint_activations, shard
 from nemo_opd.training.memory.activations import Work, layer_bytes, saved_activations
 from nemo_opd.training.memory.size import model_size, numel, shard_numel
@@ -79,10 +82,12 @@ class Kept:
         return sum(self.storages.values())
 
 
-def measured(config: PretrainedConfig, dtype: torch.dtype, *, checkpointing: bool) -> int:
+def measured(config: PretrainedConfig, dtype: torch.dtype, *, checkpointing: bool, is_fused: bool = False) -> int:
     """Of a whole forward pass up to the hidden states that the head reads, which are counted."""
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config).to(dtype).train()
+    if is_fused:
+        replace_parts(model)
     if checkpointing:
         checkpoint_activations(model)
     kept = Kept(model)
@@ -109,6 +114,25 @@ def test_saved_activations(name: str, dtype: torch.dtype, checkpointing: bool) -
     # In bf16 the norms of Llama keep 6 bytes a number and those of Gemma 8, as the formula says of all; left out are
     # masks, keys repeated for each query under them, and what a fused matrix keeps as a whole.
     assert estimated == pytest.approx(expected, rel=0.13)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, wide", "qwen2", "qwen3", "phi3"])
+def test_saved_activations_of_kernels(name: str) -> None:
+    """Their kernels are not run: what is kept is decided around them."""
+    pytest.importorskip("triton")
+    with patch.object(launch, "is_supported", lambda _: True), patch.object(launch, "launch", lambda *_, **__: None):
+        expected = measured(CONFIGS[name], torch.bfloat16, checkpointing=False, is_fused=True)
+    size, fused = model_size(CONFIGS[name]), replace(work(2), is_fused=True)
+
+    assert all(layer.is_known for layer in size.layers)
+    assert saved_activations(size, fused, checkpointing=False) == pytest.approx(expected, rel=0.13)
+    assert saved_activations(size, fused, checkpointing=False) < saved_activations(size, work(2), checkpointing=False)
+
+
+def test_gemma_keeps_what_it_keeps_without_kernels() -> None:
+    size = model_size(CONFIGS["gemma2"])
+    fused = replace(work(2), is_fused=True)
+    assert saved_activations(size, fused, checkpointing=False) == saved_activations(size, work(2), checkpointing=False)
 
 
 def test_parallel_ranks_keep_their_share() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from nemo_opd.training.memory import Phase
@@ -81,7 +82,8 @@ def plan(tiny: Tiny, folder: Path) -> Configure:
 
 def sharded(model: Any) -> list[Tensor]:
     """A model's own parameters; until it lets go of them, those of its root are what it has gathered."""
-    model.reshard()
+    if isinstance(model, FSDPModule):
+        model.reshard()
     return list(model.parameters())
 
 

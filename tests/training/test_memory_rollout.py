@@ -57,7 +57,7 @@ CASES = {
     "prompts": Case(LLAMA, 6, 96, 3, "activations of sampling"),
     "prompts in bf16": Case(LLAMA, 6, 96, 3, "activations of sampling", ("student.dtype=bfloat16",)),
     "prompts with scores": Case(EAGER, 6, 96, 3, "activations of sampling"),
-    "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole"),
+    "parameters": Case(MANY_PARAMETERS, 2, 8, 3, "parameters, gathered whole", ("student.dtype=bfloat16",)),
     "logits": Case(MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them"),
     "logits, warped": Case(
         MANY_LOGITS, 12, 6, 3, "logits and what is drawn from them", ("rollout.temperature=0.7", "rollout.top_p=0.9")

@@ -6,6 +6,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,6 +16,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.training import interrupt as interrupt_module
 from nemo_opd.training.interrupt import ECHO_S, Echoes, Interrupt, interruptible
 from nemo_opd.training.run_directory import RunLock
+from nemo_opd.training.session import Session
 from tests.tiny import Tiny
 from tests.training.conftest import FAULTY
 from tests.training.launch import Run, start
@@ -158,3 +162,27 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
     given = tiny.overrides(*WITHOUT_VALIDATION, *overrides, teachers=1)
     return start(folder / "run", given, script=FAULTY, arguments=[fault, str(BAD_STEP)])
+
+
+def test_a_signal_in_the_validation_before_the_first_step_ends_it_at_the_next_batch() -> None:
+    """Bug: minutes of validation, of every teacher too, before a run ends that has nothing to save."""
+    read: list[int] = []
+    session, interrupt = object.__new__(Session), SimpleNamespace(requested=False)
+
+    def evaluate(batch: int) -> dict[str, Any]:
+        read.append(batch)
+        interrupt.requested = len(read) == 2
+        return {}
+
+    data = SimpleNamespace(validation=range(5), validation_batches=lambda size: iter(range(5)))
+    vars(session).update(
+        step=0,
+        interrupt=interrupt,
+        loggers=Mock(),
+        plan=SimpleNamespace(data=data),
+        config=SimpleNamespace(train=SimpleNamespace(global_batch_size=1)),
+        models=SimpleNamespace(evaluate=evaluate),
+    )
+    session.measure_start()
+    assert read == [0, 1]
+    session.loggers.log.assert_not_called()  # type: ignore[attr-defined]

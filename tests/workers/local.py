@@ -91,7 +91,9 @@ def step_metrics(
 ) -> dict[str, Metric]:
     """Make an optimizer step and return its metrics without those of how it was cut: times, memory, positions."""
     scored = models.collect(models.submit(batch, "a test"))
-    metrics = models.train_step(scored, kd_scale, compare_gradients=compare_gradients)
+    asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.beside]
+    gaps = models.privilege_gaps(scored.batch, asked) if asked else {}
+    metrics = {**gaps, **models.train_step(scored, kd_scale, compare_gradients=compare_gradients)}
     return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory", POSITIONS))}
 
 
@@ -184,18 +186,18 @@ def in_world(num_ranks: int, function: Callable[[Given], Made], arguments: Seque
         return [function(argument) for argument in arguments]
     folder.mkdir(parents=True)
     store = serve_store("127.0.0.1", 60)
-    processes.start(_rank, (num_ranks, store.port, function, arguments, folder), num_ranks)
+    # As bytes: a tensor by itself is sent as a file descriptor, of which a process takes 256.
+    given = pickle.dumps(list(arguments))
+    processes.start(_rank, (num_ranks, store.port, function, given, folder), num_ranks)
     return pickle.loads((folder / "results").read_bytes())
 
 
-def _rank(
-    rank: int, num_ranks: int, port: int, function: Callable[[Any], Any], arguments: Sequence[Any], folder: Path
-) -> None:
+def _rank(rank: int, num_ranks: int, port: int, function: Callable[[Any], Any], arguments: bytes, folder: Path) -> None:
     as_torchrun_starts(rank, num_ranks, port)
     if rank:
         serve(TIMEOUT_S)
     else:
-        results = [function(argument) for argument in arguments]
+        results = [function(argument) for argument in pickle.loads(arguments)]
         (folder / "results").write_bytes(pickle.dumps(results))
         release()
     # The interpreter's teardown takes seconds with everything that was imported.

@@ -22,7 +22,16 @@ from tests.workers.local import plan_of
 QUESTIONS = ["12+34=", "for i in", "Größe", "привет"]
 N = 2
 BOTH = ["teachers=demo_multi", "loss=p_kl", "loss.ce_weight=0.5"]
+CONTEXTS = [
+    *BOTH,
+    "teachers.0.context.template='{hint}: {prompt}'",
+    "teachers.0.context.gap_every=1",
+    "teachers.0.context.contrast=true",
+    "teachers.1.context.template='It is {answer}, as {hint} is {response}. {prompt}'",
+    "teachers.1.context.gap_every=1",
+]
 LOSSES = {
+    "context": CONTEXTS,
     "tcad": [*BOTH, "teachers.1.loss.type=tcad", "teachers.1.loss.support_size=8", "teachers.1.loss.power_alpha=0.3"],
     "reward": [*BOTH, "reward.weighting_beta=0.7"],
     "sampled_kl": ["teachers=demo_multi", "loss=policy_gradient", "loss.ce_weight=0.5"],
@@ -55,7 +64,10 @@ LOSSES = {
 
 def write_prompts(folder: Path) -> Path:
     file = folder / "prompts.jsonl"
-    rows = [{"text": text, "response": f" {i} done", "answer": str(i)} for i, text in enumerate(QUESTIONS)]
+    rows = [
+        {"text": text, "response": f" {i} done", "answer": str(i), "hint": f"hint {i * i * i}"}
+        for i, text in enumerate(QUESTIONS)
+    ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.tiny import Tiny
+from tests.workers import on_policy
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
 
 pytestmark = pytest.mark.world
@@ -22,6 +23,8 @@ LAYOUTS = {
         "aggregation.weights=bits_per_byte",
     ],
 }
+CONTEXT = "behind prompts of the teachers, all tp=2, logits"
+"""On-policy, of `on_policy.CONTEXTS`."""
 NAMES = ("ce", "kd/same", "kd/cross", "grad_norm")
 TERMS = {
     "p_kl, mean": ["loss=p_kl", "loss.merge=mean"],
@@ -50,11 +53,18 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     def without_layout(options: list[str]) -> list[str]:
         return [option for option in options if "parallelism" not in option]
 
-    alone = in_world(1, train, [job(*without_layout(options)) for options in LAYOUTS.values()], folder / "one")
-    laid_out = in_world(
-        2, train, [job("cluster.cpu_ranks=2", *options) for options in LAYOUTS.values()], folder / "two"
-    )
-    return dict(zip(LAYOUTS, zip(alone, laid_out, strict=True), strict=True))
+    prompts = on_policy.write_prompts(tmp_path_factory.mktemp("prompts"))
+
+    def in_context(*options: str) -> Training:
+        plan = on_policy.plan(tiny, prompts, *on_policy.CONTEXTS, *options)
+        return Training(plan, [on_policy.batch_of(plan, 0)])
+
+    tensor = LAYOUTS["all tp=2, logits"]
+    one = [job(*without_layout(options)) for options in LAYOUTS.values()]
+    two = [job("cluster.cpu_ranks=2", *options) for options in LAYOUTS.values()]
+    alone = in_world(1, train, [*one, in_context()], folder / "one")
+    laid_out = in_world(2, train, [*two, in_context("cluster.cpu_ranks=2", *tensor)], folder / "two")
+    return dict(zip([*LAYOUTS, CONTEXT], zip(alone, laid_out, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +85,7 @@ def finer(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tup
     return dict(zip(TERMS, zip(alone, laid_out, strict=True), strict=True))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, CONTEXT])
 def test_the_curve_and_the_weights_are_those_of_one_rank(
     trained: dict[str, tuple[Trained, Trained]], layout: str
 ) -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from nemo_opd.config.handoff import LogitsHandoff
 from nemo_opd.config.lora import Lora
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from nemo_opd.workers.student import StudentWorker
@@ -72,7 +73,7 @@ def learn(job: Training) -> Learned:
 def inside(student: StudentWorker) -> tuple[dict[str, Tensor], Tensor, int]:
     """Return frozen parameters, logits, and the number of optimized parameters."""
     parameters: Any = dict(student.model.named_parameters())
-    frozen = {name: each.full_tensor() for name, each in parameters.items() if not each.requires_grad}
+    frozen = {name: gathered(each) for name, each in parameters.items() if not each.requires_grad}
     moments = [state["exp_avg"].numel() for state in student.optimizer.state.values()]
     with torch.no_grad():
         logits = student.model.eval()(input_ids=IDS, use_cache=False).logits

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.distributed.shards import local
 from nemo_opd.errors import CheckpointError, NotFiniteError
 from nemo_opd.logging.metrics import values
 from nemo_opd.training.batch_grid import BatchGrid
@@ -132,12 +133,10 @@ def state(models: Models) -> dict[str, Any]:
 
 def optimizer_state(student: OpenedStudent) -> dict[str, Any]:
     moments = get_optimizer_state_dict(student.model, student.optimizer)["state"]
-    local = {
-        f"{name} {key}": value.to_local().clone() if hasattr(value, "to_local") else value.clone()
-        for name, entries in moments.items()
-        for key, value in entries.items()
+    moments_here = {
+        f"{name} {key}": local(value).clone() for name, entries in moments.items() for key, value in entries.items()
     }
-    return {**local, "schedule": student.scheduler.state_dict()["last_epoch"]}
+    return {**moments_here, "schedule": student.scheduler.state_dict()["last_epoch"]}
 
 
 SETTINGS = ("train.micro_batch_size=1", "student.scheduler.warmup_steps=0", "data.packing=false")
@@ -263,7 +262,7 @@ def spoil(given: tuple[Job, Path]) -> list[str]:
 def spoiled(student: OpenedStudent, folder: Path) -> list[str]:
     """The weight is on the last rank."""
     norm = student.model.model.norm.weight
-    own = norm.to_local().detach()
+    own = local(norm).detach()
     kept = own.clone()
 
     is_last = dist.get_rank() == dist.get_world_size() - 1

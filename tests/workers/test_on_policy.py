@@ -1,15 +1,15 @@
 """A step on sampled sequences is the same for all cuts of a batch (methods.md §7.1 and §10)."""
 
-from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
+from nemo_opd.types import Batch
 from tests.tiny import Tiny
 from tests.workers.local import RTOL, WEIGHT_ATOL, Trained, Training, in_world, train
 from tests.workers.on_policy import LOSSES, batch_of, plan, with_micro, write_prompts
+from tests.workers.plain_trainer import load
 
 pytestmark = pytest.mark.world
 
@@ -41,22 +41,7 @@ def trained(tiny: Tiny, prompts: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 def in_order(batch: Batch, order: torch.Tensor) -> Batch:
-    def of_tokens(rows: TokenRows) -> TokenRows:
-        return TokenRows(rows.ids[order], rows.lengths[order], rows.loss_mask[order], rows.num_bytes[order])
-
-    def of_chunks(rows: ChunkRows) -> ChunkRows:
-        assert rows.histories is not None
-        return ChunkRows(rows.student[order], rows.teacher[order], rows.histories[order])
-
-    def of_teacher(rows: TeacherRows) -> TeacherRows:
-        chunks = None if rows.chunks is None else of_chunks(rows.chunks)
-        weights = None if rows.rollout_weights is None else rows.rollout_weights[order]
-        return TeacherRows(of_tokens(rows.tokens), chunks, None, weights)
-
-    known = batch.sampled
-    assert known is not None
-    sampled = SampledRows(*(getattr(known, field.name)[order] for field in fields(known)))
-    return Batch(of_tokens(batch.student), tuple(map(of_teacher, batch.teachers)), sampled)
+    return batch.map(lambda tensor, _: tensor[order])
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -92,6 +77,45 @@ def test_warped_samples_weigh_more_than_one_and_are_not_clipped_at_first(trained
         assert found[name] == pytest.approx(1, abs=1e-4)
         assert found[name.replace("ratio", "clip_fraction")] == 0
         assert found[name.replace("ratio", "weight_max")] > 1.2
+
+
+@torch.no_grad()
+def test_a_teacher_with_a_context_is_compared_on_the_response(
+    tiny: Tiny, prompts: Path, trained: dict[str, list[Trained]]
+) -> None:
+    """Against the models themselves, sequence by sequence. Bug: the teacher read at the student's positions."""
+    own = plan(tiny, prompts, *LOSSES["context"])
+    batch, found = batch_of(own, 0), trained["context"][0].curve[0]
+    student, teacher = load(own.config.student.model), load(own.config.teachers[1].model)
+    rows = batch.teachers[1]
+    assert rows.moved is not None
+    assert len(set(rows.moved.by.tolist())) > 1
+    assert own.survey.widths[1] == own.config.train.max_length + max(rows.moved.by.tolist())
+    kd, gaps, count = 0.0, 0.0, 0
+    for b, moved in enumerate(rows.moved.by.tolist()):
+        places = batch.student.loss_mask[b].nonzero().flatten()
+        ids = batch.student.ids[b, places]
+        assert ids.equal(rows.tokens.ids[b, places + moved])
+        log_p = student(batch.student.ids[b : b + 1]).logits[0, places - 1].log_softmax(-1)
+        log_q = teacher(rows.tokens.ids[b : b + 1]).logits[0, places + moved - 1].log_softmax(-1)
+        # Without the context it reads what the student reads.
+        plain = teacher(batch.student.ids[b : b + 1]).logits[0, places - 1].log_softmax(-1)
+        assert batch.student.ids[b, : batch.student.lengths[b]].equal(
+            rows.beside[0].ids[b, : rows.beside[0].lengths[b]]
+        )
+        kd += float((log_q.exp() * (log_q - log_p)).sum())
+        gaps += float((log_q - plain).gather(1, ids[:, None]).sum())
+        count += len(places)
+
+    assert found["kd/same"] == pytest.approx(kd / count, rel=1e-4)
+    assert found["privilege_gap/same"] == pytest.approx(gaps / count, rel=1e-3, abs=1e-6)
+    assert {name for name in found if "gap" in name} == {
+        "privilege_gap/same",
+        "privilege_gap/cross",
+        "contrast_gap/cross",
+    }
+    assert found["contrast_gap/cross"] != found["privilege_gap/cross"]
+    assert 0 <= found["leakage/same"] < 1
 
 
 def test_losses_differ(trained: dict[str, list[Trained]]) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nemo_opd.config.model import Student
 from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.training.memory.activations import Work, working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, part
 from nemo_opd.training.memory.situation import ModelSetup
@@ -61,7 +63,9 @@ def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> Samp
     return SamplingBatch(rows, prompt, min(new, longest - 1))
 
 
-def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: int, batch: SamplingBatch) -> list[Part]:
+def sampling_parts(
+    owner: str, phase: Phase, setup: ModelSetup, model: Student | Teacher, compute_bytes: int, batch: SamplingBatch
+) -> list[Part]:
     """Return the parts of the larger of two moments: reading the prompts, or sampling the last token.
 
     At the second, a copy of one layer's keys, which grow by copying, counts as activations.
@@ -73,7 +77,8 @@ def sampling_parts(owner: str, phase: Phase, setup: ModelSetup, compute_bytes: i
     prompts = cache_bytes(setup, c, batch.rows, batch.prompt, is_read=False)
     end = cache_bytes(setup, c, batch.rows, batch.length)
     moments = (prompts, working_bytes(size, work), 0), (end, end // (2 * len(layers)), logits)
-    num_bytes = (c * setup.whole, *max(moments, key=sum))
+    gathered = c * setup.whole if setup.is_sharded(model, c) else 0
+    num_bytes = (gathered, *max(moments, key=sum))
     return [part(owner, name, each, phase) for name, each in zip(PART_NAMES, num_bytes, strict=True)]
 
 
@@ -95,4 +100,5 @@ def rollout_parts(config: RunConfig, setup: ModelSetup, compute_bytes: int) -> l
     """Return the parts of the student's rollouts; none where another engine samples."""
     if not isinstance(config.rollout, HFRollout):
         return []
-    return sampling_parts("student", Phase.ROLLOUT, setup, compute_bytes, rollouts(config, setup.layout.dp))
+    batch = rollouts(config, setup.layout.dp)
+    return sampling_parts("student", Phase.ROLLOUT, setup, config.student, compute_bytes, batch)

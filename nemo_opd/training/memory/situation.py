@@ -14,8 +14,10 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
+from nemo_opd.models.fused_layers import may_fuse
+from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory.activations import Work
-from nemo_opd.training.memory.size import ModelSize, cut_numel, shard_numel
+from nemo_opd.training.memory.size import FP32, ModelSize, cut_numel, shard_numel
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,14 @@ class ModelSetup:
         layer = cut_numel((*largest.shapes, *largest.adapters), self.layout.tp)
         return self.rest + layer * (1 if self.layout.num_shards == 1 else 2)
 
-    def kept(self, model: Student | Teacher) -> int:
+    def is_sharded(self, model: Student | Teacher, compute_bytes: int) -> bool:
+        """Return whether FSDP2 holds the parameters; on one rank only where they are kept in a higher precision."""
+        return self.layout.size > 1 or (isinstance(model, Student) and compute_bytes < FP32)
+
+    def kept(self, model: Student | Teacher, compute_bytes: int) -> int:
         """Return the number of parameters that are gathered at a time, or of those that stay so."""
+        if not self.is_sharded(model, compute_bytes):
+            return 0
         return self.gathered if model.parallelism.frees_gathered else self.whole
 
     @property
@@ -98,8 +106,10 @@ class ModelSetup:
         """Return the number of logits of a tensor-parallel rank."""
         return tokens * -(-self.size.vocab_size // self.layout.tp)
 
-    def work(self, model: Student | Teacher, rows: int, length: int, compute_bytes: int) -> Work:
-        return Work(rows, length, self.layout.cp, self.layout.tp, model.parallelism.sequence_parallel, compute_bytes)
+    def work(self, model: Student | Teacher, rows: int, length: int, device: str) -> Work:
+        dtype, shared = compute_dtype(model.dtype, device), model.parallelism.sequence_parallel
+        is_fused = may_fuse(model.fused_layers, dtype, device) and not model.compile
+        return Work(rows, length, self.layout.cp, self.layout.tp, shared, dtype.itemsize, is_fused)
 
 
 @dataclass(frozen=True, slots=True)

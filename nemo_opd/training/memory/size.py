@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.models.fused_layers import is_known, is_norm
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
@@ -46,6 +47,8 @@ class LayerSize:
     """Shapes of the matrices A and B of each adapter in turn."""
     has_dropout: bool = False
     """Adapters have dropout."""
+    is_known: bool = False
+    """All norms, and the MLP, are such as `fused_layers` replaces."""
 
     @property
     def trained_shapes(self) -> tuple[_Shape, ...]:
@@ -175,9 +178,7 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
     norms = [
         len(weight)
         for module in layer.modules()
-        if "norm" in type(module).__name__.lower()
-        and isinstance(weight := getattr(module, "weight", None), Tensor)
-        and weight.dim() == 1
+        if is_norm(module) and isinstance(weight := getattr(module, "weight", None), Tensor) and weight.dim() == 1
     ]
     is_routed = any("expert" in name for name, _ in layer.named_parameters())
     return LayerSize(
@@ -192,6 +193,7 @@ def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:
         stream_norms=sum(numbers for numbers in norms if numbers == text.hidden_size),
         head_norms=(heads + key_heads) * width if set(norms) - {text.hidden_size} else 0,
         adapters=_adapter_shapes(layer),
+        is_known=is_known(layer),
         has_dropout=any(isinstance(each.lora_dropout[NAME], nn.Dropout) for _, each in lora_layers(layer)),
     )
 

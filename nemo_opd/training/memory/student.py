@@ -59,31 +59,33 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
 
     The largest of three moments of the backward pass counts: all activations are alive in the last layer, the other
     layers' gradients in the first one, and the gradients of embedding and head at the end. FSDP2 sums gradients in
-    fp32, from a copy of the unsharded ones; those that are reduced once a step are all there until then. A comparison
-    of the gradients of KD and CE keeps one more set.
+    fp32, from a copy of the unsharded ones; those that are reduced once a step are all there until then. Without it
+    each one is added where it is made. A comparison of the gradients of KD and CE keeps one more set.
     """
     train, setup, checkpointing = config.train, situation.student, config.student.activation_checkpointing
     size, largest = setup.size, setup.size.largest_layer
-    work = setup.work(config.student, train.longest_at_a_time, train.max_length, c)
+    work = setup.work(config.student, train.longest_at_a_time, train.max_length, situation.machine.device)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
     has_several = train.global_batch_size > setup.layout.dp * max(1, train.tokens_at_a_time // train.max_length)
-    is_summed_whole = has_several and config.student.sync_each_micro_batch is False
+    is_sharded = setup.is_sharded(config.student, c)
+    is_summed_whole = is_sharded and has_several and config.student.sync_each_micro_batch is False
     summed = FP32 * cut_numel(size.trained_shapes, setup.layout.tp) if is_summed_whole else 0
     before = after if has_several and not summed else after - gradients
     saved = saved_activations(size, work, checkpointing=checkpointing)
     recomputed = max(layer_bytes(layer, work) for layer in size.layers) if checkpointing else 0
     working = recomputed + working_bytes(size, work)
     head = 0 if config.handoff.type == "hidden_states" else c * setup.trained_head
-    layer = head + (c + FP32) * cut_numel(largest.trained_shapes, setup.layout.tp)
-    rest = 0 if size.adapters else (c + FP32) * setup.rest
+    unsharded = c + FP32 if is_sharded else 0
+    layer = head + unsharded * cut_numel(largest.trained_shapes, setup.layout.tp)
+    rest = 0 if size.adapters else unsharded * setup.rest
     backward = max(
         (before, summed + layer, saved + working), (after, summed + layer, working), (after, summed + rest, 0), key=sum
     )
     by_phase = dict(zip(STUDENT_PHASES, ((before, summed, saved), backward, (after, 0, 0)), strict=True))
     names = ("gradients", "unsharded gradients", "activations")
     return [
-        part(_OWNER, "gathered parameters", c * setup.kept(config.student), Phase.LOSS, Phase.BACKWARD),
+        part(_OWNER, "gathered parameters", c * setup.kept(config.student, c), Phase.LOSS, Phase.BACKWARD),
         *(Part(_OWNER, name, {phase: of[i] for phase, of in by_phase.items()}) for i, name in enumerate(names)),
     ]
 

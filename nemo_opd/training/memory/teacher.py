@@ -143,7 +143,7 @@ class TeacherJob:
         size, t = self.setup.size, self.item_bytes
         own = self.settings.micro_batch_tokens
         rows = min(self.rows, self.config.train.longest_at_a_time if own is None else -(-own // self.width))
-        work = self.setup.work(self.settings, rows, self.width, t)
+        work = self.setup.work(self.settings, rows, self.width, self.device)
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":
             end += self.setup.logits(work.tokens) * t * (3 if size.has_soft_cap else 1)
@@ -194,13 +194,14 @@ def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
     stays = setup.rest if job.settings.parallelism.frees_gathered else setup.whole
     reading = [Phase.TEACHERS] if Phase.TEACHERS in working else []
-    gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(reading, t * setup.kept(job.settings))
+    answers = Phase.ANSWERS in working
+    gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(reading, t * setup.kept(job.settings, t))
     device = (
         part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
-        Part(name, "gathered parameters", gathered),
+        Part(name, "gathered parameters", gathered if setup.is_sharded(job.settings, t) else {}),
         part(name, "activations", job.forward_bytes(), *reading),
         *(() if job.through_host else job.handed_over()),
-        *(sampling_parts(name, Phase.ANSWERS, setup, t, answer_batch(job)) if Phase.ANSWERS in working else ()),
+        *(sampling_parts(name, Phase.ANSWERS, setup, job.settings, t, answer_batch(job)) if answers else ()),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
     # On the host of a GPU the copy stays while the teacher works.

@@ -1,0 +1,139 @@
+"""Teachers that read another prompt than the student, and then its response (methods.md §13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_chat, locate_tokens
+from nemo_opd.data.context import Content, Context, Fields, said_in
+from nemo_opd.data.continuation import TextContinuation
+from nemo_opd.data.leakage import leakage
+from nemo_opd.data.samples import SameTokenizer, TeacherSample, Tokens, require_ids
+from nemo_opd.errors import DataError
+from nemo_opd.types import Alignment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[dict[str, Any]] | None
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+
+class HasIdentity(Protocol):
+    @property
+    def identity(self) -> object: ...
+
+
+Reader = TypeVar("Reader", bound=HasIdentity, covariant=True)
+
+
+@dataclass(frozen=True)
+class InContext(Generic[Reader]):
+    """A teacher with a context, and the reader that it would be without one."""
+
+    reader: Reader
+    context: Context
+    tokenizer: PreTrainedTokenizerBase
+    renderer: ChatRenderer | None
+    """Renderer of the teacher's chat template; None where prompts are texts."""
+    vocab_size: int
+    """Ids that the model can read."""
+    max_length: int
+    """Tokens of the longest sequence that it reads."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """Everything that decides what comes out for a record."""
+        template = None if self.renderer is None else self.renderer.identity
+        return self.reader.identity, self.context.identity, template, self.vocab_size, self.max_length
+
+    def prompt_ids(self, content: Content, tools: Tools = None, before: str = "") -> NDArray[np.int32]:
+        """Return the tokens of a prompt and of the text `before`, with which the response begins.
+
+        Raises AlignmentError where the chat template refuses it, DataError for a token that the model cannot read, and
+        where there is no room for a response.
+        """
+        if isinstance(content, str):
+            text = content + before
+            ids = TextContinuation(self.tokenizer)(text, "", is_ended=False).ids
+        else:
+            assert self.renderer is not None
+            text = self.renderer.prompt(content, tools) + before
+            ids = locate_tokens(self.tokenizer, text).ids
+        require_ids(ids, self.vocab_size, self.tokenizer, text)
+        self.require_room(len(ids))
+        return ids
+
+    def require_room(self, length: int) -> None:
+        """Raise DataError where a prompt of that many tokens leaves none for a response."""
+        if length >= self.max_length:
+            raise DataError(
+                f"{self.context.key}: the teacher's prompt has {length} of its tokens, and it reads {self.max_length} "
+                "at most, so none of the response; shorten the context, or leave the row out"
+            )
+
+    def sample(
+        self, prompt: Content, fields: Fields, response: str, sample_in: Callable[[Content], TeacherSample]
+    ) -> TeacherSample:
+        """Return the sample of a response behind this teacher's prompt.
+
+        prompt: the student's. response: its text. sample_in: makes the sample of the response behind any prompt.
+        Raises DataError for a record that no prompt can be made of, and what `sample_in` raises.
+        """
+        contents = self.context.contents(prompt, fields)
+        own, *others = map(sample_in, contents)
+        found = leakage(response, said_in(contents[0]), said_in(prompt))
+        return replace(own, leakage=found, beside=tuple(other.tokens for other in others))
+
+    def unanswered(self, sample: TeacherSample) -> TeacherSample:
+        """Return the sample of a text without a response, of which nothing is compared. sample: without the context."""
+        moved_by = 0 if sample.chunks is None else None
+        beside = (sample.tokens,) * (self.context.num_readings - 1)
+        return replace(sample, moved_by=moved_by, leakage=(0, 0), beside=beside)
+
+
+def verbatim(
+    reader: SameTokenizer, prompt: NDArray[np.int32], student: Tokens, start: int, max_length: int
+) -> TeacherSample:
+    """Return the sample of a teacher that reads the student's tokens from `start` on behind its own prompt."""
+    response = reader.sample(student).tokens
+
+    def joined(before: NDArray[Scalar], values: NDArray[Scalar]) -> NDArray[Scalar]:
+        return np.concatenate([before, values[start:]])[:max_length]
+
+    nothing = np.zeros_like(prompt)
+    mask = joined(nothing.astype(np.bool_), response.loss_mask)
+    mask[:1] = False
+    tokens = Tokens(joined(prompt, response.ids), mask, joined(nothing, response.num_bytes))
+    return TeacherSample(tokens, None, moved_by=len(prompt) - start)
+
+
+def align_behind(
+    aligner: TokenAligner, student: ChatTokens, teacher: ChatTokens, starts: tuple[int, int], messages: tuple[int, int]
+) -> Alignment:
+    """Align two conversations from a token and a message of each side on; before it there is no chunk.
+
+    starts: first token of the student and of the teacher. messages: the first that both have. Raises AlignmentError as
+    `align_chat` does.
+    """
+    tails = (side.behind(*at) for side, at in zip((student, teacher), zip(starts, messages, strict=True), strict=True))
+    return placed_behind(align_chat(aligner, *tails), *starts)
+
+
+def placed_behind(alignment: Alignment, student: int, teacher: int) -> Alignment:
+    """Return the alignment of sequences that have these numbers of tokens more before it, which have no partner."""
+
+    def after(number: int, ids: NDArray[np.int32]) -> NDArray[np.int32]:
+        return np.concatenate([np.full(number, -1, np.int32), ids])
+
+    return replace(
+        alignment,
+        student_chunk_id=after(student, alignment.student_chunk_id),
+        teacher_chunk_id=after(teacher, alignment.teacher_chunk_id),
+        bounds=(alignment.bounds + np.array([student, student, teacher, teacher])).astype(np.int32),
+    )

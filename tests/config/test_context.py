@@ -1,0 +1,78 @@
+"""Contexts that make no sense, each with the key, the value, the reason and the way out."""
+
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.context import Context, field_names, filled
+from nemo_opd.config.load import from_dict, from_yaml, to_yaml
+from tests.config.settings import SAME, VALID, message_of, on_policy
+
+HINT = {"template": "{prompt} {hint}"}
+CHAT = {"messages_key": "messages"}
+
+
+def told(context: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    return on_policy(teachers=[SAME | {"context": context}], **sections)
+
+
+def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
+    context = {"template": "{prompt}\n{{{hint}}}", "system_prompt": "{style}", "gap_every": 5, "contrast": True}
+    config = from_dict(told(context, data=CHAT))
+    (tmp_path / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+
+    assert from_yaml(tmp_path / "config.yaml") == config
+    assert config.teachers[0].context is not None
+    assert config.teachers[0].context.fields == ("style", "hint")
+
+
+def test_a_template_is_filled_as_python_does() -> None:
+    template = "{{a}} {hint}{prompt} {hint}"
+    assert field_names(template) == ["hint", "prompt", "hint"]
+    assert filled(template, {"hint": "{x}", "prompt": "p"}) == template.format(hint="{x}", prompt="p")
+    assert Context(key="own", system_prompt="{a b}").fields == ("own", "a b")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (told({}), "teachers.0.context: it names nothing that the teacher reads; set template, key or system_prompt"),
+        (told(HINT | {"key": "own"}), "key=own is the teacher's whole prompt, and so is what template makes"),
+        (told({"template": "{hint"}), "write {{ and }} for braces that are text"),
+        (told({"template": "{}"}), "{} in '{}' is no name of a field; write the name alone, as {solution}"),
+        (told({"template": "{hint:>9}"}), "is no name of a field"),
+        (told(HINT | {"contrast": True}), "contrast=true measures the privilege gap with another record's context"),
+        (
+            told({"template": "Think. {prompt}", "gap_every": 1, "contrast": True}),
+            "contrast=true: the context names no field of the record, so another record has the same",
+        ),
+        (
+            VALID | {"teachers": [SAME | {"context": HINT}], "loss": {"type": "same_vocab"}},
+            "teachers.0.context: the texts of data.text_key=text have no prompt before what is learned, in whose place",
+        ),
+        (
+            told({"system_prompt": "Think."}),
+            "teachers.0.context.system_prompt: prompts of data.text_key=text are texts, which have no system message",
+        ),
+        (
+            told(HINT, data={"train": {"text_files": "/a.txt"}}),
+            "teachers.0.context.template names the column 'hint', and text_files have none",
+        ),
+        (
+            told({"template": "{text} {hint}"}),
+            "teachers.0.context.template names the column 'text', which is that of data.text_key; write {prompt}",
+        ),
+        (
+            told({"key": "messages"}, data=CHAT),
+            "teachers.0.context.key names the column 'messages', which is that of data.messages_key",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(data: dict[str, Any], message: str) -> None:
+    assert message in message_of(data)
+
+
+def test_a_teacher_with_a_context_has_a_template_of_its_own() -> None:
+    """Bug: refused as without effect, as of a teacher that reads the student's ids."""
+    own = {"context": HINT, "chat_template_kwargs": {"enable_thinking": False}}
+    assert from_dict(on_policy(teachers=[SAME | own], data=CHAT)).teachers[0].context is not None

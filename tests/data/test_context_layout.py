@@ -1,0 +1,88 @@
+"""Columns that teachers' contexts read: found, checked and joined with another record's."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.data import Data, Source
+from nemo_opd.data.context_layout import ContextLayout
+from nemo_opd.data.contrast import with_others
+from nemo_opd.data.documents import FIELD, OTHER, read_documents
+from nemo_opd.data.prompt_layout import prompt_layout
+from nemo_opd.data.prompts import read_prompts
+from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.sources import load_documents
+from nemo_opd.errors import DataError
+
+TEMPLATE = "teachers.0.context.template"
+ROWS = [{"text": f"q{i}", "answer": i, "hint": f"h{i}", "found": [f"a{i}", "b"]} for i in range(5)]
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> Source:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return Source(jsonl_files=(str(folder / "rows.jsonl"),))
+
+
+def layout(*fields: str, setting: str = TEMPLATE) -> ContextLayout:
+    return ContextLayout(prompt_layout(Data(), "answer"), dict.fromkeys(fields, setting))
+
+
+def test_prompts_have_the_fields_of_their_record_and_of_another(tmp_path: Path) -> None:
+    """Bug: fields of the row before, or the prompt's own where another's are meant. 5 rows: two further, around."""
+    documents = load_documents(written(tmp_path, ROWS), layout("hint", "found", "answer"), key="data.train")
+    joined = pickle.loads(pickle.dumps(with_others(documents, "data.train")))
+
+    for i, prompt in zip([3, 0, 4], read_prompts(joined, [3, 0, 4]), strict=True):
+        other = (i + 2) % 5
+        assert (prompt.content, prompt.answer) == (f"q{i}", str(i))
+        assert prompt.record == {
+            "answer": str(i),
+            "response": None,
+            FIELD + "hint": f"h{i}",
+            FIELD + "found": [f"a{i}", "b"],
+            OTHER + "answer": other,
+            OTHER + FIELD + "hint": f"h{other}",
+            OTHER + FIELD + "found": [f"a{other}", "b"],
+        }
+    assert read_prompts(documents, [1])[0].fields == {FIELD + "hint": "h1", FIELD + "found": ["a1", "b"]}
+
+
+def test_conversations_have_their_fields(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "q"}], "hint": f"h{i}"} for i in range(2)]
+    chat = ContextLayout(prompt_layout(Data(messages_key="messages")).documents, {"hint": TEMPLATE})
+    documents = with_others(load_documents(written(tmp_path, rows), chat, key="data.train"), "data.train")
+    first, second = read_documents(documents, [0, 1])
+    assert getattr(first, "fields", None) == {FIELD + "hint": "h0", OTHER + FIELD + "hint": "h1"}
+    assert getattr(second, "fields", None) == {FIELD + "hint": "h1", OTHER + FIELD + "hint": "h0"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "message"),
+    [
+        (ROWS, ["solution"], "has no column 'solution', which teachers.0.context.template names; write one of"),
+        ([row | {"hint": {"a": 1}} for row in ROWS], ["hint"], "column 'hint' is of type struct<a: int64>, which"),
+        ([*ROWS[:2], ROWS[2] | {"hint": None}], ["hint"], "1 of 3 documents have no 'hint' (null), the first in"),
+    ],
+)
+def test_columns_that_cannot_be_read(
+    rows: list[dict[str, Any]], fields: list[str], message: str, tmp_path: Path
+) -> None:
+    """Before anything is loaded, but for null."""
+    source, wanted = written(tmp_path, rows), layout(*fields)
+
+    def check_and_load() -> None:
+        require_suitable(source, wanted, key="data.train")
+        load_documents(source, wanted, key="data.train")
+
+    with pytest.raises(DataError) as caught:
+        check_and_load()
+    assert message in str(caught.value)
+
+
+def test_one_record_has_no_other(tmp_path: Path) -> None:
+    documents = load_documents(written(tmp_path, ROWS[:1]), layout("hint"), key="data.train")
+    with pytest.raises(DataError, match=r"data.train has 1 record, and contrast=true"):
+        with_others(documents, "data.train")

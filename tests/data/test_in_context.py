@@ -1,0 +1,348 @@
+"""Teachers that read another prompt: the student's ids stay, and what is compared is the response alone."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.alignment import TokenAligner, pieces_of
+from nemo_opd.config.context import Context as ContextSettings
+from nemo_opd.data.chat import ChatSampleMaker, CrossTokenizerChat
+from nemo_opd.data.collate import collate
+from nemo_opd.data.compared import compared
+from nemo_opd.data.context import Context
+from nemo_opd.data.documents import FIELD, OTHER, Conversation
+from nemo_opd.data.encoders import ChatEncoder
+from nemo_opd.data.in_context import InContext
+from nemo_opd.data.leakage import LEAST, leakage
+from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.data.rollouts import CrossTokenizerText, RolloutSampleMaker
+from nemo_opd.data.samples import SameTokenizer, Sample, TeacherSample
+from nemo_opd.data.stored import decoded, encoded
+from nemo_opd.errors import DataError
+from nemo_opd.rollout.prompts import dataset_rollout
+from nemo_opd.rollout.renderer import TextRenderer
+from tests.alignment.chat_fixture import with_template
+from tests.data.test_rollouts import CALL, PIECES, ROLES, STUDENT, TEACHER, TEXT_CHARACTERS, collected, conversation
+from tests.rollout.templates import talking
+from tests.tokenizers_fixture import real_tokenizer
+
+HINT = {"hint": FIELD + "hint"}
+NAMES = st.sampled_from(["{prompt}", "{hint}", "{{", "}}"])
+TEMPLATES = st.lists(st.one_of(NAMES, TEXT_CHARACTERS.map(lambda text: text.replace("{", "").replace("}", ""))))
+
+
+def of_texts(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> InContext[Any]:
+    own = Context(ContextSettings(**context), HINT, "teachers.0.context")
+    return InContext(reader, own, tokenizer, None, pieces_of(tokenizer).vocab_size, max_length)
+
+
+def of_chats(tokenizer: Any, reader: Any, max_length: int = 999, **context: Any) -> InContext[Any]:
+    renderer = ChatEncoder.of(tokenizer, 999, {}).renderer
+    return replace(of_texts(tokenizer, reader, max_length, **context), renderer=renderer)
+
+
+def crossing_text() -> CrossTokenizerText:
+    return CrossTokenizerText.of(TEACHER, 999, TokenAligner(STUDENT, TEACHER))
+
+
+def told(rollout: Rollout, hint: str, other: str = "") -> Rollout:
+    fields = {FIELD + "hint": hint, OTHER + FIELD + "hint": other}
+    return replace(rollout, prompt=replace(rollout.prompt, fields=fields))
+
+
+def text_made(rollout: Rollout, *teachers: Any) -> Sample:
+    return RolloutSampleMaker(PIECES.lengths, teachers)(rollout)
+
+
+def read(teacher: TeacherSample) -> list[int]:
+    return teacher.tokens.ids.tolist()
+
+
+def check_verbatim(sample: Sample, teacher: TeacherSample) -> None:
+    """Check that what is compared are the student's ids, wherever the teacher has them."""
+    assert teacher.chunks is None
+    assert teacher.moved_by is not None
+    places = np.flatnonzero(teacher.tokens.loss_mask)
+    assert teacher.tokens.ids[places].tolist() == sample.student.ids[places - teacher.moved_by].tolist()
+    assert sample.student.loss_mask[places - teacher.moved_by].all()
+
+
+@given(TEMPLATES, TEXT_CHARACTERS, st.text(min_size=1, max_size=20), st.integers(1, 40))
+@settings(max_examples=80)
+def test_no_context_reaches_the_student(parts: list[str], hint: str, response: str, max_length: int) -> None:
+    """Whatever template, field and length; the teacher reads the filled template, then the ids as they were sampled."""
+    template = "".join(parts) or "{hint}"
+    rollout = collected(STUDENT(response, add_special_tokens=False)["input_ids"], "length")
+    if not template.strip():
+        return
+    teacher = of_texts(STUDENT, SameTokenizer(), template=template)
+    sample, plain = text_made(told(rollout, hint), teacher), text_made(rollout, SameTokenizer())
+
+    assert sample.student.ids.tolist() == plain.student.ids.tolist()
+    assert sample.student.loss_mask.tolist() == plain.student.loss_mask.tolist()
+    (own,) = sample.teachers
+    expected = template.format(prompt="The quick", hint=hint)
+    assert read(own) == [*STUDENT(expected)["input_ids"], *rollout.ids[rollout.loss_mask].tolist()]
+    check_verbatim(sample, own)
+    assert own.tokens.loss_mask.sum() == rollout.num_sampled - (own.moved_by == -len(STUDENT("The quick")["input_ids"]))
+    try:
+        cut = text_made(told(rollout, hint), replace(teacher, max_length=max_length)).teachers[0]
+    except DataError:
+        assert max_length <= len(STUDENT(expected)["input_ids"])
+    else:
+        assert read(cut) == read(own)[:max_length]
+
+
+def test_another_tokenizer_is_aligned_on_the_response_alone() -> None:
+    """Bug: the prompts, which differ, were aligned too, so that all behind them counted as of another history."""
+    ids = STUDENT(" brown fox 123", add_special_tokens=False)["input_ids"]
+    rollout = told(collected(ids, "length"), "It is a fox.")
+    template = "{hint} 東京\n{prompt}"
+    (own,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
+    assert own.chunks is not None
+    ours, theirs = own.chunks.compared
+    assert ((ours >= 0) == rollout.loss_mask).all()
+    assert ((theirs >= 0) == own.tokens.loss_mask).all()
+    assert TEACHER.decode(own.tokens.ids[own.tokens.loss_mask]) == " brown fox 123"
+    assert TEACHER.decode(own.tokens.ids[~own.tokens.loss_mask]) == "It is a fox. 東京\nThe quick"
+
+
+@pytest.mark.parametrize(("template", "learned"), [("{hint} T", " fox"), ("{prompt}\n", "he fox")])
+def test_a_token_across_the_prompts_end_is_not_compared(template: str, learned: str) -> None:
+    """The teacher merges its prompt's end with the response's first letters; the student has other tokens there."""
+    rollout = told(collected(STUDENT("he fox", add_special_tokens=False)["input_ids"], "length"), "a")
+    (own,) = text_made(rollout, of_texts(TEACHER, crossing_text(), template=template)).teachers
+    assert own.chunks is not None
+    for ids, chunks, tokenizer in (
+        (rollout.ids, own.chunks.compared[0], STUDENT),
+        (own.tokens.ids, own.chunks.compared[1], TEACHER),
+    ):
+        assert tokenizer.decode(ids[chunks >= 0]) == learned
+
+
+def test_a_datasets_token_across_the_prompts_end_is_read() -> None:
+    """Bug: of the continuation "e fox" of "Th" the teacher read " fox", as the student's prompt has the token "The"."""
+    rollout = dataset_rollout(Prompt(0, "Th", response="e fox"), TextRenderer(STUDENT), 99)
+    assert rollout.before == "e"
+    own, cross = text_made(
+        told(rollout, "a"),
+        of_texts(STUDENT, SameTokenizer(), template="{hint}: {prompt}"),
+        of_texts(TEACHER, crossing_text(), template="{hint}: {prompt}"),
+    ).teachers
+    assert STUDENT.decode(own.tokens.ids, skip_special_tokens=True) == "a: The fox"
+    assert TEACHER.decode(cross.tokens.ids, skip_special_tokens=True) == "a: The fox"
+
+
+def test_turns_behind_another_conversation() -> None:
+    """The teacher reads its own template's prompt with the hint in it, then the sampled ids with what was answered."""
+    student = talking("tagged")
+    rollout = told(conversation(student, f"I ask. {CALL}", "It is 42."), "six sevens are 42")
+    context = {"template": "{prompt} ({hint})", "system_prompt": "You know {hint}."}
+    teacher = with_template(TEACHER, ROLES)
+    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    teachers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
+    sample = RolloutSampleMaker(pieces_of(student).lengths, teachers)(rollout)
+    asked = [{"role": "system", "content": "You know six sevens are 42."}, *rollout.prompt.content]
+    asked[-1] = {"role": "user", "content": "6 * 7? (six sevens are 42)"}
+
+    same, cross = sample.teachers
+    check_verbatim(sample, same)
+    start = int(rollout.turns[0, 0])
+    prompt = student.apply_chat_template(asked, tools=rollout.prompt.tools, add_generation_prompt=True, tokenize=False)
+    assert read(same) == [*student(prompt, add_special_tokens=False)["input_ids"], *rollout.ids[start:].tolist()]
+    assert same.tokens.loss_mask.sum() == rollout.num_sampled
+
+    assert cross.chunks is not None
+    ours, theirs = cross.chunks.compared
+    assert ((ours >= 0) == rollout.loss_mask).all()
+    assert ((theirs >= 0) == cross.tokens.loss_mask).all()
+    messages = [*asked, *rollout.messages[len(rollout.prompt.content) :]]
+    whole = teacher.apply_chat_template(messages, tokenize=False)
+    assert TEACHER.decode(cross.tokens.ids) == whole.rstrip("\n")
+
+
+TALK = [
+    {"role": "user", "content": "The quick brown fox?"},
+    {"role": "assistant", "content": "jumps over 123 dogs"},
+    {"role": "user", "content": "def f(x)"},
+    {"role": "assistant", "content": "the lazy dog sleeps"},
+]
+FIELDS = {FIELD + "hint": "a dog that sleeps", OTHER + FIELD + "hint": "東京"}
+
+
+def chat_made(length: int = 999, **context: Any) -> tuple[Any, Any, Sample]:
+    student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
+    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, TEACHER))
+    readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
+    maker = ChatSampleMaker(ChatEncoder.of(student, length, {}), readers)
+    return student, teacher, maker(Conversation(TALK, None, FIELDS))
+
+
+@pytest.mark.parametrize(
+    ("context", "learned"),
+    [
+        ({"template": "{prompt} {hint}"}, [1]),
+        ({"key": "hint"}, [1]),
+        ({"system_prompt": "Say {hint}."}, [0, 1]),
+    ],
+)
+def test_a_conversation_of_the_data(context: dict[str, str], learned: list[int]) -> None:
+    """Compared is what the assistant says behind all that differs, and it is what both sides learn."""
+    student, teacher, sample = chat_made(**context)
+    said = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
+    expected = "".join(said[k] for k in learned)
+    assert student.decode(sample.student.ids[sample.student.loss_mask]) == "".join(said)
+    same, cross = sample.teachers
+    check_verbatim(sample, same)
+    assert student.decode(same.tokens.ids[same.tokens.loss_mask]) == expected
+    assert cross.chunks is not None
+    ours, theirs = cross.chunks.compared
+    assert student.decode(sample.student.ids[ours >= 0]) == expected
+    assert teacher.decode(cross.tokens.ids[theirs >= 0]) == expected
+    for tokenizer, own in ((student, same), (teacher, cross)):
+        assert "a dog that sleeps" in tokenizer.decode(own.tokens.ids[: int(np.flatnonzero(own.tokens.loss_mask)[0])])
+    kept = compared(sample)
+    num_bytes = {int(side.num_bytes.sum()) for side in (kept.student, *(own.tokens for own in kept.teachers))}
+    assert num_bytes == {sum(len(TALK[2 * k + 1]["content"]) for k in learned)}
+
+
+@pytest.mark.tokenizers
+@pytest.mark.parametrize("names", [("qwen3", "llama3_1"), ("llama3_1", "qwen3")])
+def test_real_templates(names: tuple[str, str]) -> None:
+    """Templates that write thinking blocks or dates. The teacher with the same tokenizer has its own variables."""
+    student, teacher = map(real_tokenizer, names)
+    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    context = {"template": "{prompt}\n{hint}", "system_prompt": "Say {hint}."}
+    readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
+    sample = ChatSampleMaker(ChatEncoder.of(student, 999, {}), readers)(Conversation(TALK, None, FIELDS))
+    same, cross = sample.teachers
+    check_verbatim(sample, same)
+    asked = [{"role": "system", "content": "Say a dog that sleeps."}, *TALK[:2]]
+    asked.append({"role": "user", "content": "def f(x)\na dog that sleeps"})
+    prompt = student.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    start = int(np.flatnonzero(same.tokens.loss_mask)[0])
+    assert student.decode(same.tokens.ids[:start]) == prompt
+    assert TALK[3]["content"] in student.decode(same.tokens.ids[start:])
+    assert cross.chunks is not None
+    ours, theirs = cross.chunks.compared
+    for tokenizer, ids, chunks in ((student, sample.student.ids, ours), (teacher, cross.tokens.ids, theirs)):
+        assert TALK[3]["content"] in tokenizer.decode(ids[chunks >= 0])
+        assert TALK[1]["content"] not in tokenizer.decode(ids[chunks >= 0])
+
+
+@pytest.mark.parametrize("length", range(20, 90, 7))
+def test_a_cut_conversation_is_compared_as_far_as_it_goes(length: int) -> None:
+    _, _, whole = chat_made(template="{hint}")
+    _, _, cut = chat_made(length, template="{hint}")
+    assert len(cut.student) == min(length, len(whole.student))
+    for own, uncut in zip(cut.teachers, whole.teachers, strict=True):
+        assert read(own) == read(uncut)[: len(own.tokens)]
+    check_verbatim(cut, cut.teachers[0])
+    ours, uncut = (sample.teachers[1].chunks for sample in (cut, whole))
+    assert ours is not None
+    assert uncut is not None
+    assert set(ours.student.tolist()) <= set(uncut.student.tolist())
+
+
+def test_the_same_response_without_the_context_and_with_another() -> None:
+    _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
+    for tokenizer, own in zip((talking("tagged"), TEACHER), sample.teachers, strict=True):
+        texts = [tokenizer.decode(tokens.ids) for tokens in (own.tokens, *own.beside)]
+        told_of = [[hint in text for hint in FIELDS.values()] for text in texts]
+        assert told_of == [[True, False], [False, False], [False, True]]
+        assert len({tokenizer.decode(tokens.ids[tokens.loss_mask]) for tokens in (own.tokens, *own.beside)}) == 1
+    same, cross = sample.teachers
+    _, _, plain = chat_made(template="{prompt}")
+    assert same.beside[0].ids.tolist() == plain.student.ids.tolist()
+    assert cross.beside[0].ids.tolist() == read(plain.teachers[1])
+
+
+def test_what_is_stored_and_collated_is_what_was_made() -> None:
+    """Bug: a field that the cache or a batch lacks. Positions in the batch are moved as in the sample."""
+    _, _, sample = chat_made(template="{prompt} {hint}", gap_every=1, contrast=True)
+    (again,) = decoded(encoded([sample]))
+    batch, same = collate([sample, again]), compared(sample).teachers[0]
+    for own, stored in zip(sample.teachers, again.teachers, strict=True):
+        assert (own.moved_by, own.leakage, len(own.beside)) == (stored.moved_by, stored.leakage, len(stored.beside))
+        assert [read_.ids.tolist() for read_ in own.beside] == [read_.ids.tolist() for read_ in stored.beside]
+    rows = batch.teachers[0]
+    assert rows.moved is not None
+    assert rows.leakage is not None
+    assert rows.moved.by.tolist() == [same.moved_by] * 2
+    moved = rows.moved.loss_mask[0].nonzero().flatten() + same.moved_by
+    assert moved.tolist() == np.flatnonzero(same.tokens.loss_mask).tolist()
+    assert rows.student_side(batch.student).loss_mask.equal(rows.moved.loss_mask)
+    assert batch.rows(1, 2).teachers[0].beside == ()
+    empty = rows.without(rows.moved.by > 0)
+    assert empty.tokens.lengths.tolist() == [0, 0]
+    assert not empty.student_side(batch.student).loss_mask.any()
+    assert empty.leakage is not None
+    assert empty.leakage.sum() == 0
+
+
+def test_a_conversation_without_an_answer_teaches_nothing() -> None:
+    student = talking("tagged")
+    teacher = of_chats(student, SameTokenizer(), template="{hint}", gap_every=1)
+    (own,) = ChatSampleMaker(ChatEncoder.of(student, 999, {}), (teacher,))(
+        Conversation(TALK[:1], None, FIELDS)
+    ).teachers
+    assert (own.moved_by, own.leakage, len(own.beside)) == (0, (0, 0), 1)
+    assert not own.tokens.loss_mask.any()
+
+
+@pytest.mark.parametrize(
+    ("value", "messages"),
+    [
+        ("What?", [{"role": "user", "content": "What?"}]),
+        ('[{"role": "user", "content": "What?"}]', [{"role": "user", "content": "What?"}]),
+        ([{"role": "system", "content": "S"}, {"role": "user", "content": [{"type": "text", "text": "W"}]}], None),
+        ("[1, 2", [{"role": "user", "content": "[1, 2"}]),
+    ],
+)
+def test_a_field_with_the_whole_prompt(value: Any, messages: Any) -> None:
+    context = of_chats(talking("tagged"), SameTokenizer(), key="hint").context
+    expected = messages or [{"role": "system", "content": "S"}, {"role": "user", "content": "W"}]
+    assert context.content(TALK[:1], {FIELD + "hint": value}) == expected
+
+
+def test_values_are_written() -> None:
+    context = of_texts(STUDENT, SameTokenizer(), template="{hint}|{prompt}").context
+    for value, text in ((["a", "{b}"], "a\n\n{b}|q"), (3.0, "3|q"), (2.5, "2.5|q"), (True, "True|q")):
+        assert context.content("q", {FIELD + "hint": value}) == text
+
+
+@pytest.mark.parametrize(
+    ("teacher", "message"),
+    [
+        ({"template": "{hint}", "max_length": 3}, r"prompt 6 \(row\), sample 0: teachers.0.context: .* 3 at most"),
+        ({"key": "hint"}, "ends with what the assistant says"),
+    ],
+)
+def test_records_that_no_prompt_can_be_made_of(teacher: dict[str, Any], message: str) -> None:
+    student = talking("tagged")
+    rollout = told(conversation(student, "It is 42."), '[{"role": "assistant", "content": "No"}]')
+    with pytest.raises(DataError, match=message):
+        RolloutSampleMaker(pieces_of(student).lengths, (of_chats(student, SameTokenizer(), **teacher),))(rollout)
+
+
+@given(st.text("ab", max_size=60), st.text("ab", max_size=60), st.text("ab", max_size=30))
+@settings(max_examples=60)
+def test_leakage_is_what_common_substrings_cover(response: str, context: str, prompt: str) -> None:
+    """Bug: bytes of overlapping substrings counted twice, or the last of them not at all."""
+    covered: set[int] = set()
+    for start, stop in ((i, j) for i in range(len(response)) for j in range(i + LEAST, len(response) + 1)):
+        part = response[start:stop]
+        windows = [part[k : k + LEAST] for k in range(len(part) - LEAST + 1)]
+        if part in context and not any(window in prompt for window in windows):
+            covered |= set(range(start, stop))
+    assert leakage(response, context, prompt) == (len(covered), len(response))
+
+
+def test_leakage_is_counted_in_bytes() -> None:
+    said = "The answer is 東京タワー."
+    assert leakage(said, f"Solution: {said}", "q") == (len(said.encode()),) * 2
+    assert leakage(said, f"Solution: {said}", said) == (0, len(said.encode()))

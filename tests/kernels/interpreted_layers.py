@@ -1,0 +1,68 @@
+"""Kernels of layers in Triton's interpreter, as a part of the program `interpreted`."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+from nemo_opd.kernels import launch, rms_norm, rotary
+from nemo_opd.models.layer_trials import GATE, ROTATION, norm_of, try_kernels
+from tests.kernels import layers
+from tests.kernels.moved import moved_bytes
+
+FAMILIES = ("llama, tied", "qwen3, norms of heads", "gemma3, two rotary embeddings", "phi3, fused")
+
+
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """Round to nearest, where the interpreter cuts digits off, and let programs take several steps."""
+    convert = interpreter._convert_float
+
+    def rounded(given: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(given, source, target, mode)
+        values = torch.from_numpy(np.ascontiguousarray(given).view(np.float32))
+        return values.bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+    with (
+        patch.object(interpreter, "_convert_float", rounded),
+        patch.object(launch, "num_multiprocessors", lambda device: 3),
+        patch.object(launch, "BLOCK", 64),
+        patch.object(rms_norm, "_TILE", 256),
+        patch.object(rotary, "_TILE", 16),
+    ):
+        yield
+
+
+def bytes_of_layers() -> list[tuple[str, int, int]]:
+    """Return what each kernel says that it reads and writes, and what it does."""
+    counted: list[tuple[str, int, int]] = []
+
+    def run(name: str, num_bytes: int, of: Callable[[], object], **more: Any) -> None:
+        before = moved[0]
+        of()
+        counted.append((name, num_bytes, moved[0] - before))
+
+    with moved_bytes() as moved, patch.object(launch, "launch", run):
+        for name in layers.cases():
+            layers.compared(name, torch.float32, "cpu")
+    return counted
+
+
+def found() -> dict[str, Any]:
+    with as_on_a_gpu():
+        functions = {
+            f"{name}, {dtype}": layers.compared(name, getattr(torch, dtype), "cpu")
+            for name in layers.cases()
+            for dtype in ("float32", "bfloat16")
+        }
+        models = {family: layers.of_model(family, "cpu") for family in FAMILIES}
+        for dtype in (torch.float32, torch.bfloat16):  # raises where a trial on a GPU would refuse them
+            try_kernels((norm_of(70), norm_of(2048), GATE, ROTATION), dtype, "cpu")
+        models["adapters"] = layers.of_model(FAMILIES[0], "cpu", adapters=True)
+        return {"functions": functions, "models": models, "bytes": bytes_of_layers()}
