@@ -17,6 +17,7 @@ ORDER = (
     "errors types paths progress problems disk files commands",
     "config",
     "extras",
+    "teacher_cache",
     "users_code",
     "alignment",
     "projection",
@@ -42,7 +43,7 @@ ORDER = (
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
-WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "alignment"}
+WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 

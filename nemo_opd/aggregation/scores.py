@@ -12,6 +12,7 @@ from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.blocks import own_share, unit_parts
 from nemo_opd.logits.blockwise import compute_dtype
 from nemo_opd.logits.rows import LogitRows, logit_rows
+from nemo_opd.logits.sparse import SparseLogits, SparseRows
 from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import count_label_tokens, label_rows
@@ -43,6 +44,13 @@ NATS: dict[TokenScore, Callable[[Tensor, Tensor], Tensor]] = {
     "max_probability": _surprisal_of_the_likeliest,
 }
 """Log-probabilities [U, W] and tokens [U] → [U]."""
+_NATS_KNOWN: dict[TokenScore, Callable[[SparseRows], Tensor]] = {
+    "bits_per_byte": lambda known: -known.log_p_next,
+    "log_probability": lambda known: -known.log_p_next,
+    "entropy": lambda known: known.entropy,
+    "max_probability": lambda known: -known.log_p[:, 0],
+}
+"""The same where the likeliest tokens alone are known, over the whole vocabulary."""
 
 
 def sequence_scores(
@@ -72,8 +80,12 @@ def sequence_scores(
     nats = torch.zeros(tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
     parts = unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
     for part in own_share(teacher, parts, slice(0, 0)):
-        log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
-        nats[rows[part]] = NATS[score](log_p, targets[part]).double()
+        if isinstance(teacher, SparseLogits):
+            found = _NATS_KNOWN[score](teacher.known(rows[part]))
+        else:
+            log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
+            found = NATS[score](log_p, targets[part])
+        nats[rows[part]] = found.double()
     nats = teacher.reduce(nats)
     counted_bytes = torch.zeros_like(nats, dtype=torch.int64)
     counted_bytes[rows] = tokens.num_bytes.flatten()[rows + 1].long()

@@ -9,7 +9,7 @@ from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
-from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher
 
 _Ignored = Iterator[tuple[str, str]]
 """Key, and why it has no effect and what to do."""
@@ -134,7 +134,7 @@ def _of_loss(config: RunFields) -> _Ignored:
     """Find settings of loss terms that no teacher has."""
     followers = [teacher for teacher in config.active_teachers if teacher.loss is None]
     is_chunked = isinstance(config.loss, ChunkTerm)
-    if is_chunked and followers and not any(isinstance(each, CrossTokenizerTeacher) for each in followers):
+    if is_chunked and followers and all(isinstance(each, SameTokenizerTeacher) for each in followers):
         common = {*DivergenceTerm.model_fields, *Objective.model_fields, "type"}
         for name in type(config.loss).model_fields.keys() - common:
             yield (

@@ -37,6 +37,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def cached_teachers_know_texts_beforehand(self) -> Self:
+        for i, teacher in enumerate(self.active_teachers):
+            if teacher.cache is not None and self.rollout is not None:
+                raise ValueError(
+                    f"teachers.{i}.cache={teacher.cache}: a cached teacher ({teacher.name}) has answers to texts that "
+                    "it was asked about, and the student samples new ones; name a model, or leave rollout out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss

@@ -43,6 +43,10 @@ class TeacherBase(Model):
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
     does not fit otherwise, the largest teacher first.
     """
+    cache: str | None = None
+    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
+    `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
+    """
     context: Context | None = None
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
     response; null: it reads the student's.
@@ -86,10 +90,9 @@ class SameTokenizerTeacher(TeacherBase):
     """This teacher's own term instead of the one `loss` gives it."""
 
 
-class CrossTokenizerTeacher(TeacherBase):
-    """A teacher with another tokenizer."""
+class OwnIdsTeacher(TeacherBase):
+    """Settings of teachers that read texts in tokens of their own."""
 
-    type: Literal["cross_tokenizer"]
     projection: str = "auto"
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
@@ -112,7 +115,7 @@ class CrossTokenizerTeacher(TeacherBase):
     """This teacher's own term instead of the one `loss` gives it."""
 
     @model_validator(mode="after")
-    def top_k_needs_a_projection_to_build(self) -> "CrossTokenizerTeacher":
+    def top_k_needs_a_projection_to_build(self) -> Self:
         if self.projection != "auto" and self.top_k != type(self).model_fields["top_k"].default:
             raise ValueError(
                 f"top_k={self.top_k} has no effect with projection={self.projection}, which has its own; write "
@@ -126,4 +129,38 @@ class CrossTokenizerTeacher(TeacherBase):
         return {token: tuple(role for role, having in self.roles.items() if token in having) for token in tokens}
 
 
-Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher, Field(discriminator="type")]
+class CrossTokenizerTeacher(OwnIdsTeacher):
+    """A teacher with another tokenizer."""
+
+    type: Literal["cross_tokenizer"]
+
+
+_OF_A_MODEL = (
+    *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
+    *("fused_layers", "dtype", "offload", "micro_batch_tokens", "weights", "ema_decay", "adapters", "context"),
+)
+
+
+class CachedTeacher(OwnIdsTeacher):
+    """A teacher that was asked before: its answers are in a folder, and no model is loaded. With the student's
+    tokenizer it is then of type same_tokenizer, else of type cross_tokenizer, which config.yaml says.
+    """
+
+    type: Literal["cached"]
+    cache: str = Field(min_length=1)
+    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py)."""
+    model: str = "none"
+    """Not given: no model is loaded."""
+
+    @model_validator(mode="after")
+    def cached_teachers_have_no_model(self) -> "CachedTeacher":
+        for name in _OF_A_MODEL:
+            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
+                raise ValueError(
+                    f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
+                    "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
+                )
+        return self
+
+
+Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher, Field(discriminator="type")]

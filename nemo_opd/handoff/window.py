@@ -13,9 +13,10 @@ from nemo_opd.handoff.hidden_states import HeadHandle, HiddenStatesHandle, Hidde
 from nemo_opd.handoff.logits import LogitsHandle, LogitsWindow
 from nemo_opd.handoff.plan import Piece, Sides, head_pieces, output_pieces, output_shards
 from nemo_opd.handoff.region import Region, RegionPart
+from nemo_opd.handoff.sparse import SparseHandle, SparseWindow
 
-OutputHandle = HiddenStatesHandle | LogitsHandle
-Window = HiddenStatesWindow | LogitsWindow
+OutputHandle = HiddenStatesHandle | LogitsHandle | SparseHandle
+Window = HiddenStatesWindow | LogitsWindow | SparseWindow
 
 
 def windows(handles: Sequence[OutputHandle], sides: Sides, lengths: Sequence[int]) -> list[Window]:
@@ -35,7 +36,11 @@ def windows(handles: Sequence[OutputHandle], sides: Sides, lengths: Sequence[int
     readers = [_Reader(rank, own[sides.student.coordinates(rank)[0]], sides) for rank in range(sides.student.size)]
     outputs = [handle.output for handle in handles]
     if not heads:
-        return [reader.logits(outputs, own) for reader, own in zip(readers, pieces, strict=True)]
+        found = [reader.logits(outputs, own) for reader, own in zip(readers, pieces, strict=True)]
+        first = handles[0]
+        if not isinstance(first, SparseHandle):
+            return list(found)
+        return [SparseWindow(window.shards, first.layout) for window in found]
     return [
         HiddenStatesWindow(reader.region(outputs, own), reader.head(heads, shards))
         for reader, own, shards in zip(readers, pieces, head_pieces(sides, columns), strict=True)

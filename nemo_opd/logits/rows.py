@@ -25,6 +25,19 @@ class LogitRows(ABC):
     """Rows are made by a product with a head, which is worth while for many at a time."""
     block_bytes: int | None = None
     """Budget of a block, the same in all processes of a share; None: the least of the device."""
+    top_k: int | None = None
+    """None: all tokens are known. Else so many, the likeliest, and the one that came next: rows are log-probabilities,
+    −inf of the others, and there is a column behind the vocabulary, log of the mass of the others (methods.md §9.1).
+    """
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether there is that further column."""
+        return self.top_k is not None
+
+    def cut(self, width: int) -> LogitRows:
+        """Return logits of the leading columns of the vocabulary, where that changes what else is in a row."""
+        return self
 
     @abstractmethod
     def read(self, rows: Tensor, width: int) -> Tensor:

@@ -38,7 +38,7 @@ def alm(
     student give to the tokens of the chunk. The minimum, at b = a, is τ times the entropy of a coin of bias a. Raises
     ConfigError for shapes or sizes that do not fit.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
     return inputs.planned([likelihood_term(inputs)])
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Unpack
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
@@ -25,6 +26,7 @@ from nemo_opd.losses.fused import fused
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.softmax import log_sum_exp
 from nemo_opd.losses.sparse_projection import project, pull_back
+from nemo_opd.losses.truncated import require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -101,13 +103,20 @@ def byte_prefix(
     Raises ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without Φ and the
     teacher's byte order.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
+    require_temperature_1(inputs.teacher, temperature)
     compare = Divergence(divergence, beta, mixed_weight)
     cells = _reached_cells(projection, inputs)
     chains = _Chains.of(inputs, PrefixRanges.of(projection, inputs.teacher_size, inputs.device))
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         bound = chains.bound(inputs, cells, part)
+        if inputs.is_truncated:
+            log_q, rest = split(teacher)
+            on_cells = bound.teacher_cells(log_q, cells), bound.student_cells(student, cells)
+            return compare.of_logits(*cells.reached(*on_cells, rest))
         return compare.of_logits(bound.teacher_cells(teacher, cells), bound.student_cells(student, cells))
 
     def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
@@ -118,7 +127,7 @@ def byte_prefix(
         unit_loss,
         cells_per_unit=cells.cells_per_unit(inputs.student_size, inputs.teacher_size) + 2 * cells.num_cells,
         positions=(chains.positions.offsets, LIVE_COPIES * inputs.teacher_size),
-        compare_onto=unit_loss_onto,
+        compare_onto=None if inputs.is_truncated else unit_loss_onto,
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
@@ -181,6 +190,8 @@ class _Chains:
         logits = over(inputs.teacher_at(self.positions.rows[span]), inputs.temperature)
         place = self.prefixes.place
         is_meant = (place >= self.begin[span]) & (place < self.end[span])
+        # What is not known of a truncated teacher is not meant: the bound stays one.
+        is_meant = F.pad(is_meant, (0, logits.shape[1] - is_meant.shape[1]))
         odds_against = _log_mass(logits, ~is_meant) - _log_mass(logits, is_meant)
         return self.positions.log_sum_exp(log_surprise(odds_against), part)
 

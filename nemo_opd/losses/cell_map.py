@@ -12,6 +12,7 @@ from torch import Tensor
 from nemo_opd.errors import ProjectionError
 from nemo_opd.losses.made_once import made_once
 from nemo_opd.losses.sparse_projection import SparseProjection
+from nemo_opd.losses.truncated import joined, reached_and_rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class CommonCells:
     student: SparseProjection
     """Its `columns` are the cells [X] as the maps name them, ascending; −1 is the rest cell."""
     teacher: SparseProjection
+    has_rest: bool
+    """Whether the first cell is the rest cell."""
 
     @staticmethod
     def of(
@@ -62,6 +65,12 @@ class CommonCells:
             device,
         )
 
+    def reached(self, teacher: Tensor, student: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        """Return log-masses of cells [U, ≥ X], and rest [U, 1], of a truncated teacher, as `reached_and_rest`."""
+        if not self.has_rest:
+            return reached_and_rest(teacher, student, rest)
+        return reached_and_rest(teacher[:, 1:], student[:, 1:], joined(rest, teacher[:, :1]), student[:, :1])
+
     def column_of(self, cells: Tensor) -> Tensor:
         """Return the columns in [U, X] of student tokens, int64; −1 for tokens that are no cell."""
         column = torch.searchsorted(self.student.columns, cells).clamp(max=self.num_cells - 1)
@@ -95,7 +104,8 @@ def _build(student_cells: NDArray[np.int32], teacher_cells: NDArray[np.int32], d
             f"the maps of the projection have no cell within {len(student_cells)} student and {len(teacher_cells)} "
             "teacher tokens that both sides reach; it belongs to another pair of tokenizers, or they share nothing"
         )
-    return CommonCells(_many_to_one(student_cells, common).to(device), _many_to_one(teacher_cells, common).to(device))
+    student, teacher = (_many_to_one(cells, common).to(device) for cells in (student_cells, teacher_cells))
+    return CommonCells(student, teacher, has_rest=bool(common[0] == REST))
 
 
 def _many_to_one(cells: NDArray[np.int32], common: NDArray[np.int64]) -> SparseProjection:

@@ -26,6 +26,7 @@ from nemo_opd.losses.arguments import (
 )
 from nemo_opd.losses.divergence import Divergence
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
+from nemo_opd.losses.truncated import require_whole
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -117,13 +118,17 @@ class ChunkInputs:
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
         chunk_size: int | None = None,
+        takes_truncated: bool = False,
     ) -> ChunkInputs:
         """Check a loss's arguments, of which most are `ChunkArguments`.
 
-        Raises ConfigError for shapes or sizes that do not fit, or a temperature that is not above 0.
+        Raises ConfigError for shapes or sizes that do not fit, a temperature that is not above 0, and a truncated
+        teacher unless it can be taken.
         """
         check_temperature(temperature)
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
+        if not takes_truncated:
+            require_whole(teacher, "loss.type", "this loss needs the whole distribution")
         check_positions(student.shape, student_ids=student_ids, student_chunk_id=student_chunk_id)
         check_positions(teacher.shape, teacher_ids=teacher_ids, teacher_chunk_id=teacher_chunk_id)
         check_same_length(student_logits=student_ids, teacher_logits=teacher_ids)
@@ -134,17 +139,18 @@ class ChunkInputs:
             width = student.shape[1]
             (kept,) = planned(lambda w, rows: [w[rows // width] != 0], sequence_weights, units.student_rows)
             units = units.where(kept)
-        student_columns, teacher_columns = student.shape[2], teacher.shape[2]
+        student_columns, teacher_columns = student.shape[2], teacher.shape[2] - teacher.is_truncated
         student_default = student_columns if projection is None else projection.student_vocab_size
         teacher_default = teacher_columns if projection is None else projection.teacher_vocab_size
+        teacher_size = own_columns("teacher_vocab_size", teacher_vocab_size, teacher_default, teacher_columns)
         return cls(
             student,
-            teacher,
+            teacher.cut(teacher_size),
             student_ids,
             teacher_ids,
             units,
             own_columns("student_vocab_size", student_vocab_size, student_default, student_columns),
-            own_columns("teacher_vocab_size", teacher_vocab_size, teacher_default, teacher_columns),
+            teacher_size,
             temperature,
             sequence_weights,
             normalizer,
@@ -161,6 +167,11 @@ class ChunkInputs:
         return compute_dtype(self.student)
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether the teacher's rows have one column more, for the tokens that are not known."""
+        return self.teacher.is_truncated
+
+    @property
     def weights(self) -> Tensor | None:
         """[U]: those of the units' sequences; None: all 1."""
         if self.sequence_weights is None:
@@ -168,12 +179,12 @@ class ChunkInputs:
         return self.sequence_weights.index_select(0, self.units.student_rows // self.student.shape[1])
 
     def teacher_at(self, rows: Tensor) -> Tensor:
-        """Teacher logits [R, W] at indices [R] into [B·T], in the compute dtype."""
-        return self.teacher.read(rows, self.teacher_size).to(self.dtype)
+        """Teacher logits [R, W] at indices [R] into [B·T], [R, W + 1] of a truncated one, in the compute dtype."""
+        return self.teacher.read(rows, self.teacher_size + self.is_truncated).to(self.dtype)
 
     def teacher_ahead(self, rows: Tensor, begins: Sequence[int] | None = None) -> ReadAhead:
-        """Teacher logits [R, W] at indices [R] into [B·T], which the units need one after another."""
-        return ReadAhead(self.teacher, rows, self.teacher_size, begins)
+        """Teacher logits at indices [R] into [B·T], as `teacher_at`, which the units need one after another."""
+        return ReadAhead(self.teacher, rows, self.teacher_size + self.is_truncated, begins)
 
     def term(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
 import torch
@@ -23,6 +23,7 @@ from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.softmax import softmax
 from nemo_opd.losses.support import log_rest, truncated, with_rest
+from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -61,7 +62,9 @@ def gold(
     pairs and the share out of it, and nothing times τ². Raises ConfigError for shapes, sizes, weights or names that do
     not fit, ProjectionError for a projection without exact pairs.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
     return paired_loss(
         inputs,
         TokenPairs.exact(projection, inputs.student_size, inputs.teacher_size, inputs.device),
@@ -121,7 +124,8 @@ def paired_loss(
     options: PairedOptions,
 ) -> PlannedLoss:
     """Plan `gold` on the given pairs."""
-    compare = options.comparison(divergence, pairs)
+    require_temperature_1(inputs.teacher, inputs.temperature)
+    compare = replace(options.comparison(divergence, pairs), top_k=inputs.teacher.top_k)
     term = options.merges.term(
         inputs,
         lambda student, teacher, part: compare(student, teacher),
@@ -149,9 +153,13 @@ class _PairedDivergence:
     """Tokens of no pair whose probabilities are compared by rank, on either side."""
     is_distribution: bool
     """Whether inputs are normalised and get a rest cell; otherwise they are compared as given, on the pairs alone."""
+    top_k: int | None = None
+    """Tokens of the teacher that are known, where it is truncated."""
 
     def __call__(self, student: Tensor, teacher: Tensor) -> Tensor:
-        """Logits/τ or log-probabilities [U, V] and [U, W] → [U]."""
+        """Logits/τ or log-probabilities [U, V] and [U, W] → [U]; a truncated teacher's are [U, W + 1]."""
+        if self.top_k is not None:
+            return self._truncated(student.log_softmax(-1), *split(teacher.log_softmax(-1)), self.top_k)
         if self.is_distribution:
             # Not logits − logsumexp: at logits of 150 that rounds log-probabilities near 0 to 1e-5.
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
@@ -162,6 +170,30 @@ class _PairedDivergence:
             return common
         tails = (side.largest(self.num_ranks) for side in (log_q, log_p))
         return common + self.uncommon_weight * _sorted_l1(*tails)
+
+    def _truncated(self, student: Tensor, log_q: Tensor, rest: Tensor, top_k: int) -> Tensor:
+        """Compare log-probabilities [U, V] and [U, W], with what is in no pair, or in none that is known, in the rest.
+
+        Ranks of the tails are compared as far as the teacher's are known.
+        """
+        p = _Split.of(student, self.pairs.student, self.pairs.student_rest)
+        q = _Split.of(log_q, self.pairs.teacher, self.pairs.teacher_rest)
+        # A rest of one side alone is left out, as in `with_rest`.
+        has_rest = bool(p.others.shape[-1] and q.others.shape[-1])
+        rests = (joined(rest, q.others), log_rest(p.others)) if has_rest else (rest, None)
+        common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
+        if not self.uncommon_weight:
+            return self.common_weight * common
+        # The token that came next is known too, whatever its rank.
+        least = log_q.topk(top_k, dim=-1).values[:, -1:]
+        is_known = (q.others >= least) & (q.others > -torch.inf)
+        num_known = is_known.sum(-1, keepdim=True)
+        q = replace(q, others=q.others.masked_fill(~is_known, -torch.inf))
+        differences = _by_rank(*(side.largest(self.num_ranks) for side in (q, p))).abs()
+        ranks = torch.arange(differences.shape[-1], device=differences.device)
+        is_compared = (ranks < num_known) | (num_known == q.others.shape[-1])
+        tail = differences.masked_fill(~is_compared, 0).sum(-1)
+        return self.common_weight * common + self.uncommon_weight * tail
 
     @property
     def has_closed_form(self) -> bool:

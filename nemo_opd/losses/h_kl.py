@@ -41,7 +41,9 @@ def h_kl(
     Raises ConfigError for shapes, sizes, weights or names that do not fit, ProjectionError for a projection without
     such pairs.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
     return paired_loss(
         inputs,
         TokenPairs.relaxed(projection, inputs.student_size, inputs.teacher_size, inputs.device),

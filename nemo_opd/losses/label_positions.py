@@ -12,6 +12,7 @@ from nemo_opd.logits.read_ahead import ReadAhead
 from nemo_opd.logits.rows import LogitRows, TrainableRows, check_shares, logit_rows, trainable_rows
 from nemo_opd.losses.arguments import check_positions, check_sequence_weights, shared_columns
 from nemo_opd.losses.reduction import weighted_label_rows
+from nemo_opd.losses.truncated import require_whole
 
 
 class TokenArguments(TypedDict, total=False):
@@ -63,14 +64,22 @@ class LabelPositions:
         student_vocab_size: int | None = None,
         teacher_vocab_size: int | None = None,
         chunk_size: int | None = None,
+        takes_truncated: bool = False,
     ) -> LabelPositions:
-        """Find the scored tokens in a mask [B, S]. Raises ConfigError for shapes or sizes that do not fit."""
+        """Find the scored tokens in a mask [B, S].
+
+        Raises ConfigError for shapes or sizes that do not fit, and for a truncated teacher unless it can be taken.
+        """
         student, teacher = trainable_rows(student_logits), logit_rows(teacher_logits)
+        if not takes_truncated:
+            require_whole(teacher, "loss.type", "this loss needs the whole distribution")
         check_positions(teacher.shape, mask=mask)
         check_positions((student.shape[0], min(student.shape[1], mask.shape[1]), student.shape[2]), mask=mask)
         check_sequence_weights(sequence_weights, len(mask))
         check_shares(student, teacher)
-        size = shared_columns(student.shape[-1], teacher.shape[-1], student_vocab_size, teacher_vocab_size)
+        columns = teacher.shape[-1] - teacher.is_truncated
+        size = shared_columns(student.shape[-1], columns, student_vocab_size, teacher_vocab_size)
+        teacher = teacher.cut(size)
         rows, weights = weighted_label_rows(mask, sequence_weights)
         ours, theirs = student.shape[1], mask.shape[1]
         sequences, student_rows = planned(lambda rows: [rows // theirs, rows // theirs * ours + rows % theirs], rows)
@@ -80,5 +89,5 @@ class LabelPositions:
         return len(self.rows)
 
     def teacher_ahead(self) -> ReadAhead:
-        """Teacher logits [u, V] of units, for a term that tells it of its blocks."""
-        return ReadAhead(self.teacher, self.rows, self.size)
+        """Teacher logits [u, V] of units, [u, V + 1] of a truncated one, for a term that tells it of its blocks."""
+        return ReadAhead(self.teacher, self.rows, self.size + self.teacher.is_truncated)

@@ -11,6 +11,7 @@ from nemo_opd.logits.term import Term, unit_cells
 from nemo_opd.losses.arguments import over
 from nemo_opd.losses.chunk_loss import ChunkInputs, Compare, CompareOnto, OnCells, first_position_term
 from nemo_opd.losses.chunk_positions import ChunkPositions
+from nemo_opd.losses.truncated import require_whole
 
 _MERGES = ("first", "mean", "observed")
 LIVE_COPIES = 5
@@ -50,9 +51,12 @@ class Merge:
         compare then takes logarithms of merged probabilities, [u, V] and [u, W or X], which sum to 1 at most.
         """
         if self.kind == "first":
+            if inputs.is_truncated:  # Its rest is known to `compare` alone.
+                compare_onto = on_cells = None
             return first_position_term(
                 inputs, compare, cells_per_unit=cells_per_unit, compare_onto=compare_onto, on_cells=on_cells
             )
+        require_whole(inputs.teacher, f"merge={self.kind}", "it multiplies distributions")
         return self._merged_term(inputs, compare, cells_per_unit=cells_per_unit)
 
     def teacher_rows(self, inputs: ChunkInputs) -> Tensor:

@@ -25,6 +25,7 @@ from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
 from nemo_opd.losses.support import truncated
+from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -65,7 +66,12 @@ def p_kl(
         raise ConfigError("merge=observed: p_kl compares distributions, which it is not; use first or mean")
     if vocab_topk is not None and vocab_topk < 1:
         raise ConfigError(f"vocab_topk={vocab_topk}: it is a number of teacher tokens; give 1 or more, or none for all")
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
+    require_temperature_1(inputs.teacher, temperature)
+    if vocab_topk is not None:
+        require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)
     sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
     cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
@@ -73,6 +79,10 @@ def p_kl(
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         log_covered = sparse.log_project(student)
         uncovered = log_sum_exp(student) - log_sum_exp(log_covered)
+        if inputs.is_truncated:
+            log_t, rest = split(teacher)
+            reached = reached_and_rest(log_t.index_select(1, sparse.columns), log_covered, rest)
+            return compare.of_logits(*reached) + coverage * uncovered
         teacher = teacher.index_select(1, sparse.columns)
         return compare.of_logits(cells.take(teacher), cells.take(log_covered)) + coverage * uncovered
 

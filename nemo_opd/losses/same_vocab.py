@@ -12,6 +12,7 @@ from nemo_opd.losses.arguments import check_temperature, over
 from nemo_opd.losses.divergence import Divergence, add_comparison
 from nemo_opd.losses.label_positions import LabelPositions, TokenArguments
 from nemo_opd.losses.support import Support
+from nemo_opd.losses.truncated import reached_and_rest, require_temperature_1, require_whole, split
 
 LIVE_COPIES = 12
 """Tensors of the size of a chunk's cells alive at its peak (jsd, the largest)."""
@@ -42,14 +43,21 @@ def same_vocab(
     for shapes, sizes or names that do not fit.
     """
     check_temperature(temperature)
-    places = LabelPositions.of(student_logits, teacher_logits, **shared)
+    places = LabelPositions.of(student_logits, teacher_logits, takes_truncated=True, **shared)
     of = Divergence(divergence, beta, mixed_weight)
     columns, size = Support(support, top_k, normalization), places.size
+    is_truncated = places.teacher.is_truncated
+    require_temperature_1(places.teacher, temperature)
+    if not columns.takes_all(size):
+        require_whole(places.teacher, f"support={support}", "it chooses tokens of each position")
 
     ahead = places.teacher_ahead()
 
     def loss_of(logits: Tensor, part: slice) -> Tensor:
         teacher = over(ahead.of(part).to(logits.dtype), temperature)
+        if is_truncated:
+            log_t, rest = split(teacher)
+            return of.of_logits(*reached_and_rest(log_t, logits, rest))
         return columns.compare(of, teacher, over(logits, temperature))
 
     def closed_form(rows: Rows, part: slice, onto: Onto) -> Tensor:
@@ -59,7 +67,7 @@ def same_vocab(
     def for_kernels(part: slice) -> Comparison:
         return Comparison(ahead.of(part), temperature, of.measure)
 
-    takes_all = columns.takes_all(size)
+    takes_all = columns.takes_all(size) and not is_truncated
     besides = 0 if takes_all else LIVE_ROWS * size
     cells = unit_cells(len(places), LIVE_COPIES * columns.num_cells(size) + besides)
     term = Term(

@@ -18,6 +18,7 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_with_gradient
 from nemo_opd.losses.kernel_cells import common_cells
 from nemo_opd.losses.sparse_projection import add_pulled_back, project
+from nemo_opd.losses.truncated import require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -45,12 +46,19 @@ def shared_prefix(
     either side is no unit. Raises ConfigError for shapes, sizes or
     names that do not fit, ProjectionError for a projection without the maps.
     """
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
+    require_temperature_1(inputs.teacher, temperature)
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
     cells = CommonCells.of(*_maps(projection), *sizes, inputs.device)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
+        if inputs.is_truncated:
+            log_q, rest = split(teacher)
+            on_cells = cells.teacher.log_project(log_q), cells.student.log_project(student)
+            return compare.of_logits(*cells.reached(*on_cells, rest))
         return compare.of_logits(cells.teacher.log_project(teacher), cells.student.log_project(student))
 
     def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
@@ -64,8 +72,10 @@ def shared_prefix(
         inputs,
         unit_loss,
         cells_per_unit=cells.cells_per_unit(*sizes),
-        compare_onto=unit_loss_onto,
-        on_cells=OnCells(compare, lambda: common_cells(*_maps(projection), *sizes, inputs.device)),
+        compare_onto=None if inputs.is_truncated else unit_loss_onto,
+        on_cells=None
+        if inputs.is_truncated
+        else OnCells(compare, lambda: common_cells(*_maps(projection), *sizes, inputs.device)),
     )
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 

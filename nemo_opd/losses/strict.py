@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Unpack
 
+import torch
 from torch import Tensor
 
 from nemo_opd.distributed.transfer import planned
@@ -21,6 +22,7 @@ from nemo_opd.losses.paired_comparison import add_comparison_of_pairs
 from nemo_opd.losses.pairs import TokenPairs
 from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.support import Columns
+from nemo_opd.losses.truncated import joined, reached_and_rest, require_temperature_1, split
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
@@ -52,14 +54,18 @@ def strict(
     ConfigError for shapes, sizes or names that do not fit, ProjectionError for a projection without exact pairs.
     """
     _check(top_k, normalization)
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, projection=projection, **shared)
+    inputs = ChunkInputs.of(
+        student_logits, teacher_logits, temperature=temperature, projection=projection, takes_truncated=True, **shared
+    )
+    require_temperature_1(inputs.teacher, temperature)
     is_compared = _are_realised_pairs(inputs.units, inputs.student_ids, inputs.teacher_ids, projection)
     compared = replace(inputs, units=inputs.units.where(is_compared))
     vocabulary = _SharedVocabulary.of(projection, inputs, top_k, normalization)
     compare = Divergence(divergence, beta, mixed_weight)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
-        return compare.of_logits(*vocabulary.cells(teacher, student))
+        cells = vocabulary.reached if inputs.is_truncated else vocabulary.cells
+        return compare.of_logits(*cells(teacher, student))
 
     def unit_loss_onto(student: Rows, teacher: Rows, part: slice, onto: Onto) -> Tensor:
         return add_comparison_of_pairs(student, teacher, vocabulary.pairs, compare, vocabulary.has_rest, onto)
@@ -68,12 +74,13 @@ def strict(
         sizes = inputs.student_size, inputs.teacher_size
         return pairs_and_rest(projection, *sizes, inputs.device, has_rest=vocabulary.has_rest)
 
+    has_closed_form = vocabulary.top_k is None and not inputs.is_truncated
     term = first_position_term(
         compared,
         unit_loss,
         cells_per_unit=_cells_per_unit(inputs, vocabulary),
-        compare_onto=unit_loss_onto if vocabulary.top_k is None else None,
-        on_cells=OnCells(compare, for_kernels) if vocabulary.top_k is None else None,
+        compare_onto=unit_loss_onto if has_closed_form else None,
+        on_cells=OnCells(compare, for_kernels) if has_closed_form else None,
     )
     return chunk_loss(
         inputs,
@@ -146,6 +153,16 @@ class _SharedVocabulary:
         if self.has_rest:
             return of_teacher.cells(teacher), of_student.cells(student)
         return of_teacher.take(teacher), of_student.take(student)
+
+    def reached(self, teacher: Tensor, student: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cells of a truncated teacher [U, W + 1] and of the student, with a rest: both [U, cells + 1]."""
+        of_teacher, of_student = self._columns(student)
+        log_t, rest = split(teacher)
+        log_s = of_student.take(student)
+        if not self.has_rest:
+            return reached_and_rest(of_teacher.take(log_t), log_s, rest)
+        others = log_t.scatter(1, of_teacher.index, -torch.inf)
+        return reached_and_rest(of_teacher.take(log_t), log_s, joined(rest, others), of_student.cells(student)[:, -1:])
 
     def _columns(self, student: Tensor) -> tuple[Columns, Columns]:
         """Return the columns of the cells in each row of teacher and student; a constant."""

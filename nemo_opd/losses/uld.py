@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Unpack
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.chunk_loss import ChunkArguments, ChunkInputs
 from nemo_opd.losses.compat import check_compat
 from nemo_opd.losses.merge import Merge
+from nemo_opd.losses.truncated import require_temperature_1
 
 
 @Loss
@@ -30,12 +32,15 @@ def uld(
     for shapes or sizes that do not fit.
     """
     check_compat(compat, ("trl",))
-    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, **shared)
+    inputs = ChunkInputs.of(student_logits, teacher_logits, temperature=temperature, takes_truncated=True, **shared)
+    require_temperature_1(inputs.teacher, temperature)
     ranks = max(inputs.student_size, inputs.teacher_size)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
         if compat is None:
             student, teacher = student.log_softmax(-1), teacher.log_softmax(-1)
+        if inputs.teacher.top_k is not None:
+            return _known_ranks(student, teacher, inputs.teacher.top_k)
         return (_ranked(student, ranks) - _ranked(teacher, ranks)).abs().sum(-1)
 
     merge = Merge("first" if compat is None else "observed")
@@ -43,6 +48,15 @@ def uld(
     if compat == "trl":  # It scales no term by τ².
         term = term.times(temperature**-2)
     return inputs.planned([term])
+
+
+def _known_ranks(log_p: Tensor, log_q: Tensor, top_k: int) -> Tensor:
+    """Compare the ranks that are known of the teacher, [U, V] and [U, W + 1], and all others as one cell: [U]."""
+    known = log_q[:, :-1].topk(top_k, dim=-1)
+    others = log_q.scatter(1, known.indices, -torch.inf).exp().sum(-1)
+    ranked = _ranked(log_p, max(top_k, log_p.shape[-1]))
+    by_rank = (ranked[:, :top_k] - known.values.exp()).abs().sum(-1)
+    return by_rank + (ranked[:, top_k:].sum(-1) - others).abs()
 
 
 def _ranked(log_p: Tensor, ranks: int) -> Tensor:

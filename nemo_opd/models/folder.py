@@ -7,6 +7,7 @@ from safetensors import SafetensorError, safe_open
 
 from nemo_opd.demo import DEMO_PREFIX, is_demo, model_path
 from nemo_opd.errors import ModelError
+from nemo_opd.teacher_cache import manifest
 
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -46,7 +47,9 @@ def check_tokenizer(reference: str, *, key: str) -> None:
 
 
 def check_folder(reference: str, *, key: str) -> None:
-    """Raise ModelError, naming `key`, for a path without a whole model; a hub name passes."""
+    """Raise ModelError, naming `key`, for a path without a whole model; a hub name passes, and a teacher cache, which
+    has all but the weights.
+    """
     folder = Path(resolve(reference))
     if not folder.is_dir():
         if folder.is_absolute() or reference.startswith("."):
@@ -54,7 +57,7 @@ def check_folder(reference: str, *, key: str) -> None:
         return
     if not (folder / "config.json").is_file():
         raise ModelError(f"{key}={reference}: the folder has no config.json; give a folder in Hugging Face form")
-    if not any((folder / name).is_file() for name in _WEIGHT_FILES):
+    if not any((folder / name).is_file() for name in (*_WEIGHT_FILES, manifest.NAME)):
         raise ModelError(
             f"{key}={reference}: the folder has no weights (none of {', '.join(_WEIGHT_FILES)}); copy them there or "
             "name another folder"

@@ -13,8 +13,8 @@ from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.handoff.plan import Readers, Sides
 from nemo_opd.handoff.traffic import Payload, Traffic, check_stays_on_node, planned_readers, planned_traffic
 from nemo_opd.handoff.transport import choose_transport
-from nemo_opd.models.load import compute_dtype
 from nemo_opd.progress import working
+from nemo_opd.training.memory import output_columns
 from nemo_opd.training.model_info import ModelInfo
 
 
@@ -130,11 +130,12 @@ def _transfers(
     """Yield each active teacher's name, the layouts and places of both groups, and the largest output of a batch."""
     student, teacher_layouts = layouts
     for i, (settings, teacher) in enumerate(zip(config.active_teachers, teachers, strict=True)):
+        columns, itemsize = output_columns(config, settings, teacher.size, device)
         payload = Payload(
             num_sequences=config.train.global_batch_size,
             length=lengths[i],
             vocab_size=teacher.vocab_size,
-            hidden_size=teacher.size.hidden_size if config.handoff.type == "hidden_states" else None,
-            itemsize=compute_dtype(settings.dtype, device).itemsize,
+            hidden_size=columns,
+            itemsize=itemsize,
         )
         yield settings.name, Sides(student, teacher_layouts[i], placement.student, placement.teachers[i]), payload

@@ -81,8 +81,8 @@ class Utilization:
     """Work of a run's models, and the devices that do it."""
 
     student: ModelSize
-    teachers: tuple[ModelSize, ...]
-    """One per active teacher."""
+    teachers: tuple[ModelSize | None, ...]
+    """One per active teacher; None for one that is cached and computes nothing."""
     num_devices: int
     peak: float | None
     """FLOP/s of one device; None if unknown."""
@@ -92,7 +92,8 @@ class Utilization:
         total = training_flops(self.student, batch.student.lengths.tolist()).total
         for size, rows in zip(self.teachers, batch.teachers, strict=True):
             tokens = rows.tokens
-            total += forward_flops(size, tokens.lengths.tolist(), int(tokens.loss_mask.sum())).total
+            if size is not None:
+                total += forward_flops(size, tokens.lengths.tolist(), int(tokens.loss_mask.sum())).total
         achieved = total / seconds / self.num_devices
         found = {"perf/tflops_per_s": achieved / 1e12}
         return found if self.peak is None else found | {"perf/mfu": achieved / self.peak}

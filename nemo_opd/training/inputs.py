@@ -5,28 +5,33 @@ from pathlib import Path
 
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CrossTokenizerTeacher
+from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher
 from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
 from nemo_opd.data.schema import require_suitable
-from nemo_opd.errors import ConfigError, ProjectionError
+from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
+from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
 
 
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that files and programs in the settings exist and have the right form. Raises an OPDError where not."""
     require_kind(config, on_policy=on_policy)
-    # Preflight hashes the checkpoint's files.
-    progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
+    if not any(isinstance(teacher, CachedTeacher) for teacher in config.active_teachers):
+        # Preflight hashes the checkpoint's files. A cached teacher's type, which it depends on, is known there alone.
+        progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
-        _check_model(teacher, f"teachers.{i}")
-        if isinstance(teacher, CrossTokenizerTeacher) and teacher.projection != "auto":
+        if teacher.cache is None:
+            _check_model(teacher, f"teachers.{i}")
+        else:
+            require_cache(teacher.cache, f"teachers.{i}.cache")
+        if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
             _check_projection(teacher.projection, f"teachers.{i}.projection")
     require_extras(config.logging, config.reward, config.rollout)
     if not config.run.dry_run:  # which may plan for another machine
@@ -54,6 +59,14 @@ def _check_model(settings: Model, key: str) -> None:
         check_tokenizer(settings.tokenizer, key=f"{key}.tokenizer")
     if settings.chat_template is not None:
         read_template(settings.chat_template, key=f"{key}.chat_template")
+
+
+def require_cache(folder: str, key: str) -> CacheManifest:
+    """Return a cache's manifest. Raises DataError, naming `key`, where there is none."""
+    try:
+        return read_manifest(folder)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
 
 
 def _check_projection(path: str, key: str) -> None:

@@ -70,8 +70,9 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     model = build_on_meta(
         config, settings.reference, key=f"{key}.model", attn_implementation=settings.attn_implementation
     )
-    check_fused_layers(model, settings.fused_layers, device, key=key)
-    check_weights(model, settings.reference, key=f"{key}.model")
+    if isinstance(settings, Student) or settings.cache is None:
+        check_fused_layers(model, settings.fused_layers, device, key=key)
+        check_weights(model, settings.reference, key=f"{key}.model")
     size = size_of(model, adapters)
     if not size.layers:
         raise ModelError(f"{key}.model={settings.reference}: its config.json says 0 layers; copy the file there again")

@@ -35,6 +35,7 @@ from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
+from nemo_opd.workers.cached_teacher import CachedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -325,8 +326,9 @@ def _separate(plan: Plan) -> list[int]:
 
 def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     """Start the group of a teacher that has processes of its own."""
-    name = f"teacher {plan.config.active_names[i]}"
-    return cluster.group(name, TeacherWorker, _teacher_arguments(plan, i), plan.placement.teachers[i])
+    settings = plan.config.active_teachers[i]
+    worker = TeacherWorker if settings.cache is None else CachedTeacherWorker
+    return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
 
 
 def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
+from nemo_opd.training.cached_teachers import check_cached, settle_cached
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -51,6 +52,7 @@ _TRAINED_BYTES = 12
 def preflight(config: RunConfig) -> Plan:
     """Check everything and return the plan of the run. Raises an OPDError where it cannot run."""
     device = resolve_device(config.cluster)
+    config = settle_cached(config, device)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
     require_shared_gpus(config, device, placement)
@@ -76,6 +78,7 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
+    check_cached(config, device, teachers, parts, student.size.vocab_size)
     warnings += warn_of_shared_data(config)
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
@@ -128,7 +131,10 @@ def preflight(config: RunConfig) -> Plan:
         server_share=server_share(config, memory, machine),
         utilization=Utilization(
             student.size,
-            tuple(teacher.size for teacher in teachers),
+            tuple(
+                teacher.size if settings.cache is None else None
+                for teacher, settings in zip(teachers, config.active_teachers, strict=True)
+            ),
             len(placement.devices),
             peak_flops(device_name(device)),
         ),

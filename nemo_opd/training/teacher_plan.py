@@ -28,7 +28,7 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
     settings = config.active_teachers[i]
     if not isinstance(settings, CrossTokenizerTeacher):
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)
-        _require_common_text(i, settings, student, teacher)
+        require_common_text(i, settings, student, teacher)
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
@@ -66,7 +66,7 @@ def require_same_tokenizer(
         )
 
 
-def _require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
+def require_common_text(i: int, settings: Teacher, student: ModelInfo, teacher: ModelInfo) -> None:
     """Raise ModelError where one tokenizer has tokens of ordinary text that the other lacks, so that texts are cut
     differently. Special and added tokens may be missing, as they occur in few texts.
     """

@@ -9,7 +9,13 @@ from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.run_fields import Run
-from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher, TeacherBase
+from nemo_opd.config.teacher import (
+    CachedTeacher,
+    CrossTokenizerTeacher,
+    OwnIdsTeacher,
+    SameTokenizerTeacher,
+    TeacherBase,
+)
 from nemo_opd.config.train import Train
 
 BOUND: dict[type[BaseModel], str] = {
@@ -17,10 +23,12 @@ BOUND: dict[type[BaseModel], str] = {
     Train: "global_batch_size max_length gradient_clip",
     Model: "model tokenizer chat_template chat_template_kwargs",
     Student: "dtype",
-    TeacherBase: "name weight weights ema_decay adapters dtype",
+    TeacherBase: "name weight weights ema_decay adapters dtype cache",
     Context: "system_prompt template key",
     SameTokenizerTeacher: "type",
-    CrossTokenizerTeacher: "type projection top_k roles max_length equal_history",
+    OwnIdsTeacher: "projection top_k roles max_length equal_history",
+    CrossTokenizerTeacher: "type",
+    CachedTeacher: "type",
     Lora: "rank alpha dropout target_modules",
     optim.AdamW: "type lr betas eps weight_decay",
     optim.Scheduler: "type warmup_steps min_lr_ratio",

@@ -155,7 +155,7 @@ def test_a_wrong_value(key: str, value: Any, says: str) -> None:
     ("key", "choices"),
     [
         ("loss.type", LOSSES),
-        ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer'"),
+        ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer', 'cached'"),
         (
             "teachers.0.loss",
             f"'same_vocab', 'tcad', 'sampled_kl', {TERMS}",

@@ -5,6 +5,7 @@ from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part,
 from nemo_opd.training.memory.server import server_share
 from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import ModelSize, model_size, size_of
+from nemo_opd.training.memory.teacher import output_columns
 
 __all__ = [
     "Advice",
@@ -18,6 +19,7 @@ __all__ = [
     "Situation",
     "estimate",
     "model_size",
+    "output_columns",
     "server_share",
     "settle_memory",
     "size_of",

@@ -10,11 +10,16 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.models.load import compute_dtype
+from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sampling_parts
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
-from nemo_opd.training.memory.size import FP32
+from nemo_opd.training.memory.size import FP32, ModelSize
+
+_HEAD = "head handed over"
+"""Name of a part."""
 
 
 def teachers_answer(config: RunConfig) -> bool:
@@ -71,10 +76,21 @@ def window_bytes(config: RunConfig, situation: Situation) -> int:
 
 def copied_heads(config: RunConfig, situation: Situation) -> int:
     """Return the bytes of the teachers' heads that a student's rank copies from main memory."""
-    if not situation.through_host or config.handoff.type == "logits":
+    if not situation.through_host:
         return 0
-    jobs = teacher_jobs(config, situation)
+    jobs = [job for job in teacher_jobs(config, situation) if job.has_head]
     return sum(job.setup.vocab_size * job.setup.size.hidden_size * job.item_bytes for job in jobs)
+
+
+def output_columns(config: RunConfig, settings: Teacher, size: ModelSize, device: str) -> tuple[int | None, int]:
+    """Return the columns of what a teacher hands over, None for the vocabulary's, and the bytes of a number there."""
+    itemsize = compute_dtype(settings.dtype, device).itemsize
+    if settings.cache is None:
+        return None if config.handoff.type == "logits" else size.hidden_size, itemsize
+    manifest = read_manifest(settings.cache)
+    if manifest.form == "top_k":
+        return sparse_layout(manifest).handed_bytes, 1
+    return manifest.hidden_size, itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +121,18 @@ class TeacherJob:
     @property
     def window_bytes(self) -> int:
         """Bytes of output for a microbatch of the student, which must be concatenated where several ranks have it."""
-        is_logits = self.config.handoff.type == "logits"
-        columns = self.setup.vocab_size if is_logits else self.setup.size.hidden_size
-        return self.config.train.longest_at_a_time * self.width * columns * self.item_bytes
+        columns, itemsize = self._output
+        positions = self.config.train.longest_at_a_time * self.width
+        return positions * (self.setup.vocab_size if columns is None else columns) * itemsize
+
+    @property
+    def has_head(self) -> bool:
+        """Whether its head is handed over."""
+        return any(each.name == _HEAD for each in self.handed_over())
+
+    @property
+    def _output(self) -> tuple[int | None, int]:
+        return output_columns(self.config, self.settings, self.setup.size, self.device)
 
     def forward_bytes(self) -> int:
         """Return the activations of a layer, or at the end the hidden states and logits of a microbatch.
@@ -127,15 +152,17 @@ class TeacherJob:
 
     def handed_over(self) -> tuple[Part, ...]:
         """Return the buffers of all batches in flight: this rank's rows and columns, all positions even under cp."""
-        name, t, width = self.settings.name, self.item_bytes, self.setup.size.hidden_size
+        name, (columns, t) = self.settings.name, self._output
         batches = 1 if self.settings.is_student else 1 + teachers_ahead(self.config)
         positions = batches * self.rows * self.width
         phases = reading_phases(self.config)
-        if self.config.handoff.type == "logits":
+        if columns is None:
             return (part(name, "logits handed over", positions * self.setup.columns * t, *phases),)
+        if self.settings.cache is not None and t == 1:
+            return (part(name, "likeliest tokens handed over", positions * columns, *phases),)
         return (
-            part(name, "hidden states handed over", positions * width * t, *phases),
-            part(name, "head handed over", self.setup.columns * width * t, *phases),
+            part(name, "hidden states handed over", positions * columns * t, *phases),
+            part(name, _HEAD, self.setup.columns * columns * t, *phases),
         )
 
 
@@ -158,6 +185,8 @@ def answer_batch(job: TeacherJob) -> SamplingBatch:
 
 def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     """Return a teacher's process, which works in these phases and waits in the others."""
+    if job.settings.cache is not None:
+        return _process_without_model(job)
     weights = _student_weights(job, working) if job.settings.is_student else _own_weights(job, working)
     name, t, answers = job.settings.name, job.item_bytes, Phase.ANSWERS in working
     holder = job.config.student if job.settings.is_student else job.settings
@@ -211,3 +240,12 @@ def _student_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
         part(name, "gathered parameters", t * setup.kept(job.config.student, t), *_reading(working)),
     )
     return Process(device, (part(name, "average", average, *away),))
+
+
+def _process_without_model(job: TeacherJob) -> Process:
+    """Return the process of a cached teacher, with the head of one that has hidden states."""
+    head = sum(each.at(Phase.TEACHERS) for each in job.handed_over() if each.name == _HEAD)
+    device = (part(job.settings.name, "head", head, *Phase),)
+    if job.through_host:
+        return Process(device, job.handed_over())
+    return Process((*device, *job.handed_over()), ())

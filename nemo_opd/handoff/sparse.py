@@ -1,0 +1,67 @@
+"""Handoff of the likeliest tokens of each position, as bytes (methods.md §9.1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_opd.distributed.transfer import together
+from nemo_opd.handoff.base import Receiver
+from nemo_opd.handoff.handle import Handle
+from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.region import Region
+from nemo_opd.handoff.writer import NewSender, OutputWriter
+from nemo_opd.logits.packed import places_in_row
+from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+
+
+@dataclass(frozen=True, slots=True)
+class SparseHandle:
+    """Reference to a teacher rank's rows of a batch: uint8 [tokens, bytes]."""
+
+    output: Handle
+    layout: SparseLayout
+
+    @property
+    def columns(self) -> range:
+        """Columns of the buffer."""
+        return range(self.layout.handed_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWindow:
+    """The rows of a student rank's sequences."""
+
+    shards: tuple[Region, ...]
+    """One region, as every teacher rank has whole rows."""
+    layout: SparseLayout
+
+    def rows(self, receiver: Receiver, sequences: slice, width: int, moved_by: Tensor | None = None) -> LogitRows:
+        """Return the logits [b, width, W] of some sequences, at positions moved as `Region.logits` does.
+
+        Raises HandoffError for a buffer that cannot be mapped.
+        """
+        (region,) = self.shards
+        rows = region.read(receiver, sequences)
+        (places,) = together([places_in_row(region.lengths[sequences], width, moved_by)], rows.device)
+        return SparseLogits(rows, self.layout, places)
+
+
+class SparseWriter(OutputWriter):
+    """Writer of a teacher rank's rows."""
+
+    def __init__(
+        self, new_sender: NewSender, layout: SparseLayout, *, readers: Readers = ONE_READER, num_slots: int = 1
+    ) -> None:
+        super().__init__(new_sender, layout.handed_bytes, torch.uint8, readers, num_slots)
+        self._layout = layout
+
+    def write(self, start: int, made: SparseLogits) -> None:
+        """Put a microbatch's rows at the tokens from `start` on."""
+        self._put(start, made.rows.unsqueeze(0))
+
+    def handle(self) -> SparseHandle:
+        return SparseHandle(self._output.handle(), self._layout)

@@ -1,0 +1,142 @@
+"""Output of a teacher that was asked before, in the place of a model that is called (methods.md §9.1)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from nemo_opd.errors import DataError
+from nemo_opd.files import write_atomically
+from nemo_opd.logits.head import Head, HeadLogits
+from nemo_opd.logits.packed import PackedLogits, Packing
+from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+from nemo_opd.teacher_cache.manifest import CacheManifest
+from nemo_opd.teacher_cache.reader import CacheReader
+from nemo_opd.teacher_cache.shard import Segment, id_bytes
+
+_HEAD = "head.safetensors"
+
+
+def sparse_layout(manifest: CacheManifest) -> SparseLayout:
+    """Return the layout of a cache's rows of likeliest tokens. Raises ConfigError for numbers that cannot be."""
+    size = manifest.vocab_size
+    return SparseLayout(manifest.top_k, size, manifest.value_bytes, id_bytes(size))
+
+
+def save_head(folder: Path, head: Head) -> None:
+    """Write the head of a cache of hidden states. Raises StorageError."""
+    numbers = torch.tensor([head.scale, head.soft_cap or 0.0], dtype=torch.float64)
+    tensors = {"weight": head.weight.detach().cpu().contiguous(), "numbers": numbers}
+    if head.bias is not None:
+        tensors["bias"] = head.bias.detach().cpu().contiguous()
+    write_atomically(folder / _HEAD, save(tensors))
+
+
+def has_head(folder: Path) -> bool:
+    """Return whether a cache has its head, without which hidden states say nothing."""
+    return (folder / _HEAD).is_file()
+
+
+def load_head(folder: Path, device: str) -> Head:
+    """Read the head. Raises DataError where it is missing or damaged."""
+    try:
+        tensors = load_file(folder / _HEAD, device=device)
+    except (OSError, SafetensorError) as error:
+        raise DataError(
+            f"{folder / _HEAD} cannot be read ({error}); run tools/teacher_cache/build.py again, after removing it if "
+            "it is there"
+        ) from error
+    scale, soft_cap = tensors["numbers"].tolist()
+    return Head(tensors["weight"], tensors.get("bias"), scale, soft_cap or None)
+
+
+class StoredOutput(ABC):
+    """Rows of a cache, by the ids that its teacher would read; called as a model is (`Headless`)."""
+
+    reads_packed = True
+    columns: range
+
+    def __init__(self, reader: CacheReader, device: str) -> None:
+        self._reader, self._device = reader, device
+
+    def num_positions(self, packing: Packing) -> int:
+        """Return the positions that are read of these sequences."""
+        return len(packing.tokens)
+
+    def _rows(self, ids: Tensor, packing: Packing, num_bytes: int) -> Tensor:
+        """Return the bytes of each token of sequences [B, S], uint8 [N, num_bytes], on the device.
+
+        They are copied once, from the mapped file. Raises DataError for a segment that is missing or damaged. Of a
+        sequence of one token nothing is asked: it has none to predict.
+        """
+        every = ids.cpu().numpy()
+        made = np.zeros((len(packing.tokens), num_bytes), np.uint8)
+        start = 0
+        for own, length in zip(every, packing.lengths, strict=True):
+            if length > 1:
+                self._put(made[start : start + length], self._reader.segment(own[:length]))
+            start += length
+        return torch.from_numpy(made).to(self._device)
+
+    @abstractmethod
+    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
+        """Copy a segment's rows."""
+
+
+class StoredHiddenStates(StoredOutput):
+    """Hidden states, and the head that makes logits of them."""
+
+    def __init__(self, reader: CacheReader, device: str) -> None:
+        """Load the head."""
+        super().__init__(reader, device)
+        self.dtype: torch.dtype = getattr(torch, reader.manifest.dtype)
+        self.hidden_size = reader.manifest.hidden_size
+        self._head = load_head(reader.folder, device)
+        self.columns = range(len(self._head.weight))
+
+    def __call__(self, ids: Tensor, packing: Packing) -> HeadLogits:
+        """Map ids [B, S] to logits [1, N, W] of their tokens. Raises DataError."""
+        rows = self._rows(ids, packing, self.hidden_size * self.dtype.itemsize)
+        return HeadLogits(rows.view(self.dtype).unsqueeze(0), self._head)
+
+    def whole(self, made: HeadLogits, packing: Packing) -> PackedLogits:
+        """Return the logits [B, S, W]."""
+        return PackedLogits(made, packing.places)
+
+    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
+        made[:] = segment.rows
+
+
+class StoredTopK(StoredOutput):
+    """The likeliest tokens of each position."""
+
+    def __init__(self, reader: CacheReader, device: str) -> None:
+        super().__init__(reader, device)
+        self.layout = sparse_layout(reader.manifest)
+        self.columns = range(self.layout.vocab_size)
+
+    def __call__(self, ids: Tensor, packing: Packing) -> SparseLogits:
+        """Map ids [B, S] to the logits of their tokens, [B, S, W] and one column more. Raises DataError."""
+        return SparseLogits(self._rows(ids, packing, self.layout.handed_bytes), self.layout, packing.places)
+
+    def whole(self, made: SparseLogits, packing: Packing) -> SparseLogits:
+        """Return the same."""
+        return made
+
+    def _put(self, made: NDArray[np.uint8], segment: Segment) -> None:
+        stored = self.layout.row_bytes
+        made[:, :stored] = segment.rows
+        made[:-1, stored:] = segment.tokens[1:]
+        made[-1, stored:] = 0xFF  # no token
+
+
+def stored_output(reader: CacheReader, device: str) -> StoredHiddenStates | StoredTopK:
+    """Open what a cache stores."""
+    return (StoredTopK if reader.manifest.form == "top_k" else StoredHiddenStates)(reader, device)

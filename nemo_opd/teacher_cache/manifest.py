@@ -1,0 +1,91 @@
+"""Form and origin of a cache: one small file, the same for all of its shards."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from nemo_opd.errors import DataError
+from nemo_opd.files import write_atomically
+
+VERSION = 1
+"""Raised when the same manifest would mean other bytes."""
+NAME = "cache.yaml"
+_BUILD = "tools/teacher_cache/build.py"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheManifest:
+    """Form and origin of a cache. Everything that its numbers depend on is in here, but for the texts."""
+
+    form: Literal["top_k", "hidden_states"]
+    teacher: str
+    """Model as it was named; for messages."""
+    weights: str
+    """Fingerprint of the teacher's weights and configuration."""
+    tokenizer: str
+    """Fingerprint of its tokens' bytes."""
+    template: str
+    """Fingerprint of its chat template and the arguments of that; of texts none of it matters."""
+    vocab_size: int
+    """W: ids that both tokenizer and model have."""
+    dtype: str
+    """Precision in which the teacher computed, and of hidden states."""
+    top_k: int = 0
+    """form=top_k: tokens kept at a position."""
+    value_bytes: int = 0
+    """form=top_k: bytes of a log-probability."""
+    hidden_size: int = 0
+    """form=hidden_states: E."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    version: int = VERSION
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds whole distributions."""
+        return self.form == "hidden_states" or self.top_k >= self.vocab_size
+
+
+def has_manifest(folder: Path) -> bool:
+    """Return whether a folder is a cache."""
+    return (folder / NAME).is_file()
+
+
+def read_manifest(folder: str | Path) -> CacheManifest:
+    """Read a cache's manifest. Raises DataError where there is none, or one of another version."""
+    path = Path(folder) / NAME
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        manifest = CacheManifest(**content)
+    except FileNotFoundError as error:
+        raise DataError(f"{folder} is no teacher cache: it has no {NAME}; build one with {_BUILD}") from error
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read ({error}); build the cache again with {_BUILD}") from error
+    if manifest.version != VERSION:
+        raise DataError(
+            f"{path} is of version {manifest.version}, and this program reads version {VERSION}; build the cache again"
+        )
+    return manifest
+
+
+def write_manifest(folder: Path, manifest: CacheManifest) -> None:
+    """Write the manifest of a new cache, or compare it with the one there.
+
+    Raises DataError, naming what differs, for a cache of another teacher or form, and StorageError.
+    """
+    if not has_manifest(folder):
+        write_atomically(folder / NAME, yaml.safe_dump(asdict(manifest), sort_keys=False).encode())
+    there = read_manifest(folder)
+    differing = [
+        f"{each.name} is {getattr(there, each.name)!r} there and {getattr(manifest, each.name)!r} here"
+        for each in fields(manifest)
+        if each.name != "teacher" and getattr(there, each.name) != getattr(manifest, each.name)
+    ]
+    if differing:
+        raise DataError(
+            f"{folder} is a cache of other answers: {'; '.join(differing)}; name another folder, since answers of two "
+            "teachers or forms are not mixed"
+        )

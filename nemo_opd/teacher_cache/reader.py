@@ -1,0 +1,100 @@
+"""Segments of a cache, found by the ids that the teacher would read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.errors import DataError
+from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
+from nemo_opd.teacher_cache.shard import KEY_BYTES, OPENING, SUFFIX, Segment, Shard, encoded_ids, key_of, opening_of
+
+SHARDS = "shards"
+
+
+class CacheReader:
+    """All complete shards of a cache, mapped. Processes share the pages that they read."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """Open the shards that are there now. Raises DataError for a folder that is no cache, or a damaged shard."""
+        self.folder = Path(folder)
+        self.manifest: CacheManifest = read_manifest(folder)
+        self.shards = [Shard(path) for path in shard_files(self.folder)]
+        keys = [shard.keys for shard in self.shards]
+        every = np.concatenate([np.zeros((0, KEY_BYTES), np.uint8), *keys]).view(f"V{KEY_BYTES}").reshape(-1)
+        sizes = [len(shard) for shard in self.shards]
+        # Compared by their first half, of which two are hardly ever the same.
+        halves = every.view("<u8").reshape(-1, 2)[:, 0]
+        order = np.argsort(halves, kind="stable")
+        self._keys, self._halves = every[order], halves[order]
+        self._shard = np.repeat(np.arange(len(sizes)), sizes)[order]
+        self._number = np.concatenate([np.zeros(0, np.int64), *map(np.arange, sizes)]).astype(np.int64)[order]
+        openings = np.concatenate([np.zeros(0, np.uint64), *(shard.openings for shard in self.shards)])[order]
+        self._by_opening = np.argsort(openings, kind="stable")
+        self._openings = openings[self._by_opening]
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def __contains__(self, key: bytes) -> bool:
+        return self._place(key) is not None
+
+    def segment(self, ids: NDArray[np.integer[Any]]) -> Segment:
+        """Return what is stored of a sequence of ids, or of one that begins with it, as views of the mapping.
+
+        Raises DataError, naming the segment, where it is missing or damaged.
+        """
+        key = key_of(ids)
+        if (place := self._place(key)) is not None:
+            return self._segment(place)
+        if (longer := self._beginning_with(ids)) is not None:
+            return longer.part(len(ids))
+        raise self._missing(key, ids)
+
+    def _segment(self, place: int) -> Segment:
+        return self.shards[self._shard[place]].segment(int(self._number[place]))
+
+    def _beginning_with(self, ids: NDArray[np.integer[Any]]) -> Segment | None:
+        """Return a segment of which a sequence is the beginning: of a text that another student reads more of."""
+        if len(ids) < OPENING:
+            return None
+        opening = np.uint64(opening_of(ids))
+        begin, end = (int(np.searchsorted(self._openings, opening, side)) for side in ("left", "right"))
+        for place in self._by_opening[begin:end]:
+            segment = self._segment(int(place))
+            if np.array_equal(segment.tokens[: len(ids)], encoded_ids(ids, segment.tokens.shape[1])):
+                return segment
+        return None
+
+    def each(self) -> Iterator[Segment]:
+        """Yield all segments, shard by shard. Raises DataError at one that is damaged."""
+        for shard in self.shards:
+            for number in range(len(shard)):
+                yield shard.segment(number)
+
+    def _place(self, key: bytes) -> int | None:
+        wanted = np.frombuffer(key, f"V{KEY_BYTES}")[0]
+        half = np.frombuffer(key, "<u8")[0]
+        place = int(np.searchsorted(self._halves, half))
+        while place < len(self._keys) and self._halves[place] == half:
+            if self._keys[place] == wanted:
+                return place
+            place += 1
+        return None
+
+    def _missing(self, key: bytes, ids: NDArray[np.integer[Any]]) -> DataError:
+        return DataError(
+            f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
+            f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
+            "other data.packing, train.max_length, data.append_eos or chat template. To add what is missing, run "
+            "tools/teacher_cache/build.py with --config of this run's settings and --model of the teacher"
+        )
+
+
+def shard_files(folder: Path) -> list[Path]:
+    """Return the complete shards of a cache; one that is being written has another name."""
+    return sorted(path for path in (folder / SHARDS).glob(f"*{SUFFIX}") if not path.name.startswith("."))

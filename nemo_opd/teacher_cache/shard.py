@@ -1,0 +1,153 @@
+"""A shard: some segments of a cache in one file, complete or absent, mapped and not read (methods.md §9.1).
+
+The file is a safetensors file, so that other programs can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save
+
+from nemo_opd.errors import DataError
+from nemo_opd.files import write_atomically
+
+KEY_BYTES = 16
+OPENING = 16
+"""Tokens by which a segment is found that begins with a sequence."""
+SUFFIX = ".safetensors"
+_INDEX = ("keys", "openings", "begins", "checksums")
+"""Tensors that are read when a shard is opened."""
+_WAY_OUT = "remove the file and run tools/teacher_cache/build.py again, which adds what is missing"
+
+Bytes = NDArray[np.uint8]
+
+
+def key_of(ids: NDArray[np.integer[Any]]) -> bytes:
+    """Return the key of a segment: a hash of the ids that the teacher reads, and so of its text."""
+    return blake2b(np.ascontiguousarray(ids, dtype="<i4").tobytes(), digest_size=KEY_BYTES).digest()
+
+
+def opening_of(ids: NDArray[np.integer[Any]]) -> int:
+    """Return a hash of the first ids."""
+    return int.from_bytes(key_of(ids[:OPENING])[:8], "little")
+
+
+def id_bytes(vocab_size: int) -> int:
+    """Return the bytes of a stored id; the largest number that they hold is no id, but stands for none."""
+    return 2 if vocab_size < 2**16 else 3
+
+
+def encoded_ids(ids: NDArray[np.integer[Any]], num_bytes: int) -> Bytes:
+    """Encode ids [N], −1 for none, as bytes [N, num_bytes], the lowest first."""
+    return np.ascontiguousarray(ids, dtype="<i4").view(np.uint8).reshape(-1, 4)[:, :num_bytes]
+
+
+def decoded_ids(stored: Bytes) -> NDArray[np.int32]:
+    """Decode bytes [N, b] → int32 [N]."""
+    ids = np.zeros((len(stored), 4), np.uint8)
+    ids[:, : stored.shape[1]] = stored
+    return ids.view("<i4").reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Answers to one sequence of the teacher's tokens, of which it has N."""
+
+    tokens: Bytes
+    """[N, b]: its ids, as `encoded_ids`."""
+    rows: Bytes
+    """[N, R]: row i is of what comes after token i."""
+
+    def part(self, length: int) -> Segment:
+        """Return the first tokens, of which no later one changes what is stored."""
+        return Segment(self.tokens[:length], self.rows[:length])
+
+    @property
+    def checksum(self) -> int:
+        tokens, rows = (np.ascontiguousarray(side).data for side in (self.tokens, self.rows))
+        return zlib.crc32(rows, zlib.crc32(tokens))
+
+
+def write_shard(path: Path, segments: Sequence[tuple[bytes, Segment]]) -> None:
+    """Write segments by key; the file is there when it is whole and on the disk. Raises StorageError."""
+    lengths = [len(segment.tokens) for _, segment in segments]
+    tensors: dict[str, NDArray[Any]] = {
+        "keys": np.frombuffer(b"".join(key for key, _ in segments), np.uint8).reshape(-1, KEY_BYTES),
+        "openings": np.array([opening_of(decoded_ids(segment.tokens[:OPENING])) for _, segment in segments], np.uint64),
+        "begins": np.cumsum([0, *lengths], dtype=np.int64),
+        "checksums": np.array([segment.checksum for _, segment in segments], np.uint32),
+        "tokens": np.concatenate([segment.tokens for _, segment in segments]),
+        "rows": np.concatenate([segment.rows for _, segment in segments]),
+    }
+    index = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
+    write_atomically(path, save(tensors, {"index_checksum": str(index)}))
+
+
+class Shard:
+    """A mapped shard."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file and read its index. Raises DataError for a file that is damaged."""
+        self.path = path
+        try:
+            header, begin = _header(path)
+            tensors = {name: _mapped(path, entry, begin) for name, entry in header.items() if name != "__metadata__"}
+            self.keys, self.openings, self.begins, self._checksums = (np.array(tensors[name]) for name in _INDEX)
+            self._tokens, self._rows = tensors["tokens"], tensors["rows"]
+            found = zlib.crc32(b"".join(tensors[name].tobytes() for name in _INDEX))
+            is_sound = str(found) == header["__metadata__"]["index_checksum"]
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"{path} is damaged ({error}); {_WAY_OUT}") from error
+        if not is_sound:
+            raise DataError(f"{path} is damaged (its index is not as it was written); {_WAY_OUT}")
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.begins[-1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.path.stat().st_size
+
+    def segment(self, number: int) -> Segment:
+        """Return a segment as views of the mapping. Raises DataError for one that is not as it was written."""
+        place = slice(self.begins[number], self.begins[number + 1])
+        segment = Segment(self._tokens[place], self._rows[place])
+        if segment.checksum != self._checksums[number]:
+            key = self.keys[number].tobytes().hex()
+            raise DataError(f"{self.path}: segment {key} is damaged (its bytes are not as written); {_WAY_OUT}")
+        return segment
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """Return a safetensors file's header, and where its data begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > path.stat().st_size:
+            raise ValueError("its header is cut off")
+        return json.loads(file.read(length)), 8 + length
+
+
+_DTYPES = {"U8": np.uint8, "U32": np.uint32, "U64": np.uint64, "I64": np.int64}
+
+
+def _mapped(path: Path, entry: dict[str, Any], begin: int) -> NDArray[Any]:
+    start, stop = entry["data_offsets"]
+    if begin + stop > path.stat().st_size:
+        raise ValueError("its end is missing")
+    shape = tuple(entry["shape"])
+    if not stop - start:
+        return np.zeros(shape, _DTYPES[entry["dtype"]])
+    return np.memmap(path, _DTYPES[entry["dtype"]], "r", begin + start, shape)

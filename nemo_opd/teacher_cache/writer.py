@@ -1,0 +1,50 @@
+"""Shards written by one of several workers; what a worker that is killed has not finished is not there."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nemo_opd.teacher_cache.reader import SHARDS
+from nemo_opd.teacher_cache.shard import SUFFIX, Bytes, Segment, encoded_ids, id_bytes, key_of, write_shard
+
+SHARD_BYTES = 256 * 2**20
+"""Size at which a shard is written: what a killed worker loses at most, and what it holds in memory twice."""
+
+
+class CacheWriter:
+    """Writer of new shards in a cache's folder, which other writers may fill at the same time."""
+
+    def __init__(self, folder: Path, vocab_size: int, shard_bytes: int = SHARD_BYTES) -> None:
+        self._folder, self._id_bytes, self._shard_bytes = folder / SHARDS, id_bytes(vocab_size), shard_bytes
+        self._segments: list[tuple[bytes, Segment]] = []
+        self._size = 0
+
+    def add(self, ids: NDArray[np.integer[Any]], rows: Bytes) -> None:
+        """Add a segment: ids [N] and rows [N, R]. Raises StorageError where a shard that is full cannot be written."""
+        segment = Segment(encoded_ids(ids, self._id_bytes), rows)
+        self._segments.append((key_of(ids), segment))
+        self._size += segment.tokens.nbytes + segment.rows.nbytes
+        if self._size >= self._shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been added as a shard. Raises StorageError."""
+        if self._segments:
+            write_shard(self._folder / f"{uuid.uuid4().hex}{SUFFIX}", self._segments)
+        self._segments, self._size = [], 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write the rest, also where the worker was interrupted between two segments."""
+        if kind is None or issubclass(kind, KeyboardInterrupt):
+            self.flush()

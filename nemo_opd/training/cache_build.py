@@ -1,0 +1,277 @@
+"""A teacher asked about the texts of a run, for a cache that runs read in its place (methods.md §9.1)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from nemo_opd.alignment import fingerprint
+from nemo_opd.cluster.base import Group
+from nemo_opd.cluster.local import LocalCluster
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.run import RunConfig
+from nemo_opd.data.loader import made_of_all
+from nemo_opd.data.samples import Sample
+from nemo_opd.disk import storage_errors
+from nemo_opd.errors import ConfigError
+from nemo_opd.files import settle
+from nemo_opd.logits.sparse import SparseLayout
+from nemo_opd.models.fingerprint import weights_fingerprint
+from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
+from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
+from nemo_opd.progress import tracked
+from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
+from nemo_opd.teacher_cache.reader import CacheReader
+from nemo_opd.teacher_cache.shard import key_of
+from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
+from nemo_opd.training.cached_teachers import settle_cached
+from nemo_opd.training.corpus import Corpus, load_corpus
+from nemo_opd.training.model_info import ModelInfo, read_model_info
+from nemo_opd.training.ranks import resolve_device
+from nemo_opd.types import TokenRows
+from nemo_opd.workers.asked_teacher import AskedTeacher
+
+_TOKENS_AT_A_TIME = 8192
+"""Tokens of a forward pass where the teacher's settings name no number."""
+_Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheForm:
+    """Form of what is stored of a position."""
+
+    top_k: int | None
+    """Tokens; None: hidden states."""
+    value_bytes: int = 3
+    """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which of several workers this is; each takes the segments of which the key falls to it."""
+
+    index: int = 0
+    number: int = 1
+
+    def has(self, key: bytes) -> bool:
+        return int.from_bytes(key[:8], "little") % self.number == self.index
+
+
+@dataclass(frozen=True, slots=True)
+class CacheBuilt:
+    """Result of a worker."""
+
+    segments: int
+    tokens: int
+    there: int
+    """Segments of its part that were there before."""
+
+
+def build_cache(
+    config: RunConfig,
+    i: int,
+    folder: Path,
+    form: CacheForm,
+    *,
+    part: Part = Part(),
+    shard_bytes: int = SHARD_BYTES,
+) -> CacheBuilt:
+    """Ask active teacher i of a run about all of its texts that the cache in `folder` does not have.
+
+    A worker that is killed loses what was not in a shard yet; the next continues. Raises an OPDError where the teacher
+    cannot be asked, or the folder is a cache of other answers.
+    """
+    device = resolve_device(config.cluster)
+    config = settle_cached(_uncut(config), device)
+    settings = config.active_teachers[i]
+    if settings.cache is not None:
+        raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
+    if settings.is_student:
+        raise ConfigError(
+            f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with weights: "
+            "frozen"
+        )
+    if settings.context is not None:
+        raise ConfigError(
+            f"teachers.{i}.context: a cache has what a teacher says of the student's texts; leave the context out, or "
+            "ask this teacher in the run"
+        )
+    student = read_model_info(config.student, "student", device)
+    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
+    manifest = _manifest(config, i, student, teachers[i], form, device)
+    _describe(folder, manifest, config, i, student, teachers[i])
+    reader = CacheReader(folder)
+    layout = sparse_layout(manifest) if manifest.form == "top_k" else None
+    missing = _Missing(load_corpus(config, student, teachers), config, i, reader, part)
+    with _one_process(config, device) as cluster, CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer:
+        group = _group(cluster, config, i, manifest, device)
+        tokens = 0
+        for ids in _grouped(missing, settings.micro_batch_tokens or _TOKENS_AT_A_TIME):
+            tokens += sum(map(len, ids))
+            _ask(group, ids, layout, folder, writer)
+    return CacheBuilt(missing.number, tokens, missing.there)
+
+
+def _uncut(config: RunConfig) -> RunConfig:
+    """Return the settings with each model whole: how the run will cut them does not matter to its texts."""
+    whole = {"parallelism": Parallelism()}
+    teachers = tuple(teacher.model_copy(update=whole) for teacher in config.teachers)
+    return config.model_copy(update={"student": config.student.model_copy(update=whole), "teachers": teachers})
+
+
+def _manifest(
+    config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo, form: CacheForm, device: str
+) -> CacheManifest:
+    settings = config.active_teachers[i]
+    tokenizer, kwargs = _template(config, i, student, teacher)
+    template = json.dumps([tokenizer.chat_template, kwargs], sort_keys=True)
+    of_form: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
+    if form.top_k is not None:
+        of_form = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
+    return CacheManifest(
+        teacher=settings.reference,
+        weights=weights_fingerprint(settings.reference, key=f"teachers.{i}.model"),
+        tokenizer=fingerprint(teacher.tokenizer),
+        template=hashlib.sha256(template.encode()).hexdigest(),
+        vocab_size=teacher.vocab_size,
+        dtype=str(compute_dtype(settings.dtype, device)).removeprefix("torch."),
+        chat_template_kwargs=kwargs,
+        **of_form,
+    )
+
+
+def _template(
+    config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo
+) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
+    """Return the tokenizer whose template renders what the teacher reads, and the template's arguments."""
+    settings = config.active_teachers[i]
+    if settings.type == "same_tokenizer":
+        return student.tokenizer, dict(config.student.chat_template_kwargs)
+    return teacher.tokenizer, dict(settings.chat_template_kwargs)
+
+
+def _describe(
+    folder: Path, manifest: CacheManifest, config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo
+) -> None:
+    """Write the teacher's configuration and tokenizer, and then the manifest, or compare it with the one there."""
+    if not has_manifest(folder):
+        model = config.active_teachers[i].reference
+        temporary = folder / f".{uuid.uuid4().hex}"
+        with storage_errors(folder, instead="choose another --output"):
+            temporary.mkdir(parents=True)
+            try:
+                load_config(model, key=f"teachers.{i}.model").save_pretrained(temporary)
+                tokenizer = load_tokenizer(config.active_teachers[i].tokenizer_source[1], key=f"teachers.{i}")
+                tokenizer.chat_template = _template(config, i, student, teacher)[0].chat_template
+                tokenizer.save_pretrained(temporary)
+                settle(temporary)
+                for path in sorted(temporary.iterdir()):
+                    os.replace(path, folder / path.name)
+            finally:
+                shutil.rmtree(temporary, ignore_errors=True)
+    write_manifest(folder, manifest)
+    if (found := fingerprint(load_tokenizer(str(folder), key="--output"))) != manifest.tokenizer:
+        raise ConfigError(
+            f"{folder}: its tokenizer has the fingerprint {found[:12]}…, and the teacher's {manifest.tokenizer[:12]}…; "
+            "name another folder"
+        )
+
+
+class _Missing:
+    """Segments of a run's texts that a cache does not have, each once."""
+
+    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part) -> None:
+        self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part
+        self.number = self.there = 0
+
+    def __iter__(self) -> Iterator[_Ids]:
+        seen: set[bytes] = set()
+        for sample in self._samples():
+            ids = sample.teachers[self._i].tokens.ids
+            key = key_of(ids)
+            if sample.route not in (None, self._i) or len(ids) < 2 or key in seen or not self._part.has(key):
+                continue
+            seen.add(key)
+            if key in self._reader:
+                self.there += 1
+            else:
+                self.number += 1
+                yield ids
+
+    def _samples(self) -> Iterator[Sample]:
+        corpus, workers = self._corpus, self._config.data.num_workers
+        if corpus.packed is None:
+            yield from tracked(
+                made_of_all(corpus.train, corpus.make_sample, workers), "asking", "texts", len(corpus.train)
+            )
+        else:
+            windows = made_of_all(corpus.train, corpus.packed.make, workers)
+            yield from chain.from_iterable(tracked(windows, "asking", "texts", len(corpus.train)))
+        if corpus.validation is not None:
+            texts = made_of_all(corpus.validation, corpus.make_sample, workers)
+            yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
+
+
+def _grouped(segments: Iterator[_Ids] | _Missing, budget: int) -> Iterator[list[_Ids]]:
+    """Group consecutive segments of up to `budget` tokens, or one that is longer."""
+    group: list[_Ids] = []
+    for ids in segments:
+        if group and sum(map(len, group)) + len(ids) > budget:
+            yield group
+            group = []
+        group.append(ids)
+    if group:
+        yield group
+
+
+_ALONE = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
+
+
+def _one_process(config: RunConfig, device: str) -> LocalCluster:
+    """Return the cluster that is this process."""
+    return LocalCluster(config.cluster.model_copy(update={"launcher": "local"}), device=device, placement=_ALONE)
+
+
+def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str) -> Group:
+    """Load the teacher."""
+    settings = config.active_teachers[i]
+    arguments = {
+        "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
+        "key": f"teachers.{i}.model",
+        "vocab_size": manifest.vocab_size,
+        "device": device,
+        "transport": "shared_memory",
+        "handoff": "hidden_states" if manifest.form == "hidden_states" else config.handoff.type,
+        "shares_process": True,
+    }
+    group = cluster.group(f"teacher {settings.name}", AskedTeacher, arguments, _ALONE.teachers[0])
+    cluster.gather([group.ready])
+    return group
+
+
+def _ask(
+    group: Group, segments: Sequence[_Ids], layout: SparseLayout | None, folder: Path, writer: CacheWriter
+) -> None:
+    ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
+    nothing = torch.zeros(ids.shape, dtype=torch.int32)
+    tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
+    ((answers, head),) = group.call("answers", [(tokens, (slice(0, len(segments)),), layout)])
+    if head is not None and not has_head(folder):
+        save_head(folder, head)
+    for own, rows in zip(segments, answers, strict=True):
+        writer.add(own, rows.numpy())

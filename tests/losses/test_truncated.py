@@ -1,0 +1,152 @@
+"""Losses with a teacher of whom the likeliest tokens alone are known (methods.md §9.1)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.logits.packed import places_in_row
+from nemo_opd.logits.sparse import SparseLayout, SparseLogits
+
+from . import cases, oracle_truncated
+
+NAMES = ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
+TAKEN = {
+    case.name: case
+    for case in cases.ALL_LOSSES
+    if case.name.split("-")[0]
+    in ("same_vocab", "p_kl", "gold", "h_kl", "strict", "byte_prefix", "shared_prefix", "alm")
+    and not any(part in case.name for part in ("mean", "vocab_topk", "teacher_topk", "student_topk", "union"))
+} | {"uld": next(case for case in cases.LOSSES if case.name == "uld")}
+WITH_ORACLE = [name for name, case in TAKEN.items() if case.loss in oracle_truncated.ORACLES and "contin" not in name]
+BOUNDED = ["same_vocab", "gold", "gold-tails", "h_kl", "strict-rest", "uld"]
+"""Each of their cells is reached by one token at most, and nothing is renormalised on some of the tokens."""
+ATOL = 2e-6
+"""Log-probabilities of the teacher are fp32, to 6e-8 of up to 20."""
+
+
+def stored(logits: Tensor, ids: Tensor, top_k: int, value_bytes: int = 4) -> SparseLogits:
+    """What a cache has of logits [B, T, W]."""
+    layout = SparseLayout(top_k, logits.shape[2], value_bytes, 2)
+    following = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -1)], 1).flatten()
+    rows = layout.encode(logits.flatten(0, 1).float().log_softmax(1), following)
+    handed = torch.cat([rows, following.int().view(torch.uint8).view(-1, 4)[:, :2]], 1)
+    return SparseLogits(handed, layout, places_in_row([logits.shape[1]] * len(logits), logits.shape[1]))
+
+
+def truncated(batch: cases.Batch, top_k: int, value_bytes: int = 4) -> cases.Batch:
+    return replace(batch, teacher=stored(batch.teacher, batch.teacher_ids, top_k, value_bytes))
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_all_tokens_are_the_live_teacher(name: str) -> None:
+    """Catches a column, an id or a probability that is stored in another's place, in value and gradient."""
+    case = TAKEN[name]
+    batch = case.batch()
+    found = case.value_and_gradient(truncated(batch, batch.teacher.shape[2]))
+    for ours, live in zip(found, case.value_and_gradient(batch), strict=True):
+        torch.testing.assert_close(ours, live, atol=ATOL, rtol=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 6])
+@pytest.mark.parametrize("name", WITH_ORACLE)
+def test_value_is_that_of_the_definition(name: str, top_k: int) -> None:
+    """Catches a stored token in a wrong cell, mass that is lost or counted twice, and a rest on one side alone."""
+    case = TAKEN[name]
+    batch = case.batch()
+    expected = oracle_truncated.value(case, batch, top_k)
+    assert case.run(truncated(batch, top_k)).loss.item() == pytest.approx(expected, abs=ATOL, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["reverse_kl", "jsd", "tvd", "mixed"])
+def test_other_divergences(kind: str) -> None:
+    """Catches a divergence that makes NaN of cells which are empty on both sides."""
+    case = replace(TAKEN["gold"], options={"divergence": kind, "uncommon_weight": 0})
+    batch = case.batch()
+    expected = oracle_truncated.value(case, batch, 3)
+    assert case.run(truncated(batch, 3)).loss.item() == pytest.approx(expected, abs=ATOL, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_gradient_is_that_of_the_value(name: str) -> None:
+    """Catches a rest whose gradient is lost, or is NaN in a unit of which all cells are reached."""
+    case, top_k = TAKEN[name], 3
+    batch = case.batch(scale=1.0)
+    student = batch.student.requires_grad_()
+    teacher = truncated(batch, top_k).teacher
+    torch.autograd.gradcheck(
+        lambda logits: case.run(replace(batch, student=logits, teacher=teacher)).loss, student, atol=1e-5, rtol=1e-3
+    )
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 999), scale=st.floats(0.3, 6))
+def test_grows_with_the_tokens_that_are_known(name: str, seed: int, scale: float) -> None:
+    """Catches a rest that is more than a coarser view: it must never exceed the whole divergence (methods.md §9.1)."""
+    case = TAKEN[name]
+    batch = case.batch(seed, scale=scale)
+    size = batch.teacher.shape[2]
+    values = [case.run(truncated(batch, top_k)).loss.item() for top_k in range(1, size + 1)]
+    slack = 1e-5 * (1 + values[-1])
+    assert all(one <= other + slack for one, other in pairwise(values))
+    assert values[-1] == pytest.approx(case.run(batch).loss.item(), abs=slack)
+
+
+def test_three_bytes_are_near_four() -> None:
+    """Catches a byte of a log-probability that is dropped at the wrong end: the error is 2⁻¹⁶ of it at most."""
+    batch = cases.one_tokenizer(width=8)
+    rows = torch.arange(14)
+    exact, near = (stored(batch.teacher, batch.teacher_ids, 5, size).known(rows) for size in (4, 3))
+    assert torch.equal(exact.ids, near.ids)
+    error = (exact.log_p - near.log_p).abs() / exact.log_p.abs()
+    assert 0 < error.max() <= 2**-16
+    assert torch.equal(exact.log_rest, near.log_rest)
+
+
+def test_rows_say_what_they_were_made_of() -> None:
+    """Catches a rest that holds the token which came next, an entropy of the known tokens alone, and ids above 2¹⁶."""
+    generator = torch.Generator().manual_seed(0)
+    log_p = torch.randn(4, 70_000, generator=generator).mul(5).log_softmax(1)
+    following = torch.tensor([69_999, 3, -1, int(log_p[3].argmax())])
+    layout = SparseLayout(64, 70_000, 3, 3)
+    assert layout.handed_bytes == 399  # the limit is 400
+    known = layout.decode(layout.encode(log_p, following))
+    for i, token in enumerate(following.tolist()):
+        kept = {*known.ids[i].tolist()} | ({token} if token >= 0 else set())
+        others = [j for j in range(70_000) if j not in kept]
+        assert known.log_rest[i].item() == pytest.approx(log_p[i][others].double().logsumexp(0).item(), abs=1e-5)
+        assert known.log_p_next[i].item() == (log_p[i, token].item() if token >= 0 else 0)
+        assert known.entropy[i].item() == pytest.approx(-(log_p[i].exp() * log_p[i]).double().sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "says"),
+    [
+        ("same_vocab", {"temperature": 2.0}, "temperature=2"),
+        ("gold", {"temperature": 2.0}, "temperature=2"),
+        ("same_vocab", {"support": "student_topk", "top_k": 3}, "support=student_topk"),
+        ("p_kl", {"vocab_topk": 2}, "vocab_topk=2"),
+        ("gold", {"merge": "mean"}, "merge=mean"),
+        ("uld", {"compat": "trl"}, "merge=observed"),
+    ],
+)
+def test_what_needs_the_whole_distribution_is_refused(name: str, options: dict, says: str) -> None:
+    """Catches a setting that is computed of part of a distribution as if that were all."""
+    case = TAKEN[name]
+    with pytest.raises(ConfigError, match=says):
+        case.run(truncated(case.batch(), 3), **options)
+
+
+def test_losses_of_other_kinds_refuse() -> None:
+    """Catches a loss that reads the further column as a token."""
+    for case in (case for case in cases.LOSSES if case.loss.__name__ in ("tcad", "sampled_kl", "sampled_chunk_kl")):
+        with pytest.raises(ConfigError, match="whole distribution"):
+            case.run(truncated(case.batch(), 3))

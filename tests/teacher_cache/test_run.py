@@ -1,0 +1,192 @@
+"""Runs whose teachers were asked before, against the same runs with the teachers themselves."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError, DataError, OPDError
+from nemo_opd.logging.jsonl import read
+from nemo_opd.teacher_cache.reader import CacheReader
+from nemo_opd.training.cache_build import CacheForm, Part, build_cache
+from nemo_opd.training.inputs import check_inputs
+from nemo_opd.training.off_policy import distil
+from nemo_opd.training.preflight import preflight
+from nemo_opd.types import Batch
+from tests.composition import compose
+from tests.training.templates import STUDENT, TEACHER
+from tests.workers.local import evaluate, first_batches, opened, train_step
+from tools.teacher_cache import build as build_tool
+from tools.teacher_cache import inspect as inspect_tool
+
+pytestmark = pytest.mark.world
+TEXTS = ["A short text.", "Another one, of some more words; it has 12 numbers.", "x = f(y)\n" * 20, "Die Größe. " * 30]
+SETTINGS = ("teachers=demo_multi", "train.max_steps=2", "train.global_batch_size=4", "train.max_length=48", "loss=gold")
+
+
+@dataclass(frozen=True)
+class Built:
+    live: RunConfig
+    folder: Path
+
+    def cached(self, form: str, **changes: Any) -> RunConfig:
+        settings = self.live.model_dump(mode="json") | changes
+        settings["teachers"] = [
+            {"name": name, "type": "cached", "cache": str(self.folder / f"{name}_{form}"), "weight": 0.5}
+            for name in self.live.active_names
+        ]
+        return from_dict(settings)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """Both of the demo's teachers: hidden states, 8 tokens in 3 bytes, and all tokens in 4."""
+    folder = tmp_path_factory.mktemp("caches")
+    texts = folder / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{text} {i}"}) + "\n" for i in range(3) for text in TEXTS))
+    kinds = "arrow_files=[]", f"jsonl_files={texts}"
+    files = [f"data.{of}.{kind}" for of in ("train", "validation") for kind in kinds]
+    live = compose(*SETTINGS, *files)
+    for i, name in enumerate(live.active_names):
+        for form, kept in (("hidden", CacheForm(None)), ("some", CacheForm(8)), ("all", CacheForm(99_999, 4))):
+            build_cache(live, i, folder / f"{name}_{form}", kept, shard_bytes=100_000)
+    return Built(live, folder)
+
+
+def curve(config: RunConfig, batches: Sequence[Batch] = ()) -> list[dict[str, float]]:
+    """Two steps, a validation, and the teachers' bits per byte."""
+    plan = preflight(config)
+    batches = batches or first_batches(plan, 2)
+    with opened(plan) as models:
+        steps = [train_step(models, batch) for batch in batches]
+        bits = [mean.value() for mean in models.teachers_bits_per_byte(batches[0])]
+        return [*steps, evaluate(models, batches[0]), {str(i): each for i, each in enumerate(bits)}]
+
+
+def test_hidden_states_are_the_live_teacher_to_the_bit(built: Built) -> None:
+    """Catches a row of another token, a head of another shape, and windows that are cut otherwise than in the run."""
+    assert curve(built.cached("hidden")) == curve(built.live)
+
+
+@pytest.mark.parametrize("weights", [{}, {"weights": "max_probability"}])
+def test_all_tokens_are_the_live_teacher(built: Built, weights: dict[str, str]) -> None:
+    """Catches scores that are read off a part of the distribution, and rows that go through the handoff shifted."""
+    aggregation = {"type": "weighted_sum", **weights}
+    live = from_dict(built.live.model_dump(mode="json") | {"aggregation": aggregation})
+    for ours, theirs in zip(curve(built.cached("all", aggregation=aggregation)), curve(live), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4, abs=2e-5)
+
+
+def test_some_tokens_are_a_coarser_view(built: Built) -> None:
+    """Catches a teacher whose rest is lost on the way: KD must be below the live one, and not near 0."""
+    (some, *_), (live, *_) = curve(built.cached("some")), curve(built.live)
+    for name in ("kd/cross", "kd/same"):
+        assert 0.1 * live[name] < some[name] < live[name]
+    assert some["ce"] == live["ce"]
+
+
+def test_type_is_found_out_and_no_model_is_loaded(built: Built) -> None:
+    """Catches a cache that is aligned with itself, and one whose run counts a teacher's weights or FLOPs."""
+    plan = preflight(built.cached("some"))
+    assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
+    assert plan.utilization.teachers == (None, None)
+    parts = [str(part) for memory in plan.memory.memories for part in memory.parts]
+    assert not any("parameters" in part for part in parts if not part.startswith("student"))
+    again = preflight(from_dict(plan.config.model_dump(mode="json")))  # from its config.yaml
+    assert again.config == plan.config
+
+
+def test_a_text_that_nobody_asked_about_is_named(built: Built) -> None:
+    """Catches a step with zeros in the place of answers."""
+    plan = preflight(built.cached("hidden"))
+    (batch,) = first_batches(plan, 1)
+    batch.teachers[0].tokens.ids[0, 1] += 1
+    with pytest.raises(OPDError, match="holds no answers of demo:teacher_cross to segment"):
+        curve(built.cached("hidden"), [batch])
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss": {"type": "gold", "temperature": 2.0}}, "temperature=2"),
+        ({"loss": {"type": "p_kl", "vocab_topk": 9}}, "vocab_topk=9"),
+    ],
+)
+def test_what_a_cache_cannot_answer_is_refused_before_the_run(built: Built, changes: dict, says: str) -> None:
+    """Catches a loss that fails at the first step, with models loaded."""
+    with pytest.raises(ConfigError, match=f"teachers.0.cache=.*{says}"):
+        preflight(built.cached("some", **changes))
+
+
+def test_bad_settings_are_refused(built: Built) -> None:
+    """Catches a folder that is no cache, and settings of a model that are ignored."""
+    settings = built.live.model_dump(mode="json")
+    entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
+    with pytest.raises(DataError, match=r"teachers.0.cache: .* is no teacher cache"):
+        preflight(from_dict(settings | {"teachers": [entry]}))
+    with pytest.raises(ConfigError, match="dtype is about a model"):
+        from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
+
+
+def test_workers_share_the_work_and_add_what_is_missing(built: Built, tmp_path: Path) -> None:
+    """Catches a segment that no worker takes, one that two take, and one that is asked about again."""
+    parts = [build_cache(built.live, 1, tmp_path / "c", CacheForm(4), part=Part(index, 2)) for index in range(2)]
+    assert all(part.segments for part in parts)
+    whole = CacheReader(built.folder / "same_some")
+    assert sum(part.segments for part in parts) == len(whole) == len(CacheReader(tmp_path / "c"))
+    again = build_cache(built.live, 1, tmp_path / "c", CacheForm(4))
+    assert (again.segments, again.there) == (0, len(whole))
+
+
+def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches flags that name other texts than a run's settings do, where the student has the teacher's tokenizer."""
+    folder = tmp_path / "c"
+    files = ["--model", "demo:teacher_same", "--data", str(built.folder / "texts.jsonl"), "--dtype", "float32"]
+    assert build_tool.main([*files, "--output", str(folder), "--max-length", "48", "--top-k", "8"]) == 0
+    assert inspect_tool.main([str(folder), "--verify", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert facts["top_k"] == 8
+    assert facts["segments"] == len(CacheReader(folder))
+    reader = CacheReader(folder)
+    for segment in CacheReader(built.folder / "same_some").shards[0].keys[:5]:
+        assert segment.tobytes() in reader
+    assert inspect_tool.main([str(folder), "--segment", "0"]) == 0
+    assert "likeliest" in capsys.readouterr().out
+    assert build_tool.main([*files, "--output", str(folder), "--hidden-states"]) == 1
+    assert "is a cache of other answers" in capsys.readouterr().err
+
+
+def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:
+    """Catches a cache whose run renders conversations in another template than the teacher has read."""
+    (tmp_path / "student.jinja").write_text(STUDENT)
+    (tmp_path / "teacher.jinja").write_text(TEACHER)
+    chats = tmp_path / "chats.jsonl"
+    turns = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"It is {i}."}] for i in range(6)]
+    chats.write_text("".join(json.dumps({"chat": chat}) + "\n" for chat in turns))
+    settings = built.live.model_dump(mode="json")
+    settings["data"] = {"train": {"jsonl_files": [str(chats)]}, "messages_key": "chat", "cache": False}
+    settings["student"]["chat_template"] = str(tmp_path / "student.jinja")
+    settings["teachers"][0]["chat_template"] = str(tmp_path / "teacher.jinja")
+    live = from_dict(settings)
+    for i, name in enumerate(live.active_names):
+        build_cache(live, i, tmp_path / f"{name}_hidden", CacheForm(None))
+    cached = Built(live, tmp_path).cached("hidden")
+    assert [teacher.type for teacher in preflight(cached).config.teachers] == ["cross_tokenizer", "same_tokenizer"]
+    assert curve(cached) == curve(live)
+
+
+def test_a_run_goes_on_from_its_checkpoint(built: Built, tmp_path: Path) -> None:
+    """Catches a run that is taken for another: its checkpoint knows the type that the teacher turned out to be."""
+    for steps in (1, 2):
+        changes = {"max_steps": steps, "save_every": 1, "validate_every": None}
+        config = built.cached("some", train=built.live.train.model_dump() | changes)
+        run = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
+        config = from_dict(config.model_dump(mode="json") | {"run": run, "cluster": {"launcher": "local"}})
+        check_inputs(config, on_policy=False)
+        distil(config)
+    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2]

@@ -1,0 +1,158 @@
+"""Shards: whole or absent, found by the ids that a teacher reads, and refused where they are damaged."""
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nemo_opd.errors import DataError
+from nemo_opd.teacher_cache import shard as shard_module
+from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest, write_manifest
+from nemo_opd.teacher_cache.reader import CacheReader, shard_files
+from nemo_opd.teacher_cache.shard import decoded_ids, encoded_ids
+from nemo_opd.teacher_cache.writer import CacheWriter
+from tests import processes
+
+MANIFEST = CacheManifest("top_k", "teacher", "weights", "tokenizer", "template", 70_000, "bfloat16", 4, 3)
+
+
+def text(number: int, length: int = 9) -> np.ndarray:
+    return np.arange(length, dtype=np.int32) * 7_777 + number
+
+
+def answers(ids: np.ndarray, width: int = 5) -> np.ndarray:
+    return (ids[:, None] * 31 + np.arange(width)).astype(np.uint8)
+
+
+def filled(folder: Path, numbers: range, shard_bytes: int = 200) -> Path:
+    write_manifest(folder, MANIFEST)
+    with CacheWriter(folder, MANIFEST.vocab_size, shard_bytes) as writer:
+        for number in numbers:
+            writer.add(text(number, 3 + number % 5), answers(text(number, 3 + number % 5)))
+    return folder
+
+
+def test_every_segment_comes_back(tmp_path: Path) -> None:
+    """Catches a segment that is found in another's place, or lost between two shards."""
+    reader = CacheReader(filled(tmp_path, range(40)))
+    assert len(reader.shards) > 3
+    assert len(reader) == 40
+    for number in reversed(range(40)):
+        ids = text(number, 3 + number % 5)
+        segment = reader.segment(ids)
+        assert np.array_equal(decoded_ids(segment.tokens), ids)
+        assert np.array_equal(segment.rows, answers(ids))
+        assert not segment.rows.flags.owndata  # of the mapped file
+
+
+def test_the_beginning_of_a_segment_is_there_too(tmp_path: Path) -> None:
+    """Catches a text that a student cuts earlier and is refused, and one of another text with the same first words."""
+    write_manifest(tmp_path, MANIFEST)
+    whole, other = np.arange(40, dtype=np.int32), np.arange(40, dtype=np.int32)
+    other[20:] += 9
+    with CacheWriter(tmp_path, MANIFEST.vocab_size) as writer:
+        for ids in (whole, other):
+            writer.add(ids, answers(ids))
+    reader = CacheReader(tmp_path)
+    for ids in (whole[:25], other[:25], whole[:16]):
+        segment = reader.segment(ids)
+        assert np.array_equal(segment.rows, answers(ids))
+        assert np.array_equal(decoded_ids(segment.tokens), ids)
+    mixed = np.concatenate([whole[:30], other[30:]])
+    for ids in (mixed, whole[:9], np.append(whole, 1)):
+        with pytest.raises(DataError, match="holds no answers"):
+            reader.segment(ids)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(-1, 2**24 - 2), min_size=1, max_size=20))
+def test_ids_come_back(ids: list[int]) -> None:
+    """Catches an id above 65,535 that loses its highest byte."""
+    expected = [2**24 - 1 if each == -1 else each for each in ids]
+    assert decoded_ids(encoded_ids(np.array(ids), 3)).tolist() == expected
+
+
+def test_a_segment_that_is_missing_is_named(tmp_path: Path) -> None:
+    """Catches answers to one text that are taken for those to another which begins the same."""
+    reader = CacheReader(filled(tmp_path, range(3)))
+    with pytest.raises(DataError, match=r"no answers of teacher to segment [0-9a-f]{32}, which has 2 of its tokens"):
+        reader.segment(text(0, 3)[:2])
+
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-4])
+
+
+def emptied(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def other_index(path: Path) -> None:
+    content = path.read_bytes()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    path.write_bytes(content[:begin] + bytes([content[begin] ^ 1]) + content[begin + 1 :])
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, emptied, other_index])
+def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    """Catches a damaged shard whose numbers are trained on, and one that ends the process in place of a message."""
+    folder = filled(tmp_path, range(3), 10_000)
+    (path,) = shard_files(folder)
+    damage(path)
+    with pytest.raises(DataError, match=f"{path.name}.*damaged"):
+        list(CacheReader(folder).each())
+
+
+def test_other_answers_are_not_mixed(tmp_path: Path) -> None:
+    """Catches a cache that is continued with other weights; the model's name alone may differ."""
+    write_manifest(tmp_path, MANIFEST)
+    write_manifest(tmp_path, replace(MANIFEST, teacher="/elsewhere"))
+    assert read_manifest(tmp_path) == MANIFEST
+    with pytest.raises(DataError, match="weights is 'weights' there and 'others' here"):
+        write_manifest(tmp_path, replace(MANIFEST, weights="others"))
+
+
+def test_a_folder_without_a_manifest_is_no_cache(tmp_path: Path) -> None:
+    """Catches a wrong path that is read as an empty cache."""
+    with pytest.raises(DataError, match="is no teacher cache"):
+        CacheReader(tmp_path)
+
+
+def _killed_while_it_writes(rank: int, folder: Path) -> None:
+    write = shard_module.write_atomically
+    written: list[Path] = []
+
+    def write_and_die(path: Path, content: bytes) -> None:
+        if len(written) == 2:
+            path.parent.joinpath(f".{path.name}.part").write_bytes(content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        written.append(path)
+        write(path, content)
+
+    shard_module.write_atomically = write_and_die  # type: ignore[attr-defined]
+    filled(folder, range(40))
+
+
+@pytest.mark.world
+def test_a_worker_that_is_killed_leaves_whole_shards(tmp_path: Path) -> None:
+    """Catches half a shard that is read, and an index that hides what was written before the kill."""
+    with pytest.raises(Exception):  # noqa: B017, PT011  what it is says the helper
+        processes.start(_killed_while_it_writes, (tmp_path,), 1)
+    reader = CacheReader(tmp_path)
+    assert len(reader.shards) == 2
+    there = len(list(reader.each()))
+    filled(tmp_path, range(there, 40))
+    again = CacheReader(tmp_path)
+    assert [len(again.segment(text(number, 3 + number % 5)).tokens) for number in range(40)]
