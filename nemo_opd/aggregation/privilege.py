@@ -1,4 +1,4 @@
-"""What a teacher finds of a response with its context, less what it finds without (methods.md §13)."""
+"""The privilege gap: log-probability of a response with a teacher's context, less that without (methods.md §13)."""
 
 import math
 

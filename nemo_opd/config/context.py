@@ -1,4 +1,4 @@
-"""What a teacher reads in place of the student's prompt (methods.md §13)."""
+"""A teacher's own prompt, in place of the student's (methods.md §13)."""
 
 from collections.abc import Iterator
 from string import Formatter
@@ -44,7 +44,7 @@ class Context(Settings):
     of the record, as `template` does.
     """
     template: str | None = None
-    """What the teacher reads in place of the prompt's text or, in a conversation, of the user's last message:
+    """Text that the teacher reads in place of the prompt's or, in a conversation, of the user's last message:
     `{prompt}` stands for that, any other name in braces for a column of the record, such as
     `{prompt}\\n\\nA solution: {solution}`. `{{` and `}}` are braces.
     """

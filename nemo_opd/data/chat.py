@@ -81,7 +81,7 @@ class StudentChat:
     located: LocatedTokens
     """Tokens of the rendered text, all or the first."""
     kept: ChatTokens
-    """As many of them as the student reads."""
+    """Tokens that the student reads."""
     tokens: Tokens
     reached: int | None
     """The place of the text at which it is cut; None for no cut."""

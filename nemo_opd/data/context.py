@@ -1,4 +1,4 @@
-"""What a teacher reads in place of the student's prompt, made of a record's fields (methods.md §13)."""
+"""A teacher's own prompt, made of the student's and of a record's fields (methods.md §13)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Context:
     columns: Mapping[str, str]
     """The user's name of a field → our name of its column."""
     key: str
-    """Where the context stands in the settings, such as `teachers.0.context`."""
+    """Key of the context in the settings, such as `teachers.0.context`."""
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -28,7 +28,7 @@ class Continued:
     is_ended: bool
     """Whether the last token ends the turn."""
     before: str = ""
-    """What of the continuation stands in a token of the prompt, before `start`."""
+    """Beginning of the continuation that stands in a token of the prompt, before `start`."""
 
 
 class TextContinuation:

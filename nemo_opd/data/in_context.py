@@ -40,7 +40,7 @@ class InContext(Generic[Reader]):
     context: Context
     tokenizer: PreTrainedTokenizerBase
     renderer: ChatRenderer | None
-    """Of the teacher's chat template; None where prompts are texts."""
+    """Renderer of the teacher's chat template; None where prompts are texts."""
     vocab_size: int
     """Ids that the model can read."""
     max_length: int

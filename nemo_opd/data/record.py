@@ -75,7 +75,7 @@ class Rollout:
     num_cut_responses: int = 0
     """Messages of the environment that were cut."""
     before: str = ""
-    """What of the dataset's continuation of a text stands in the prompt's last token, before the first turn."""
+    """Beginning of the dataset's continuation of a text that stands in the prompt's last token, before the turn."""
 
     @property
     def num_sampled(self) -> int:

@@ -28,6 +28,7 @@ from nemo_opd.rollout.renderer import TextRenderer
 from tests.alignment.chat_fixture import with_template
 from tests.data.test_rollouts import CALL, PIECES, ROLES, STUDENT, TEACHER, TEXT_CHARACTERS, collected, conversation
 from tests.rollout.templates import talking
+from tests.tokenizers_fixture import real_tokenizer
 
 HINT = {"hint": FIELD + "hint"}
 NAMES = st.sampled_from(["{prompt}", "{hint}", "{{", "}}"])
@@ -207,6 +208,30 @@ def test_a_conversation_of_the_data(context: dict[str, str], learned: list[int])
     kept = compared(sample)
     num_bytes = {int(side.num_bytes.sum()) for side in (kept.student, *(own.tokens for own in kept.teachers))}
     assert num_bytes == {sum(len(TALK[2 * k + 1]["content"]) for k in learned)}
+
+
+@pytest.mark.tokenizers
+@pytest.mark.parametrize("names", [("qwen3", "llama3_1"), ("llama3_1", "qwen3")])
+def test_real_templates(names: tuple[str, str]) -> None:
+    """Templates that write thinking blocks or dates. The teacher with the same tokenizer has its own variables."""
+    student, teacher = map(real_tokenizer, names)
+    crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, teacher))
+    context = {"template": "{prompt}\n{hint}", "system_prompt": "Say {hint}."}
+    readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
+    sample = ChatSampleMaker(ChatEncoder.of(student, 999, {}), readers)(Conversation(TALK, None, FIELDS))
+    same, cross = sample.teachers
+    check_verbatim(sample, same)
+    asked = [{"role": "system", "content": "Say a dog that sleeps."}, *TALK[:2]]
+    asked.append({"role": "user", "content": "def f(x)\na dog that sleeps"})
+    prompt = student.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+    start = int(np.flatnonzero(same.tokens.loss_mask)[0])
+    assert student.decode(same.tokens.ids[:start]) == prompt
+    assert TALK[3]["content"] in student.decode(same.tokens.ids[start:])
+    assert cross.chunks is not None
+    ours, theirs = cross.chunks.compared
+    for tokenizer, ids, chunks in ((student, sample.student.ids, ours), (teacher, cross.tokens.ids, theirs)):
+        assert TALK[3]["content"] in tokenizer.decode(ids[chunks >= 0])
+        assert TALK[1]["content"] not in tokenizer.decode(ids[chunks >= 0])
 
 
 @pytest.mark.parametrize("length", range(20, 90, 7))

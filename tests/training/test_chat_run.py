@@ -1,4 +1,7 @@
-"""A run on conversations: each side in its own template, samples made once, the template kept with the student."""
+"""A run on conversations: each side in its own template, samples made once, the template kept with the student.
+
+One teacher reads the student's conversations, the other its own prompts, with a column of the data.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +29,8 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
         [{"role": "user", "content": f"fox {i}?"}, {"role": "assistant", "content": f"The quick brown fox {i * 37}"}]
         for i in range(8)
     ]
-    table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8})
+    told = [f"The quick brown fox is {i * 37}." for i in range(8)]
+    table = pa.table({"chat": chats, "fns": [json.dumps(TOOLS)] * 8, "text": ["unused"] * 8, "told": told})
     pq.write_table(table, tmp_path / "chats.parquet")
     run_here(
         tmp_path / "run",
@@ -39,13 +43,20 @@ def test_a_run_on_conversations(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.
             "++data.tools_key=fns",
             f"++student.chat_template={tmp_path / 'student.jinja'}",
             f"++teachers.0.chat_template={tmp_path / 'teacher.jinja'}",
+            f"++teachers.1.chat_template={tmp_path / 'student.jinja'}",
+            "++teachers.1.context.template='{prompt} {told}'",
+            "++teachers.1.context.gap_every=2",
+            "++teachers.1.context.contrast=true",
             "train.max_length=96",
-            teachers=1,
         ),
     )
     start_record, *steps = read(tmp_path / "run" / "metrics.jsonl")
     assert len(steps) == 4
     assert all(record["train/kd"] > 0 for record in steps)
     assert steps[-1]["val/ce"] < start_record["val/ce"]
+    # "The quick brown fox " stands in the solution: 20 of 21 to 23 bytes.
+    assert all(0.85 < record["train/leakage/same"] < 1 for record in steps)
+    assert ["train/contrast_gap/same" in record for record in steps] == [False, True, False, True]
+    assert steps[1]["train/privilege_gap/same"] != steps[1]["train/contrast_gap/same"]
     assert AutoTokenizer.from_pretrained(tmp_path / "run" / "final").chat_template == STUDENT
     assert list((tmp_path / "cache" / "samples").glob("*.sqlite"))

@@ -93,7 +93,7 @@ def step_metrics(
     scored = models.collect(models.submit(batch, "a test"))
     asked = [i for i, rows in enumerate(scored.batch.teachers) if rows.beside]
     gaps = models.privilege_gaps(scored.batch, asked) if asked else {}
-    metrics = gaps | models.train_step(scored, kd_scale, compare_gradients=compare_gradients)
+    metrics = {**gaps, **models.train_step(scored, kd_scale, compare_gradients=compare_gradients)}
     return {name: metric for name, metric in metrics.items() if not name.startswith((PREFIX, "peak_memory", POSITIONS))}
 
 
