@@ -103,8 +103,8 @@ def build_cache(
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
     if settings.is_student:
         raise ConfigError(
-            f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with weights: "
-            "frozen"
+            f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with "
+            "weights: frozen"
         )
     if settings.context is not None:
         raise ConfigError(

@@ -151,21 +151,25 @@ def test_finished_run_leaves_nothing(finished: Run) -> None:
     assert len([name for name in finished.checkpoints if name.startswith("step_")]) == 2
 
 
-def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(reference: Run, tmp_path: Path) -> None:
-    """By SIGKILL, both: the driver in the middle of a step, and then a teacher in the middle of a forward pass, whose
-    other rank is in a collective while the student trains.
-    """
-    folder = without_last_checkpoint(reference, tmp_path / "run")
-    killed = resumed(reference, folder, script=FAULTY, arguments=["student_hangs", "3"])
-    killed.wait_for_hang()
-    assert len(killed.workers()) == 3
-    killed.process.kill()
-    assert killed.end() == -signal.SIGKILL
-    wait_until(lambda: not killed.workers(), "end of the workers")
-    assert killed.ray_folders
+@pytest.fixture(scope="module")
+def killed(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """By SIGKILL, the driver in the middle of a step."""
+    folder = without_last_checkpoint(reference, tmp_path_factory.mktemp("killed") / "run")
+    run = resumed(reference, folder, script=FAULTY, arguments=["student_hangs", "3"])
+    run.wait_for_hang()
+    assert len(run.workers()) == 3
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    wait_until(lambda: not run.workers(), "end of the workers")
+    assert run.ray_folders
     (folder / "checkpoints" / f".incomplete_step_{STEPS:06d}").mkdir()
+    return run
 
-    bereft = resumed(reference, folder, WITHOUT_LOADER_WORKERS, *SEPARATE, script=Path(dying_teacher.__file__))
+
+def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(reference: Run, killed: Run) -> None:
+    """By SIGKILL too, in the middle of a forward pass, while its other rank is in a collective and the student trains."""
+    script = Path(dying_teacher.__file__)
+    bereft = resumed(reference, killed.output_dir, WITHOUT_LOADER_WORKERS, *SEPARATE, script=script)
     bereft.wait_for_workers()
     bereft.processes()
     assert bereft.end() == 1
@@ -176,8 +180,6 @@ def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(refere
     assert bereft.checkpoints == [f"step_{SAVED:06d}"]
     assert SAVED < bereft.metrics[-1]["step"] < STEPS
     assert bereft.leftovers() == []
-    # Ray's agents try for a minute to report that the raylet has died.
-    assert killed.leftovers(folders=False, within_s=ENOUGH_S) == []
 
 
 def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Path) -> None:
@@ -193,3 +195,8 @@ def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Pat
     assert run.last_line.endswith("run.resume=auto continues from the last checkpoint"), run.output
     assert "Failed to connect to GCS" not in run.output
     assert run.leftovers() == []
+
+
+def test_nothing_of_a_killed_run_stays(killed: Run) -> None:
+    """Last, as Ray's agents try for a minute to report that the raylet has died."""
+    assert killed.leftovers(folders=False, within_s=ENOUGH_S) == []
