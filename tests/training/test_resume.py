@@ -167,7 +167,7 @@ def killed(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(reference: Run, killed: Run) -> None:
-    """By SIGKILL too, in the middle of a forward pass, while its other rank is in a collective and the student trains."""
+    """By SIGKILL too, in a forward pass, while its other rank is in a collective and the student trains."""
     script = Path(dying_teacher.__file__)
     bereft = resumed(reference, killed.output_dir, WITHOUT_LOADER_WORKERS, *SEPARATE, script=script)
     bereft.wait_for_workers()
