@@ -96,7 +96,8 @@ def test_a_key_of_the_other_kind_of_teacher_is_told_with_its_kind() -> None:
     rollout = message_of(changed("rollout", {"type": "hf", "gpus": 2}))
 
     assert (
-        message == "teachers.1.projection='auto': there is no such key; it belongs to teachers.1.type=cross_tokenizer"
+        message
+        == "teachers.1.projection='auto': there is no such key; it belongs to teachers.1.type=cross_tokenizer, cached"
     )
     assert rollout == "rollout.gpus=2: there is no such key; it belongs to rollout.type=server"
 

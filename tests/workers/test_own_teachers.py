@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_opd.distributed.shards import gathered
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
 from nemo_opd.workers.student import StudentWorker
@@ -104,7 +105,7 @@ def learn(job: Training) -> Learned:
 def first_average(student: StudentWorker) -> dict[str, Tensor]:
     with student.own_teachers.state() as averages:
         first: dict[str, Any] = next(iter(averages.values()), {})
-        return {name: value.full_tensor().clone() for name, value in first.items()}
+        return {name: gathered(value).clone() for name, value in first.items()}
 
 
 @pytest.fixture(scope="module")
