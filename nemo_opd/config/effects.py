@@ -49,7 +49,7 @@ def _of_weights(config: RunFields) -> _Ignored:
         if teacher.weights == "student":
             yield f"{key}.offload", "the weights are the student's; set student.offload, or leave it out"
         if teacher.is_student:
-            names = ("tokenizer", "dtype", "attn_implementation", "compile")
+            names = ("tokenizer", "dtype", "attn_implementation", "fused_layers", "compile")
             for name in (*names, *(f"parallelism.{each}" for each in Parallelism.model_fields)):
                 yield (
                     f"{key}.{name}",

@@ -12,7 +12,7 @@ from nemo_opd.config.model import Model, Student
 EqualHistory = Literal["none", "text", "bytes"]
 
 
-_OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "compile", "dtype")
+_OF_THE_STUDENT = ("model", "tokenizer", "parallelism", "attn_implementation", "fused_layers", "compile", "dtype")
 """Settings that a self-teacher has from the student, whose processes it computes in."""
 _TEMPLATE = ("chat_template", "chat_template_kwargs")
 
@@ -57,6 +57,11 @@ class TeacherBase(Model):
         """Whether it computes in the student's processes, with weights that are the student's or follow them."""
         return self.weights != "frozen"
 
+    @property
+    def has_model(self) -> bool:
+        """Whether a model of this teacher is loaded."""
+        return self.cache is None and not self.is_student
+
     def with_model_of(self, student: Student) -> Self:
         """Return a self-teacher with the settings that it has from the student; its own chat template goes before."""
         of_student = {name: getattr(student, name) for name in _OF_THE_STUDENT}
@@ -69,7 +74,7 @@ class TeacherBase(Model):
 
     @model_validator(mode="after")
     def frozen_weights_are_of_a_model(self) -> Self:
-        if self.is_student and self.model is not None:
+        if self.is_student and self.model is not None and self.cache is None:
             raise ValueError(
                 f"model={self.model}: weights={self.weights} are the student's, so there is no other model; leave "
                 "model out, or write weights: frozen"
@@ -78,6 +83,16 @@ class TeacherBase(Model):
             raise ValueError(
                 "model: required, but not given; name the teacher's, or write weights: student or weights: ema for a "
                 "teacher with the student's weights"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def cached_answers_are_of_frozen_weights_and_the_students_prompt(self) -> Self:
+        if self.cache is not None and (self.is_student or self.context is not None):
+            name = "context" if self.context is not None else f"weights={self.weights}"
+            raise ValueError(
+                f"{name}: the answers in cache={self.cache} are those of a frozen teacher that reads what the student "
+                "reads; leave it out, or leave cache out for a teacher that is asked in the run"
             )
         return self
 
@@ -137,7 +152,7 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
 
 _OF_A_MODEL = (
     *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
-    *("fused_layers", "dtype", "offload", "micro_batch_tokens", "weights", "ema_decay", "adapters", "context"),
+    *("fused_layers", "dtype", "offload", "micro_batch_tokens", "ema_decay", "adapters"),
 )
 
 

@@ -68,10 +68,10 @@ class Context:
     def response_start(self, messages: Sequence[Message]) -> int | None:
         """Return the first message of the assistant behind all that the teacher reads differently; None for none.
 
-        That is its first one where only the system message differs, else the first after the last of the user that is
-        answered.
+        A message that begins the conversation belongs to the prompt. It is the first other one where only the system
+        message differs, else the first after the last of the user that is answered.
         """
-        by_assistant = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        by_assistant = [k for k, message in enumerate(messages) if k and message["role"] == "assistant"]
         if not by_assistant or (self.settings.template is None and self.settings.key is None):
             return by_assistant[0] if by_assistant else None
         asked = _last_of_user(messages[: by_assistant[-1]])

@@ -13,9 +13,9 @@ from nemo_opd.alignment import ChatRenderer, ChatTokens, TokenAligner, align_cha
 from nemo_opd.data.context import Content, Context, Fields, said_in
 from nemo_opd.data.continuation import TextContinuation
 from nemo_opd.data.leakage import leakage
-from nemo_opd.data.samples import SameTokenizer, TeacherSample, Tokens, require_ids
+from nemo_opd.data.samples import Chunks, SameTokenizer, TeacherSample, Tokens, require_ids
 from nemo_opd.errors import DataError
-from nemo_opd.types import Alignment
+from nemo_opd.types import NO_CHUNK, Alignment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,9 +92,13 @@ class InContext(Generic[Reader]):
 
     def unanswered(self, sample: TeacherSample) -> TeacherSample:
         """Return the sample of a text without a response, of which nothing is compared. sample: without the context."""
-        moved_by = 0 if sample.chunks is None else None
-        beside = (sample.tokens,) * (self.context.num_readings - 1)
-        return replace(sample, moved_by=moved_by, leakage=(0, 0), beside=beside)
+        tokens = replace(sample.tokens, loss_mask=np.zeros_like(sample.tokens.loss_mask))
+        beside = (tokens,) * (self.context.num_readings - 1)
+        found = replace(sample, tokens=tokens, leakage=(0, 0), beside=beside)
+        if sample.chunks is None:
+            return replace(found, moved_by=0)
+        ours, theirs = (np.full_like(side, NO_CHUNK) for side in (sample.chunks.student, sample.chunks.teacher))
+        return replace(found, chunks=Chunks(ours, theirs, 0, 0))
 
 
 def verbatim(

@@ -26,7 +26,7 @@ class LogitRows(ABC):
     block_bytes: int | None = None
     """Budget of a block, the same in all processes of a share; None: the least of the device."""
     top_k: int | None = None
-    """None: all tokens are known. Else so many, the likeliest, and the one that came next: rows are log-probabilities,
+    """None: all tokens are known. Else the k likeliest are, and the one that came next: rows are log-probabilities,
     −inf of the others, and there is a column behind the vocabulary, log of the mass of the others (methods.md §9.1).
     """
 

@@ -10,7 +10,7 @@ import torch
 from nemo_opd.aggregation import Parts
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher, TeacherBase
+from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, SameTokenizerTeacher, TeacherBase
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import ConfigError, ModelError
@@ -44,11 +44,23 @@ def _settled(config: RunConfig, i: int, settings: CachedTeacher, student: ModelI
     is_chat = config.data.messages_key is not None
     as_model = settings.model_copy(update={"model": settings.cache, "dtype": manifest.dtype})
     if _reads_students_ids(config, i, as_model, manifest, student, device):
+        _require_no_alignment(settings, i)
         return as_model.model_dump(mode="json", include={*TeacherBase.model_fields, "loss"}) | {
             "type": "same_tokenizer"
         }
     kwargs = manifest.chat_template_kwargs if is_chat else {}
     return as_model.model_dump(mode="json") | {"type": "cross_tokenizer", "chat_template_kwargs": kwargs}
+
+
+def _require_no_alignment(settings: CachedTeacher, i: int) -> None:
+    """Raise ConfigError for settings of teachers with another tokenizer."""
+    for name in OwnIdsTeacher.model_fields.keys() - SameTokenizerTeacher.model_fields.keys():
+        default = OwnIdsTeacher.model_fields[name].get_default(call_default_factory=True)
+        if (value := getattr(settings, name)) != default:
+            raise ConfigError(
+                f"teachers.{i}.{name}={value}: the answers in {settings.cache} are about the student's own tokens, so "
+                "nothing is aligned; leave it out"
+            )
 
 
 def _reads_students_ids(

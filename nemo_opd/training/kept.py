@@ -32,7 +32,7 @@ def settle_kept(config: RunConfig, situation: Situation) -> RunConfig:
 def _undecided(config: RunConfig, situation: Situation) -> Iterator[_Kept]:
     sizes = [setup.size.parameters for setup in situation.teachers]
     for i in sorted(range(len(sizes)), key=sizes.__getitem__):
-        if not config.teachers[i].is_student and _may_stay(config.teachers[i]):
+        if config.teachers[i].has_model and _may_stay(config.teachers[i]):
             yield i
     if _may_stay(config.student):
         yield "student"

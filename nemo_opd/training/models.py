@@ -244,9 +244,7 @@ class Models:
 
     def _log_probabilities(self, batch: Batch, asked: Sequence[int]) -> dict[int, SequenceScores]:
         """Return what each of these teachers finds of the responses of its rows."""
-        by_teacher = self._cluster.gather(
-            self._on_teachers("log_probability", batch, about="the privilege gap", only=asked)
-        )
+        by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=asked))
         is_given = self._grid.is_given(batch)
         return {
             i: joined([by_rank[rank] for rank in leads(self._grid.teachers[i])], is_given)

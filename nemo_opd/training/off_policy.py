@@ -52,9 +52,11 @@ def train_step(session: Session) -> dict[str, float]:
     scale = session.kd_scale.value
     with timer.span("step_s"):
         scored = session.lookahead.next(timer)
+    gaps = session.privilege_gaps(scored.batch)  # by the weights with which the teachers have read the batch
+    with timer.span("step_s"):
         metrics = session.models.train_step(scored, scale, compare_gradients=session.compares_gradients)
     peak_memory, positions = metrics.pop("peak_memory_gb").value(), metrics.pop(POSITIONS).value()
-    record = objective_values(session.config, metrics, scale, "train") | session.privilege_gaps(scored.batch)
+    record = objective_values(session.config, metrics, scale, "train") | gaps
     session.count_step(metrics)
     teachers = dict(zip(session.config.active_names, scored.seconds, strict=True))
     times = step_times(timer.take(), metrics, teachers)

@@ -84,7 +84,7 @@ class CachedTeacherWorker(TeacherWorker):
 
 
 class _NoModel:
-    """Residence of nothing."""
+    """Stand-in for a teacher without a model."""
 
     @contextmanager
     def use(self) -> Iterator[None]:

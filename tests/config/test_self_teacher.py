@@ -57,6 +57,9 @@ def test_a_self_teacher_is_what_the_student_is() -> None:
         ({"weights": "student", "ema_decay": 0.9}, "teachers.0.ema_decay=0.9 has no effect: teachers.0.weights=studen"),
         ({"weights": "student", "offload": True}, "teachers.0.offload=true has no effect: the weights are the student"),
         ({"ema_decay": 1.0}, "teachers.0.ema_decay=1.0: must be less than 1"),
+        ({"fused_layers": False}, "teachers.0.fused_layers=false has no effect: .*set student.fused_layers, or leave"),
+        ({"cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are those of a frozen teacher"),
+        ({"type": "cached", "cache": "/c"}, "teachers.0.weights=ema: the answers in cache=/c are those of a frozen"),
     ],
 )
 def test_what_does_not_go_together(teacher: dict[str, Any], says: str) -> None:

@@ -174,12 +174,12 @@ TALK = [
 FIELDS = {FIELD + "hint": "a dog that sleeps", OTHER + FIELD + "hint": "東京"}
 
 
-def chat_made(length: int = 999, **context: Any) -> tuple[Any, Any, Sample]:
+def chat_made(length: int = 999, talk: list[dict[str, str]] = TALK, **context: Any) -> tuple[Any, Any, Sample]:
     student, teacher = talking("tagged"), with_template(TEACHER, ROLES)
     crossing = CrossTokenizerChat(ChatEncoder.of(teacher, 999, {}), TokenAligner(student, TEACHER))
     readers = of_chats(student, SameTokenizer(), **context), of_chats(teacher, crossing, **context)
     maker = ChatSampleMaker(ChatEncoder.of(student, length, {}), readers)
-    return student, teacher, maker(Conversation(TALK, None, FIELDS))
+    return student, teacher, maker(Conversation(talk, None, FIELDS))
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,29 @@ def test_a_conversation_of_the_data(context: dict[str, str], learned: list[int])
     kept = compared(sample)
     num_bytes = {int(side.num_bytes.sum()) for side in (kept.student, *(own.tokens for own in kept.teachers))}
     assert num_bytes == {sum(len(TALK[2 * k + 1]["content"]) for k in learned)}
+
+
+def test_a_conversation_that_the_assistant_begins() -> None:
+    """Its greeting is part of the prompt. Bug: an IndexError, as nothing stood in front of the response."""
+    student, _, sample = chat_made(
+        talk=[{"role": "assistant", "content": "Hello."}, *TALK], system_prompt="Say {hint}."
+    )
+    same, cross = sample.teachers
+    said = [TALK[1]["content"] + "<|im_end|>", TALK[3]["content"] + "<|im_end|>"]
+    assert student.decode(same.tokens.ids[same.tokens.loss_mask]) == "".join(said)
+    assert cross.chunks is not None
+    assert student.decode(sample.student.ids[cross.chunks.compared[0] >= 0]) == "".join(said)
+
+
+def test_of_a_conversation_without_a_response_nothing_is_learned() -> None:
+    """Bug: learned from a teacher that has read it without its context."""
+    _, _, sample = chat_made(talk=[{"role": "assistant", "content": "Hello."}, TALK[0]], system_prompt="Say {hint}.")
+    same, cross = sample.teachers
+    assert sample.student.loss_mask.any()
+    assert not same.tokens.loss_mask.any()
+    assert not cross.tokens.loss_mask.any()
+    assert cross.chunks is not None
+    assert (cross.chunks.student == -1).all()
 
 
 @pytest.mark.tokenizers

@@ -40,7 +40,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EPILOG)
     parser.add_argument("cache", type=Path, metavar="DIR", help="a folder of tools/teacher_cache/build.py")
     parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
-    parser.add_argument("--segment", type=int, metavar="N", help="print segment N of the first shard that has so many")
+    parser.add_argument("--segment", type=int, metavar="N", help="print segment N of the first shard with more than N")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     return parser.parse_args(arguments)
 

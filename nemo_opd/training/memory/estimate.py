@@ -65,8 +65,8 @@ def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
 
 
 def _may_leave(teacher: Teacher) -> bool:
-    """Return whether the estimate decides if a teacher's weights leave the device; the student's are not its own."""
-    return teacher.offload == "auto" and teacher.weights != "student"
+    """Return whether the estimate decides if a teacher's weights leave the device; a cache has none."""
+    return teacher.offload == "auto" and teacher.weights != "student" and teacher.cache is None
 
 
 def _complaint(estimated: MemoryEstimate) -> str:
@@ -212,7 +212,7 @@ def _is_allowed(config: RunConfig) -> bool:
 def _other_layouts(config: RunConfig, situation: Situation) -> Iterator[tuple[str, RunConfig, Situation]]:
     """Yield a single copy of each model, and twice its tensor parallelism where data-parallel ranks are left for it."""
     for i, setup in enumerate((situation.student, *situation.teachers)):
-        if i and config.active_teachers[i - 1].is_student:
+        if i and not config.active_teachers[i - 1].has_model:
             continue
         layout, found = setup.layout, {}
         if layout.replicas > 1:

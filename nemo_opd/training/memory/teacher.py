@@ -146,7 +146,9 @@ class TeacherJob:
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":
             end += self.setup.logits(work.tokens) * t * (3 if size.has_soft_cap else 1)
-        if self.config.aggregation.score is not None:
+        context = self.settings.context
+        measures_gap = context is not None and context.gap_every is not None
+        if self.config.aggregation.score is not None or measures_gap:
             end += block_bytes(self.device)
         return max(working_bytes(size, work), end)
 
