@@ -6,6 +6,7 @@ A model's layers are equal, so that models of one and of two layers tell what th
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -170,7 +171,8 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
         readers=ONE_READER,
     )
     worker.device, worker.vocab_size, worker.score = str(DEVICE), vocab, None
-    worker._residence = Residence(worker.model, worker.device, offload=False, gives_back=False)
+    residence = Residence(worker.model, worker.device, offload=False, gives_back=False)
+    worker._own = SimpleNamespace(use=residence.use)  # type: ignore[assignment]
     worker._forward_task, worker._buffer_task = FORWARD, FORWARD
     return worker
 

@@ -113,8 +113,8 @@ def check(example: Example) -> Checked:
         shape = model_size(CONFIGS[BY_MODEL[config.student.model]][1](), adapters)
         every[0] = Shape(shape, every[0].vocab_size)
     layouts, lengths = (student, teachers), [config.train.max_length] * len(teachers)
-    check_deliveries(config, placement, layouts, every[1:])
-    deliveries = plan_deliveries(config, placement, layouts, every[1:], lengths=lengths)
+    check_deliveries(config, placement, layouts, every[1:], "cuda")
+    deliveries = plan_deliveries(config, placement, layouts, every[1:], "cuda", lengths=lengths)
     own, *others = (
         ModelSetup(shape.size, shape.vocab_size, layout)
         for shape, layout in zip(every, (student, *teachers), strict=True)
