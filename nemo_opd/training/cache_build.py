@@ -114,10 +114,11 @@ def build_cache(
     student = read_model_info(config.student, "student", device)
     teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
     manifest = _manifest(config, i, student, teachers[i], form, device)
+    corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
     layout = sparse_layout(manifest) if manifest.form == "top_k" else None
-    missing = _Missing(load_corpus(config, student, teachers), config, i, reader, part)
+    missing = _Missing(corpus, config, i, reader, part)
     with _one_process(config, device) as cluster, CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer:
         group = _group(cluster, config, i, manifest, device)
         tokens = 0

@@ -159,6 +159,16 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "likeliest" in capsys.readouterr().out
     assert build_tool.main([*files, "--output", str(folder), "--hidden-states"]) == 1
     assert "is a cache of other answers" in capsys.readouterr().err
+    nothing = [
+        "--model",
+        "demo:teacher_same",
+        "--data",
+        str(tmp_path / "none.jsonl"),
+        "--output",
+        str(tmp_path / "none"),
+    ]
+    assert build_tool.main([*nothing, "--top-k", "8"]) == 1
+    assert not (tmp_path / "none").exists()
 
 
 def test_conversations_keep_their_template(built: Built, tmp_path: Path) -> None:
