@@ -6,7 +6,6 @@ A model's layers are equal, so that models of one and of two layers tell what th
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.memory import FORWARD
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher import TeacherModel, TeacherWorker
 from tests.losses.traffic import projection
 from tests.pretend_gpu import DEVICE, OnDevice, Work, counted
 from tests.pretend_kernels import Kernel
@@ -159,8 +158,8 @@ _SIDES = Sides(Layout(1), Layout(1), _ONE_PLACE, _ONE_PLACE)
 
 def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
     worker = object.__new__(TeacherWorker)
-    worker.model = _model(shape, layers, tp)
-    worker.logit_rows = _headless(worker.model)
+    model = _model(shape, layers, tp)
+    worker.logit_rows = _headless(model)
     vocab = shape.more["vocab_size"]
     worker.writer = HiddenStatesWriter(
         lambda readers: _InMemory(readers, own=0),
@@ -171,8 +170,9 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
         readers=ONE_READER,
     )
     worker.device, worker.vocab_size, worker.score = str(DEVICE), vocab, None
-    residence = Residence(worker.model, worker.device, offload=False, gives_back=False)
-    worker._own = SimpleNamespace(use=residence.use)  # type: ignore[assignment]
+    residence = Residence(model, worker.device, offload=False, gives_back=False)
+    mesh: Any = None  # for ranks that sample
+    worker._own = TeacherModel(model=model, mesh=mesh, logit_rows=worker.logit_rows, use=residence.use)
     worker._forward_task, worker._buffer_task = FORWARD, FORWARD
     return worker
 

@@ -1,78 +1,54 @@
 """A teacher that was asked before, on one data-parallel rank: no model, but what it once said (methods.md §9.1)."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import Literal
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 
 from nemo_opd.aggregation import sequence_scores
-from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
-from nemo_opd.handoff.plan import ONE_READER, Readers
+from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.sparse import SparseWriter
-from nemo_opd.handoff.transport import TRANSPORTS
+from nemo_opd.handoff.writer import NewSender
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import Mean, TokenRows
-from nemo_opd.workers.memory import handoff_buffer, teacher_forward
-from nemo_opd.workers.teacher import TeacherWorker
+from nemo_opd.workers.teacher import ReadingModel, TeacherSource, TeacherWorker, Writer
 
 
 class CachedTeacherWorker(TeacherWorker):
     """A teacher whose output is read from a cache in place of a forward pass, and handed over as any other's."""
 
-    def __init__(
-        self,
-        settings: TeacherBase,
-        *,
-        key: str,
-        vocab_size: int,
-        device: str,
-        transport: str,
-        handoff: Literal["hidden_states", "logits"],
-        score: Score | None = None,
-        readers: Sequence[Readers] | None = None,
-        num_slots: int = 1,
-        gives_back: bool = False,
-        shares_process: bool = False,
-    ) -> None:
-        """Open the cache; arguments are those of a `TeacherWorker`, of which `handoff` says nothing here.
+    def __init__(self, settings: TeacherBase, *, device: str, **given: Any) -> None:
+        """Open the cache. given: the other arguments of a `TeacherWorker`, of which `handoff` says nothing here.
 
         Raises DataError for a cache that cannot be read.
         """
         assert settings.cache is not None
-        self.score, self.vocab_size, self.device = score, vocab_size, device
-        teacher = key.removesuffix(".model")
-        self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
-        self._own = _NoModel()  # type: ignore[assignment]
-        self.link = None
-        sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
-        own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
-        stored = stored_output(CacheReader(settings.cache), device)
-        self.logit_rows = stored  # type: ignore[assignment]
-        writer: Callable[..., SparseWriter | HiddenStatesWriter]
+        self._stored = stored_output(CacheReader(settings.cache), device)
+        own = TeacherSource(logit_rows=cast(ReadingModel, self._stored), use=nullcontext)
+        super().__init__(settings, device=device, own=own, **given)
+
+    def _writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
+        stored = self._stored
         if isinstance(stored, StoredTopK):
-            writer = partial(SparseWriter, sender, stored.layout)
-        else:
-            columns = stored.columns
-            writer = partial(HiddenStatesWriter, sender, vocab_size, stored.hidden_size, stored.dtype, columns=columns)
-        self.writer = writer(readers=own_readers, num_slots=num_slots)  # type: ignore[assignment]
+            return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
+        size, width, dtype, columns = self.vocab_size, stored.hidden_size, stored.dtype, stored.columns
+        return HiddenStatesWriter(sender, size, width, dtype, columns=columns, readers=readers, num_slots=num_slots)
 
     @torch.no_grad()
     def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
         """Return the teacher's bits per byte on these texts."""
-        if isinstance(self.logit_rows, StoredHiddenStates):
+        if isinstance(self._stored, StoredHiddenStates):
             return super().bits_per_byte(tokens, micro_batches)
         bits = num_bytes = 0.0
         for micro, packing in self._packed(tokens, micro_batches):
-            whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
-            scores = sequence_scores(whole, micro, score="bits_per_byte", vocab_size=self.vocab_size)
+            made = self._stored(micro.ids, packing)
+            scores = sequence_scores(made, micro, score="bits_per_byte", vocab_size=self.vocab_size)
             bits, num_bytes = bits + float(scores.bits.sum()), num_bytes + float(scores.num_bytes.sum())
         return Mean(bits, num_bytes)
 
@@ -81,14 +57,3 @@ class CachedTeacherWorker(TeacherWorker):
     ) -> list[Completion]:
         """Raise ConfigError: there is no model."""
         raise ConfigError("a cached teacher answers no questions; write evaluation.teachers=false")
-
-
-class _NoModel:
-    """Stand-in for a teacher without a model."""
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        yield
-
-    def close(self) -> None:
-        pass

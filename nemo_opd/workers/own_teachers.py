@@ -15,7 +15,7 @@ from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.average import Average
 from nemo_opd.workers.residence import Residence
-from nemo_opd.workers.teacher import LogitRows, TeacherModel, TeacherWorker
+from nemo_opd.workers.teacher import ReadingModel, TeacherModel, TeacherWorker
 
 
 class OwnTeachers:
@@ -29,7 +29,7 @@ class OwnTeachers:
         arguments: Mapping[int, Mapping[str, Any]],
         model: PreTrainedModel,
         mesh: DeviceMesh,
-        logit_rows: LogitRows,
+        logit_rows: ReadingModel,
         residence: Residence,
     ) -> None:
         """Make the teachers. arguments: those of `TeacherWorker`, by the teacher's index; the rest is the student's."""
@@ -38,7 +38,7 @@ class OwnTeachers:
         self._workers: dict[int, TeacherWorker] = {}
         for i, given in arguments.items():
             use = self._use(self._weights(i, given["settings"], given["device"]))
-            own = TeacherModel(model, mesh, logit_rows, use, is_fixed=False)
+            own = TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=use, is_fixed=False)
             self._workers[i] = TeacherWorker(**given, own=own)
 
     def _weights(self, i: int, settings: TeacherBase, device: str) -> Callable[[], AbstractContextManager[None]]:

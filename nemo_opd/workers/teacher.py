@@ -25,6 +25,7 @@ from nemo_opd.handoff.logits import LogitsWriter
 from nemo_opd.handoff.plan import ONE_READER, Readers
 from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
+from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
@@ -58,20 +59,27 @@ class TeacherOutput:
     """Positions, padding included, that the model has read."""
 
 
-LogitRows = Headless | WithHead
+ReadingModel = Headless | WithHead
 """Map from ids [B, T] to logits [1, N, own columns] of their tokens, for handoff=hidden_states or logits."""
+Writer = HiddenStatesWriter | LogitsWriter
 
 
-@dataclass(frozen=True, slots=True)
-class TeacherModel:
-    """The model that a teacher computes with on this rank."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherSource:
+    """Origin of a teacher's output on this rank."""
+
+    logit_rows: ReadingModel
+    use: Callable[[], AbstractContextManager[None]]
+    """Context in which `logit_rows` may be called."""
+    close: Callable[[], None] = lambda: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TeacherModel(TeacherSource):
+    """Model that a teacher computes with on this rank; in `use` it is on the device and has the teacher's weights."""
 
     model: PreTrainedModel
     mesh: DeviceMesh
-    logit_rows: LogitRows
-    use: Callable[[], AbstractContextManager[None]]
-    """Context in which the model is on the device with the teacher's weights, ready to read."""
-    close: Callable[[], None] = lambda: None
     is_fixed: bool = True
     """Whether the weights never change."""
 
@@ -97,12 +105,12 @@ def load_teacher(
             attn_implementation=settings.attn_implementation,
         )
     residence = Residence(model, device, offload=settings.offload is True, gives_back=gives_back)
-    logit_rows: LogitRows
+    logit_rows: ReadingModel
     if handoff == "hidden_states":
         logit_rows = Headless(model, key=key, mesh=mesh, parallelism=parallelism)
     else:
         logit_rows = WithHead(model, mesh=mesh, parallelism=parallelism)
-    return TeacherModel(model, mesh, logit_rows, residence.use, residence.close)
+    return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
 
 
 class TeacherWorker:
@@ -126,7 +134,7 @@ class TeacherWorker:
         num_slots: int = 1,
         gives_back: bool = False,
         shares_process: bool = False,
-        own: TeacherModel | None = None,
+        own: TeacherSource | None = None,
     ) -> None:
         """Load the model, unless `own` is given.
 
@@ -145,21 +153,32 @@ class TeacherWorker:
         self._answers_task = teacher_answers(teacher, settings.name)
         if own is None:
             own = load_teacher(settings, key=key, device=device, handoff=handoff, gives_back=gives_back)
-        self._own, self.model, self.logit_rows = own, own.model, own.logit_rows
+        self._own, self.logit_rows = own, own.logit_rows
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
-        dtype = compute_dtype(settings.dtype, device)
         self.link: Link | None = None
         """Link to student ranks on other nodes, if any read its output."""
-        writer: Callable[..., HiddenStatesWriter | LogitsWriter]
+        self.writer = self._writer(settings, sender, readers=own_readers, num_slots=num_slots)
+
+    def _writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
+        """Return the writer of this form of output."""
+        model, dtype = self._model, compute_dtype(settings.dtype, self.device)
+        make: Callable[..., Writer]
         if isinstance(self.logit_rows, Headless):
-            width, is_fixed = self.logit_rows.hidden_size, own.is_fixed
-            writer = partial(HiddenStatesWriter, sender, vocab_size, width, dtype, is_fixed=is_fixed)
+            width = self.logit_rows.hidden_size
+            make = partial(HiddenStatesWriter, sender, self.vocab_size, width, dtype, is_fixed=model.is_fixed)
         else:
-            writer = partial(LogitsWriter, sender, vocab_size, dtype)
-        self.writer: HiddenStatesWriter | LogitsWriter = writer(
-            columns=self.logit_rows.columns, readers=own_readers, num_slots=num_slots
-        )
+            make = partial(LogitsWriter, sender, self.vocab_size, dtype)
+        return make(columns=self.logit_rows.columns, readers=readers, num_slots=num_slots)
+
+    @property
+    def _model(self) -> TeacherModel:
+        assert isinstance(self._own, TeacherModel), "a cached teacher has no model"
+        return self._own
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self._model.model
 
     def reads_packed(self) -> bool:
         """Return whether padding costs the model nothing."""
@@ -223,7 +242,7 @@ class TeacherWorker:
         sampler = Sampler(
             self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
         )
-        ready = generating(self.model, self._own.mesh, reshard_after_forward=self._reshard_after_forward)
+        ready = generating(self.model, self._model.mesh, reshard_after_forward=self._reshard_after_forward)
         with needs_memory(self._answers_task), self._own.use(), ready:
             return sampler.generate(requests, sampling, version=0)
 
