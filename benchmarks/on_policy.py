@@ -65,7 +65,7 @@ SETTINGS = {
     ),
 }
 OFF_POLICY = tuple(name for name, overrides in SETTINGS.items() if ON_TEACHERS_SAMPLES[0] in overrides)
-MEASURES = ("eval/greedy", "eval/pass@1")
+MEASURES = ("eval/held_out/greedy", "eval/held_out/pass@1")
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def plot(outcomes: list[Outcome], file: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for setting in SETTINGS:
-        own = [outcome.scores["eval/pass@1"] for outcome in outcomes if outcome.setting == setting]
+        own = [outcome.scores["eval/held_out/pass@1"] for outcome in outcomes if outcome.setting == setting]
         steps = next(outcome.steps for outcome in outcomes if outcome.setting == setting)
         style = "--" if setting in OFF_POLICY else "-"
         axes.plot(steps, [statistics.mean(each) for each in zip(*own, strict=True)], style, marker="o", label=setting)
@@ -171,7 +171,8 @@ def main() -> None:
             runs = pool.map(lambda pair: run_once(*pair, samples, extra), pairs)
             outcomes = list(track(runs, "on-policy runs", total=len(pairs)))
     first = outcomes[0]
-    start = " and ".join(f"{first.scores[measure][0]:.1%} ({measure.removeprefix('eval/')})" for measure in MEASURES)
+    names = {measure: measure.removeprefix("eval/held_out/") for measure in MEASURES}
+    start = " and ".join(f"{first.scores[measure][0]:.1%} ({name})" for measure, name in names.items())
     text = "\n".join(
         [
             "# The on-policy demo: who learns how much in equal steps",

@@ -13,18 +13,30 @@ if TYPE_CHECKING:
     from nemo_opd.config.reward import Reward
     from nemo_opd.config.rollout import Rollouts
 
-EXTRAS = {"wandb": "logging", "tensorboard": "logging", "math_verify": "eval", "httpx2": "serve"}
+EXTRAS = {
+    "wandb": "logging",
+    "tensorboard": "logging",
+    "math_verify": "eval",
+    "jsonschema": "eval",
+    "lm_eval": "eval",
+    "httpx2": "serve",
+}
 """Module → extra."""
 
 
 def require_extras(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> None:
     """Raise ConfigError for a setting whose library is not installed."""
     for setting, module in _needed(logging, reward, rollout):
-        if find_spec(module) is None:
-            raise ConfigError(
-                f"{setting}: needs the library {module}, which is not installed; run "
-                f"`pip install 'nemo-opd[{EXTRAS[module]}]'`, or leave the setting out"
-            )
+        require_library(module, setting)
+
+
+def require_library(module: str, setting: str) -> None:
+    """Raise ConfigError where a library that a setting needs is not installed."""
+    if find_spec(module) is None:
+        raise ConfigError(
+            f"{setting}: needs the library {module}, which is not installed; run "
+            f"`pip install 'nemo-opd[{EXTRAS[module]}]'`, or leave the setting out"
+        )
 
 
 def _needed(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> Iterator[tuple[str, str]]:
@@ -32,7 +44,10 @@ def _needed(logging: Logging | None, reward: Reward | None, rollout: Rollouts | 
         yield "logging.wandb.enabled=true", "wandb"
     if logging is not None and logging.tensorboard.enabled:
         yield "logging.tensorboard.enabled=true", "tensorboard"
-    if reward is not None and reward.type == "math":
-        yield "reward.type=math", "math_verify"
+    for part in () if reward is None else reward.parts:
+        if part.type == "math":
+            yield "reward.type=math", "math_verify"
+        if (file := getattr(getattr(part, "extract", None), "schema_file", None)) is not None:
+            yield f"reward.extract.schema_file={file}", "jsonschema"
     if rollout is not None and rollout.type == "server":
         yield "rollout.type=server", "httpx2"

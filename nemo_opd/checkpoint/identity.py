@@ -146,7 +146,8 @@ def newest_of_same_run(checkpoints: CheckpointManager, config: RunConfig, *, has
 
 def require_same_run(saved: Mapping[str, object], current: Mapping[str, object], checkpoint: str) -> None:
     """Raise CheckpointError, naming the settings that differ, where the checkpoint is of another run."""
-    before = {key: _BEFORE[pattern] for key in current if (pattern := _any_index(key)) in _BEFORE}
+    known = {**_BEFORE, "reward.extract.type": "boxed" if saved.get("reward.type") == "math" else "last_turn"}
+    before = {key: known[pattern] for key in current if (pattern := _any_index(key)) in known}
     saved = _bound({**before, **saved})  # an older version may have stored what is free now
     differing = [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
     if not differing:

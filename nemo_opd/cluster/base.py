@@ -19,6 +19,7 @@ _ACTIVITIES = {
     "train_step": "training on a batch",
     "evaluate": "validating",
     "generate": "continuing prompts",
+    "likelihoods": "reading the questions of a benchmark",
     "save": "writing a checkpoint",
     "export": "writing the trained model",
     "hold_weights": "giving its weights to the rollout server",

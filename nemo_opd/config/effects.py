@@ -116,6 +116,10 @@ def _of_sampling(config: RunFields) -> _Ignored:
             yield f"rollout.{name}", "rollout.program=transformers takes what it needs; leave it out"
     if config.reward is not None and not config.active_teachers:
         yield "reward.weighting_beta", "it weighs distillation, and loss.kd_weight=0; raise it, or leave this out"
+    if config.evaluation is not None and not config.evaluation.data.given:
+        yield "evaluation.data.max_samples", "evaluation.data names no questions; write it below a set, or name some"
+    if config.evaluation is not None and config.rollout is not None:
+        yield "evaluation.batch_size", "the engine of `rollout` answers; set rollout.batch_size, or leave it out"
     if config.evaluation is not None and not config.evaluation.teachers:
         yield "evaluation.teacher_batch_size", "no teacher is asked; write evaluation.teachers=true, or leave it out"
 

@@ -1,15 +1,21 @@
 """Evaluation on questions whose answers can be checked."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.context import Context, field_names
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.config.environment import Environment
-from nemo_opd.config.reward import EnvironmentReward, Reward
+from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
+
+NAME = r"^[A-Za-z0-9_.-]+$"
+"""Pattern of names of sets and benchmarks."""
 
 
 class Questions(Settings):
@@ -28,7 +34,7 @@ class Questions(Settings):
     top_k: int | None = Field(None, ge=1)
     """Sample from this number of likeliest tokens; null: from all."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one turn of the student; by default `rollout.max_new_tokens`."""
+    """Most tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
     correct_reward: float = 1.0
     """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
@@ -46,7 +52,133 @@ class Questions(Settings):
         return self
 
 
-class Evaluation(Questions):
+class SetSource(ValidationSource):
+    text_key: str | None = None
+    """The column that holds a question as a text to be continued; by default `data.text_key`."""
+    messages_key: str | None = None
+    """The column that holds it as a conversation; by default `data.messages_key`, unless `text_key` is given."""
+    tools_key: str | None = None
+    """Column of the tools that a conversation may call."""
+
+    @model_validator(mode="after")
+    def a_question_is_one_of_both(self) -> Self:
+        if self.text_key is not None and (self.messages_key or self.tools_key) is not None:
+            raise ValueError(f"text_key={self.text_key} is of texts, and messages_key and tools_key of conversations")
+        return self
+
+
+class QuestionSet(Questions):
+    """A set of questions with a name. What it leaves open is as `evaluation` has it."""
+
+    data: SetSource
+    """Questions."""
+    reward: Reward | None = None
+    """What an answer is worth; by default the reward beside the sets."""
+    prompt: str | None = None
+    """Text in place of the question or, in a conversation, of the user's last message: `{prompt}` stands for that,
+    other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
+    """
+    system_prompt: str | None = None
+    """System message in place of a conversation's own; may name columns as `prompt` does."""
+
+    @field_validator("prompt", "system_prompt")
+    @classmethod
+    def templates_can_be_read(cls, value: str | None) -> str | None:
+        if value is not None:
+            field_names(value)
+        return value
+
+    @property
+    def context(self) -> Context | None:
+        """What is asked in place of the row's own prompt; None where that is asked."""
+        if self.prompt is None and self.system_prompt is None:
+            return None
+        return Context(template=self.prompt, system_prompt=self.system_prompt)
+
+
+class Benchmark(Settings):
+    """A task of lm-eval."""
+
+    task: str
+    """Name of a task or group, of lm-eval or of `task_folder`."""
+    name: str | None = Field(None, pattern=NAME)
+    """Name in metrics, `eval/<name>/<metric>`; by default the task's, with `_5shot` where `shots` are given."""
+    shots: int | None = Field(None, ge=0)
+    """Solved examples before each question; by default as the task has it."""
+    limit: int | None = Field(None, ge=1)
+    """Questions of each task, from the first; null: all."""
+    chat: bool = False
+    """Put questions into the model's chat template, examples as earlier turns."""
+
+    @property
+    def label(self) -> str:
+        """Name in metrics."""
+        return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + (f"_{self.shots}shot" if self.shots else "")
+
+
+DEFAULT_NEW_TOKENS = 256
+"""Most tokens of an answer where no setting says so."""
+_OWN_NAMES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
+
+
+class QuestionSets(Questions):
+    """Questions without a name, under `data`, and sets with names."""
+
+    sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
+    """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
+    benchmarks: tuple[Benchmark, ...] = ()
+    """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
+    task_folder: str | None = None
+    """A folder with further tasks, as YAML files of lm-eval, or `demo:tasks`."""
+    confirm_run_unsafe_code: bool = False
+    """Allow benchmarks that run programs which the model writes. lm-eval runs them without a sandbox, as this user."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def sets_are_sampled_alike(cls, values: Any) -> Any:
+        """Copy into each set what it leaves open; done first, so that settings as they are written are complete."""
+        sets = values.get("sets") if isinstance(values, dict) else None
+        if not isinstance(sets, dict):
+            return values
+        common = {key: values[key] for key in Questions.model_fields if key != "data" and key in values}
+        merged = {name: {**common, **given} if isinstance(given, dict) else given for name, given in sets.items()}
+        return {**values, "sets": merged}
+
+    @field_validator("benchmarks", mode="before")
+    @classmethod
+    def a_name_is_a_benchmark(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            values = (values,)
+        if not isinstance(values, list | tuple):
+            return values
+        return tuple({"task": value} if isinstance(value, str) else value for value in values)
+
+    @model_validator(mode="after")
+    def names_are_unique(self) -> Self:
+        names = [*self.sets, *(benchmark.label for benchmark in self.benchmarks)]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"{twice[0]!r} names two sets or benchmarks; give one of them another name")
+        return self
+
+    @field_validator("sets")
+    @classmethod
+    def names_are_no_measures(cls, sets: Mapping[str, QuestionSet]) -> Mapping[str, QuestionSet]:
+        for name in sets:
+            if not re.fullmatch(NAME, name) or name in _OWN_NAMES:
+                raise ValueError(
+                    f"{name!r} cannot name a set in metrics (eval/<name>/<measure>); use letters, digits, `_`, `.` and "
+                    f"`-`, and none of {', '.join(_OWN_NAMES)}"
+                )
+        return sets
+
+    @property
+    def asked(self) -> dict[str, Questions]:
+        """Sets by name; those under `data` have the name ''."""
+        unnamed: dict[str, Questions] = {"": self} if self.data.given else {}
+        return unnamed | dict(self.sets)
+
+
+class Evaluation(QuestionSets):
     """Evaluation in a run."""
 
     every: int | None = Field(None, ge=1)
@@ -55,10 +187,16 @@ class Evaluation(Questions):
     """Ask each teacher too, once, before the first step: in its own tokenizer and chat template, and sampled as the
     student is, by transformers in its own workers. Takes as long as a large model takes to answer.
     """
+    batch_size: int = Field(64, ge=1)
+    """Off-policy: sequences a rank of the student samples at a time. On-policy, `rollout.batch_size` is."""
     teacher_batch_size: int = Field(64, ge=1)
     """Sequences a rank of a teacher samples at a time, beside all of its weights: the estimate's phase `answers`."""
     num_samples_shown: int = Field(8, ge=0)
-    """Questions whose answers, of whoever is asked, are in samples.jsonl and in the report."""
+    """Questions of each set whose answers, of whoever is asked, are in samples.jsonl and in the report."""
+    on_error: Literal["warn", "stop"] = "warn"
+    """After a failure in an evaluation that is none of the workers': a reward that fails for an answer, a server that
+    does not answer. warn: report it, count the answer as wrong or leave the set's figures out, and go on.
+    """
 
 
 class QuestionSource(ValidationSource):
@@ -70,7 +208,7 @@ class QuestionSource(ValidationSource):
     """Column of the tools that a conversation may call; with `messages_key`."""
 
 
-class EvaluationConfig(Questions):
+class EvaluationConfig(QuestionSets):
     """Evaluation of an existing model: all settings of `examples/evaluate.py`."""
 
     model: str
@@ -87,13 +225,13 @@ class EvaluationConfig(Questions):
     """Device of the model with rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
     """Questions; scored by `reward`."""
-    reward: Reward
-    """Reward of an answer."""
+    reward: Reward | None = None
+    """Reward of an answer; needed where a set has none of its own."""
     environment: Environment | None = None
     """Environment that answers between the model's turns; None: it has one turn."""
     rollout: Rollouts = Field(default_factory=HFRollout)
     """The engine. How it samples is told beside it: n, temperature, top_p, top_k, max_new_tokens."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(DEFAULT_NEW_TOKENS, ge=1)
     """Most tokens in one turn of the model."""
     max_prompt_length: int | None = Field(None, ge=1)
     """Tokens. Longer questions are left out, counted and told; null: none is."""
@@ -126,6 +264,14 @@ class EvaluationConfig(Questions):
         if self.data.messages_key is None and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
-        if isinstance(self.reward, EnvironmentReward) and self.environment is None:
+        if self.environment is None and self.reward is not None and is_paid_by_environment(self.reward):
             raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
+        return self
+
+    @model_validator(mode="after")
+    def answers_have_a_reward(self) -> Self:
+        for name, questions in self.asked.items():
+            if self.reward is None and not (isinstance(questions, QuestionSet) and questions.reward):
+                key = f"sets.{name}.reward" if name else "reward"
+                raise ValueError(f"{key}: answers are scored by the reward; set {key}, such as reward=numeric")
         return self

@@ -3,17 +3,17 @@
 from nemo_opd.config.aggregation import SelectTeacher, WeightedSum
 from nemo_opd.config.environment import CalculatorEnvironment
 from nemo_opd.config.loss import GRPOLoss, SampledKLTerm, TCADTerm
-from nemo_opd.config.reward import EnvironmentReward
+from nemo_opd.config.reward import is_paid_by_environment
 from nemo_opd.config.rollout import Rollouts, ServerRollout
 from nemo_opd.config.run_fields import RunFields
 
-_ONLY_ON_POLICY = ("reward", "environment", "evaluation")
+_ONLY_ON_POLICY = ("reward", "environment")
 
 
 def check_off_policy(config: RunFields) -> None:
     """Check a run without rollouts."""
     for key in _ONLY_ON_POLICY:
-        if getattr(config, key) is not None:
+        if getattr(config, key) is not None and (key != "reward" or config.evaluation is None):
             raise ValueError(f"{key} is about what the student samples, and this run samples nothing; add rollout=hf")
     if isinstance(config.loss, GRPOLoss):
         raise ValueError("loss.type=grpo learns from rollouts, and this run has none; add rollout=hf")
@@ -22,6 +22,44 @@ def check_off_policy(config: RunFields) -> None:
             raise ValueError(
                 f"{_term_key(config, i)}.type=sampled_kl reads only tokens that the student sampled, and this run "
                 "samples none; add rollout=hf, or use loss=same_vocab"
+            )
+
+    _check_sets(config)
+    check_new_tokens(config)
+
+
+def _check_sets(config: RunFields) -> None:
+    """Check that every set of questions has a reward, and turns where an environment takes part."""
+    evaluation = config.evaluation
+    if evaluation is None:
+        return
+    for name in evaluation.asked:
+        reward = evaluation.sets[name].reward if name else None
+        if (reward or config.reward) is None:
+            key = f"evaluation.sets.{name}.reward" if name else "reward"
+            where = f"evaluation.sets.{name}" if name else "evaluation"
+            raise ValueError(f"{where}: answers are scored by the reward; set {key}, such as reward=numeric")
+        if reward is not None and config.environment is None and is_paid_by_environment(reward):
+            raise ValueError(f"evaluation.sets.{name}.reward: there is no environment to pay it; name another type")
+        if name and config.environment is not None and evaluation.sets[name].data.text_key is not None:
+            raise ValueError(
+                f"evaluation.sets.{name}.data.text_key={evaluation.sets[name].data.text_key}: environment answers in "
+                "conversations; name their column as messages_key"
+            )
+
+
+def check_new_tokens(config: RunFields) -> None:
+    """Check that answers leave room for a question, where no rollout says how long they are."""
+    evaluation = config.evaluation
+    if evaluation is None or config.rollout is not None:
+        return
+    for name in evaluation.asked:
+        new = config.new_tokens(name)
+        if new >= config.train.max_length:
+            key = f"evaluation.sets.{name}.max_new_tokens" if name else "evaluation.max_new_tokens"
+            raise ValueError(
+                f"{key}={new} leaves no room for a question in train.max_length={config.train.max_length}; lower the "
+                "one or raise the other"
             )
 
 
@@ -83,12 +121,13 @@ def _check_environment(config: RunFields) -> None:
 
 def _check_reward(config: RunFields) -> None:
     reward = config.reward
-    if reward is not None and reward.type == "environment" and config.environment is None:
+    if reward is not None and config.environment is None and is_paid_by_environment(reward):
         raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
     if (
-        isinstance(reward, EnvironmentReward)
+        reward is not None
+        and is_paid_by_environment(reward)
         and isinstance(config.environment, CalculatorEnvironment)
-        and reward.answer_key is None
+        and reward.answer_column is None
     ):
         raise ValueError(
             "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it; "
@@ -96,8 +135,7 @@ def _check_reward(config: RunFields) -> None:
         )
     if reward is None and isinstance(config.loss, GRPOLoss):
         raise ValueError("loss.type=grpo learns from rewards; set reward, such as reward=numeric")
-    if reward is None and config.evaluation is not None:
-        raise ValueError("evaluation: answers are scored by the reward; set reward, such as reward=numeric")
+    _check_sets(config)
 
 
 def _check_rollout_weights(config: RunFields) -> None:
@@ -161,10 +199,12 @@ def confidence_alphas(config: RunFields) -> list[float | None]:
 
 
 def longest_prompt(config: RunFields) -> int:
-    """Tokens of a prompt that is not dropped."""
+    """Return the tokens of a prompt that is not dropped; without rollouts, of a question."""
     rollout = config.rollout
-    assert rollout is not None
-    return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
+    if rollout is not None:
+        return rollout.max_prompt_length or config.train.max_length - rollout.max_new_tokens
+    assert config.evaluation is not None
+    return config.train.max_length - min(map(config.new_tokens, config.evaluation.asked), default=1)
 
 
 def _term_key(config: RunFields, teacher: int) -> str:

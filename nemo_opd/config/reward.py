@@ -1,22 +1,49 @@
 """Rewards of rollouts."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from nemo_opd.config.base import YEAR_S, Settings
+from nemo_opd.config.base import YEAR_S, Frozen, Settings
+from nemo_opd.config.extraction import Boxed, Extraction, LastTurn
 
 
 class RewardBase(Settings):
-    answer_key: str | None = None
-    """The column that becomes the prompt's `answer`; null: prompts have none."""
     weighting_beta: float | None = Field(None, gt=0)
     """Weigh the distillation of a rollout by n · softmax(reward / beta) among its prompt's (methods.md §10.3)."""
 
+    @property
+    def parts(self) -> "tuple[SingleReward, ...]":
+        """Rewards that it is made of; itself alone for most."""
+        raise NotImplementedError
 
-class AnswerReward(RewardBase):
+    @property
+    def answer_column(self) -> str | None:
+        """The column that becomes the prompt's `answer`; None where prompts have none."""
+        return next((part.answer_key for part in self.parts if part.answer_key is not None), None)
+
+    @property
+    def named_columns(self) -> Mapping[str, str]:
+        """Columns that each row must have in addition, with the key below the reward that names them."""
+        return {}
+
+
+class SingleReward(RewardBase):
+    type: str
+    answer_key: str | None = None
+    """The column that becomes the prompt's `answer`; null: prompts have none."""
+
+    @property
+    def parts(self) -> "tuple[SingleReward, ...]":
+        return (self,)
+
+
+class AnswerReward(SingleReward):
     answer_key: str = "answer"
     """The column that holds what is compared with."""
+    extract: Extraction = Field(default_factory=LastTurn)
+    """What of the last turn is compared; where it finds nothing the reward is 0."""
 
 
 class ExactReward(AnswerReward):
@@ -39,18 +66,23 @@ class MathReward(AnswerReward):
     """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
 
     type: Literal["math"] = "math"
+    extract: Extraction = Field(default_factory=Boxed)
+    """What of the last turn is compared; where it finds nothing the reward is 0."""
     timeout_s: float = Field(5, gt=0, le=YEAR_S)
     """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
 
 
-class EnvironmentReward(RewardBase):
+class EnvironmentReward(SingleReward):
     """The reward that the environment gave."""
 
     type: Literal["environment"] = "environment"
 
 
-class FunctionReward(RewardBase):
-    """Your own: `package.module:function`, called with a Rollout (nemo_opd.data.record), returns a number."""
+class FunctionReward(SingleReward):
+    """Your own: `package.module:function`, called with a Rollout (nemo_opd.data.record), returns a number.
+
+    `rollout.prompt.row` has all columns of the row.
+    """
 
     type: Literal["function"] = "function"
     function: str = Field(pattern=r"^[\w.]+:\w+$")
@@ -59,6 +91,92 @@ class FunctionReward(RewardBase):
     """Seconds for one rollout; a function that takes longer ends the run."""
 
 
-Reward = Annotated[
-    ExactReward | NumericReward | MathReward | EnvironmentReward | FunctionReward, Field(discriminator="type")
+class FormatReward(SingleReward):
+    """1 where the last turn has the wanted form, whatever it says, else 0: where `extract` finds something."""
+
+    type: Literal["format"] = "format"
+    extract: Extraction
+    """The form: an extraction that finds nothing in other texts, such as `{type: boxed}`."""
+
+
+OneReward = Annotated[
+    ExactReward | NumericReward | MathReward | EnvironmentReward | FunctionReward | FormatReward,
+    Field(discriminator="type"),
 ]
+
+
+class _CompoundReward(RewardBase):
+    @model_validator(mode="after")
+    def answers_are_in_one_column(self) -> Self:
+        keys = sorted({part.answer_key for part in self.parts if part.answer_key is not None})
+        if len(keys) > 1:
+            raise ValueError(
+                f"its parts compare with the columns {' and '.join(keys)}, and a prompt has one answer; give all of "
+                "them the same answer_key"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def the_whole_weighs_rollouts(self) -> Self:
+        if any(part.weighting_beta is not None for part in self.parts):
+            raise ValueError("weighting_beta of a part has no effect; write it beside type, for the whole reward")
+        return self
+
+
+class WeightedPart(Settings):
+    weight: float = 1.0
+    """Factor of this reward in the sum; may be negative."""
+    reward: OneReward
+    """The reward."""
+
+
+class WeightedReward(_CompoundReward):
+    """A weighted sum of rewards, such as an answer's and its form's."""
+
+    type: Literal["weighted"] = "weighted"
+    terms: tuple[WeightedPart, ...] = Field(min_length=1)
+    """The rewards, each with its weight. Votes of maj@k are those of the first that has votes."""
+
+    @property
+    def parts(self) -> tuple[SingleReward, ...]:
+        return tuple(part.reward for part in self.terms)
+
+
+class SourceReward(_CompoundReward):
+    """The reward that a column of the row chooses, for data of several sources."""
+
+    type: Literal["by_source"] = "by_source"
+    key: str = "data_source"
+    """The column with the name of the row's source."""
+    rewards: Frozen[str, Annotated[OneReward | WeightedReward, Field(discriminator="type")]] = Field(min_length=1)
+    """Reward by name of a source. `default` is for names that are not listed; without it they are refused."""
+
+    @property
+    def parts(self) -> tuple[SingleReward, ...]:
+        return tuple(part for reward in self.rewards.values() for part in reward.parts)
+
+    @property
+    def named_columns(self) -> Mapping[str, str]:
+        return {self.key: "key"}
+
+    def of(self, source: str) -> "OneReward | WeightedReward":
+        """Return the reward of a source. Raises KeyError for one that has none."""
+        return self.rewards.get(source) or self.rewards["default"]
+
+
+Reward = Annotated[
+    ExactReward
+    | NumericReward
+    | MathReward
+    | EnvironmentReward
+    | FunctionReward
+    | FormatReward
+    | WeightedReward
+    | SourceReward,
+    Field(discriminator="type"),
+]
+
+
+def is_paid_by_environment(reward: RewardBase) -> bool:
+    """Return whether an environment pays a reward, or a part of one."""
+    return any(isinstance(part, EnvironmentReward) for part in reward.parts)

@@ -10,7 +10,7 @@ from nemo_opd.config.base import Settings
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.data import Data
 from nemo_opd.config.environment import Environment
-from nemo_opd.config.evaluation import Evaluation
+from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
 from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Logging
@@ -69,11 +69,11 @@ class RunFields(Settings):
     rollout: Rollouts | None = None
     """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
     reward: Reward | None = None
-    """On-policy: what a rollout is worth."""
+    """What a rollout is worth, and the answer to a question of a set without a reward."""
     environment: Environment | None = None
     """On-policy: who answers between the student's turns; None: it has one turn."""
     evaluation: Evaluation | None = None
-    """On-policy: questions that the student is asked now and then, and its teachers once if it says so."""
+    """Questions that the student is asked now and then, and its teachers once if it says so."""
     health: Health = Field(default_factory=Health)
     cluster: Cluster = Field(default_factory=Cluster)
     logging: Logging = Field(default_factory=Logging)
@@ -100,6 +100,19 @@ class RunFields(Settings):
     def routing(self) -> Routed | None:
         """Routing of texts to teachers by the data; None where there is none."""
         return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
+
+    def set_reward(self, name: str) -> Reward:
+        """Return the reward of a set of questions; '' is the one without a name."""
+        assert self.evaluation is not None
+        reward = (self.evaluation.sets[name].reward if name else None) or self.reward
+        assert reward is not None, "checked with the settings"
+        return reward
+
+    def new_tokens(self, name: str) -> int:
+        """Return the most tokens in one turn of an answer to a set of questions."""
+        assert self.evaluation is not None
+        default = DEFAULT_NEW_TOKENS if self.rollout is None else self.rollout.max_new_tokens
+        return self.evaluation.asked[name].max_new_tokens or default
 
     def term(self, teacher: int) -> LossTerm:
         """Return the distillation term of one teacher: its own, else the run's, as its tokenizer allows."""

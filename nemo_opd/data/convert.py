@@ -17,6 +17,7 @@ from nemo_opd.data.caches import await_turn, elsewhere, writing
 from nemo_opd.data.intact import first_damage, require_intact
 from nemo_opd.data.layout import Layout
 from nemo_opd.data.origin import Origin
+from nemo_opd.data.row_layout import columns_in
 from nemo_opd.data.schema import shown
 from nemo_opd.disk import require_room
 from nemo_opd.errors import DataError
@@ -135,5 +136,6 @@ def quiet() -> Iterator[None]:
 
 def selected(dataset: datasets.Dataset, layout: Layout, key: str, *value: object) -> datasets.Dataset:
     layout.require_columns(dataset.data.schema, f"{key}={shown(value)}")
-    renamed = {name: column for name, column in layout.columns.items() if name != column}
-    return dataset.select_columns(list(layout.columns)).rename_columns(renamed)
+    columns = columns_in(layout, [dataset.data.schema])
+    renamed = {name: column for name, column in columns.items() if name != column}
+    return dataset.select_columns(list(columns)).rename_columns(renamed)

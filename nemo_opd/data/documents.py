@@ -18,6 +18,8 @@ prompts alone.
 """
 FIELD = "field."
 """Begins the name of a column that teachers' contexts alone read."""
+ROW = "row."
+"""Begins the name of a column that rewards alone read."""
 OTHER = "other."
 """Begins the name of a column with another record's value of what contexts read."""
 

@@ -1,17 +1,17 @@
 """Rows of a dataset as prompts."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nemo_opd.alignment.chat_messages import plain_messages
-from nemo_opd.data.documents import ANSWER, MESSAGES, RESPONSE, TEXT, TOOLS, Columns, fields_of, parsed
+from nemo_opd.data.documents import ANSWER, MESSAGES, OTHER, RESPONSE, ROW, TEXT, TOOLS, Columns, fields_of, parsed
 from nemo_opd.data.record import Message, Prompt
 from nemo_opd.errors import AlignmentError, DataError
 
 
-def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
-    """Read the prompts of these rows, in order.
+def read_prompts(columns: Columns, indices: Sequence[int], names: Mapping[str, str] | None = None) -> list[Prompt]:
+    """Read the prompts of these rows, in order. names: the user's name of a column → ours, for `Prompt.row`.
 
     Messages have strings as contents; those of the assistant at the end are the response and no part of the prompt.
     Raises DataError, naming the row, for a conversation that is malformed or without a user's message.
@@ -28,7 +28,12 @@ def read_prompts(columns: Columns, indices: Sequence[int]) -> list[Prompt]:
         for row in zip(indices, contents, tools, answers, responses, strict=True)
     ]
     fields = fields_of(rows, len(indices))
-    return [replace(prompt, fields=own) for prompt, own in zip(read, fields, strict=True)]
+    users = {ours: name for name, ours in (names or {}).items()}
+    known = {users.get(name, name.removeprefix(ROW)): rows[name] for name in rows if not name.startswith(OTHER)}
+    return [
+        replace(prompt, fields=own, row={name: values[i] for name, values in known.items()})
+        for i, (prompt, own) in enumerate(zip(read, fields, strict=True))
+    ]
 
 
 def _text_prompt(index: int, text: str, _: None, answer: object, response: str | None) -> Prompt:

@@ -29,6 +29,10 @@ class Prompt:
     """The dataset's own continuation, if it has one."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Values of the row that teachers' contexts alone are made of, by our names of their columns."""
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Values of the row by the user's names of their columns: all of them for a reward that may read any, else those
+    that settings name.
+    """
 
     @property
     def record(self) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from nemo_opd.data.jsonl import read_jsonl
 from nemo_opd.data.layout import Layout
 from nemo_opd.data.lines import no_utf8, numbered
 from nemo_opd.data.origin import Origin, of_rows, of_source
+from nemo_opd.data.row_layout import columns_in
 from nemo_opd.data.schema import arrow_schema, is_encoded, is_ipc_file, plain, reading, require_source, shown
 from nemo_opd.errors import DataError
 
@@ -68,7 +69,14 @@ def _read_arrow(paths: list[Path], layout: Layout, key: str) -> Read:
             raise DataError(
                 f"{key}: column {name!r} has several types ({differing}); rewrite the files with one of them"
             )
-    return datasets.concatenate_datasets(tables), of_rows(paths, [len(table) for table in tables])
+    own, others = set(layout.columns.values()), [table.data.schema for table in tables[1:]]
+    alike = [
+        field.name
+        for field in tables[0].data.schema
+        if field.name in own or all(field.name in other.names and other.field(field.name) == field for other in others)
+    ]
+    joined = datasets.concatenate_datasets([table.select_columns(alike) for table in tables])
+    return joined, of_rows(paths, [len(table) for table in tables])
 
 
 def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
@@ -97,13 +105,11 @@ def _read_arrow_file(path: Path, layout: Layout, key: str) -> datasets.Dataset:
     return selected(dataset, layout, key, path)
 
 
-def _features_of(schema: pa.Schema, layout: Layout, *, only: bool = False) -> datasets.Features:
-    """Return what `datasets` is to make of a schema: the layout's columns as plain text. only: of nothing else."""
+def _features_of(schema: pa.Schema, layout: Layout) -> datasets.Features:
+    """Return what `datasets` is to make of a schema: the layout's columns as plain text."""
     text = plain(schema)
     fields = [text.field(field.name) if field.name in layout.columns else field for field in schema]
-    return datasets.Features.from_arrow_schema(
-        pa.schema([field for field in fields if not only or field.name in layout.columns])
-    )
+    return datasets.Features.from_arrow_schema(pa.schema(fields))
 
 
 def _warn_without_end(path: Path, key: str) -> None:
@@ -125,7 +131,9 @@ def _read_parquet(paths: list[Path], layout: Layout, key: str) -> Read:
     filled = [path for path, count in zip(paths, counts, strict=True) if count]
     require_rows(filled, key, paths)
     source, origin = f"{key}={shown(paths)}", of_rows(paths, counts)
-    options = {"columns": list(layout.columns), "features": _features_of(schemas[0], layout, only=True)}
+    columns = columns_in(layout, [plain(schema) for schema in schemas])
+    fields = [plain(schemas[0]).field(name) for name in schemas[0].names if name in columns]
+    options = {"columns": list(columns), "features": datasets.Features.from_arrow_schema(pa.schema(fields))}
     with reading(key, *paths):
         dataset = convert("parquet", filled, list(layout.columns), source, origin, **options)
     return selected(dataset, layout, key, *paths), origin

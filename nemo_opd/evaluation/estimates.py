@@ -85,6 +85,23 @@ def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
     return bootstrap(values, confidence)
 
 
+def paired_difference(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
+    """Return the mean of values − others, of the same questions in the same order, with an interval of ± its half.
+
+    Between 0 and 1 it is the adjusted Wald interval of two questions more, one of which was won and one lost: it has a
+    width where no answer has changed. Means of other values have the normal interval of their differences.
+    Source: Bonett & Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on
+    paired data".
+    """
+    differences = np.array(values, np.float64) - np.array(others, np.float64)
+    z, mean = NormalDist().inv_cdf((1 + confidence) / 2), float(differences.mean())
+    if all(0 <= value <= 1 for value in (*values, *others)):
+        differences = np.append(differences, [1.0, -1.0])
+    spread = differences.std() if len(differences) > 1 else math.inf
+    half = float(z * spread / len(differences) ** 0.5)
+    return Estimate(mean, mean - half, mean + half)
+
+
 def wilson(num_right: float, num_questions: int, confidence: float) -> Estimate:
     """Return Wilson's score interval.
 

@@ -1,12 +1,126 @@
 """Columns of questions, and checks of an evaluation's paths before PyTorch is imported, which takes seconds."""
 
-from nemo_opd.config.evaluation import EvaluationConfig
-from nemo_opd.data.layout import ChatLayout, TextLayout
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from nemo_opd.config.data import Data
+from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
+from nemo_opd.config.reward import Reward
+from nemo_opd.data.context_layout import ContextLayout
+from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
+from nemo_opd.data.row_layout import RowLayout, reads_rows
 from nemo_opd.data.schema import require_suitable
-from nemo_opd.extras import require_extras
+from nemo_opd.demo import is_demo
+from nemo_opd.errors import ConfigError
+from nemo_opd.extras import require_extras, require_library
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
+
+
+@dataclass(frozen=True, slots=True)
+class AskedSet:
+    """A set of questions in the settings, with what it has from other sections."""
+
+    name: str
+    """Empty for the questions without a name."""
+    settings: Questions
+    reward: Reward
+    prefix: str
+    """Keys of the settings stand below it, such as `evaluation.sets.gsm8k.`."""
+    text_key: str
+    messages_key: str | None
+    """The column of conversations; None: questions are texts."""
+    tools_key: str | None
+
+    @property
+    def key(self) -> str:
+        """Key of the data."""
+        return f"{self.prefix}data"
+
+    @property
+    def label(self) -> str:
+        """Name for people."""
+        return self.name or "questions"
+
+    @property
+    def is_chat(self) -> bool:
+        return self.messages_key is not None
+
+    @property
+    def columns(self) -> Mapping[str, str]:
+        """Further columns that settings name, with the setting of each."""
+        named = {name: f"{self.prefix}reward.{setting}" for name, setting in self.reward.named_columns.items()}
+        if not isinstance(self.settings, QuestionSet) or self.settings.context is None:
+            return named
+        context = self.settings.context
+        written = {"template": "prompt", "system_prompt": "system_prompt"}
+        fields = {field: f"{self.prefix}{written[context.named_in(field)]}" for field in context.fields}
+        return {**fields, **named}
+
+    @property
+    def layout(self) -> Layout:
+        """Columns of questions and of all that rewards and prompts read."""
+        chat = None if self.messages_key is None else ChatLayout(self.messages_key, self.tools_key)
+        layout: Layout = PromptLayout(chat or TextLayout(self.text_key), self.reward.answer_column)
+        return with_columns(layout, self.columns, self.reward)
+
+
+def with_columns(layout: Layout, named: Mapping[str, str], reward: Reward | None) -> Layout:
+    """Add columns to a layout: those that settings name, and whole rows where the reward may read any column."""
+    layout = ContextLayout(layout, named) if named else layout
+    return RowLayout(layout) if reads_rows(reward) else layout
+
+
+def asked_sets(
+    evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
+) -> Iterator[AskedSet]:
+    """Yield the sets of questions. data, reward: what they have where they name none of their own.
+
+    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message.
+    """
+    for name, settings in evaluation.asked.items():
+        if not isinstance(settings, QuestionSet):
+            assert reward is not None, "checked with the settings"
+            yield AskedSet(name, settings, reward, prefix, data.text_key, data.messages_key, data.tools_key)
+            continue
+        source = settings.data
+        is_text = source.text_key is not None
+        found = AskedSet(
+            name,
+            settings,
+            settings.reward or reward,  # type: ignore[arg-type]  # checked with the settings
+            f"{prefix}sets.{name}.",
+            source.text_key or data.text_key,
+            None if is_text else source.messages_key or data.messages_key,
+            None if is_text else source.tools_key or data.tools_key,
+        )
+        if settings.system_prompt is not None and not found.is_chat:
+            raise ConfigError(
+                f"{found.prefix}system_prompt={settings.system_prompt!r}: the questions are texts, which have no "
+                f"system message; write it in {found.prefix}prompt, or name a column of conversations as "
+                f"{found.key}.messages_key"
+            )
+        yield found
+
+
+def check_sets(sets: Iterator[AskedSet]) -> None:
+    """Raise an OPDError for data or libraries of a set that are not there."""
+    for asked in sets:
+        require_extras(None, asked.reward, None)
+        require_suitable(asked.settings.data, asked.layout, key=asked.key)
+
+
+def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
+    """Raise ConfigError where benchmarks need a library that is not installed."""
+    if evaluation is not None and evaluation.benchmarks and not is_left_out(evaluation):
+        require_library("lm_eval", f"{prefix}benchmarks")
+
+
+def is_left_out(evaluation: QuestionSets) -> bool:
+    """Return whether benchmarks are the demo's, which runs without lm-eval too."""
+    return evaluation.task_folder is not None and is_demo(evaluation.task_folder) and find_spec("lm_eval") is None
 
 
 def check_inputs(config: EvaluationConfig) -> None:
@@ -18,11 +132,5 @@ def check_inputs(config: EvaluationConfig) -> None:
         read_template(config.chat_template, key="chat_template")
     require_extras(None, config.reward, config.rollout)
     require_installed(config.rollout)
-    require_suitable(config.data, layout_of(config), key="data")
-
-
-def layout_of(config: EvaluationConfig) -> PromptLayout:
-    """Return the columns of questions and of the answers that the reward compares with."""
-    data = config.data
-    chat = None if data.messages_key is None else ChatLayout(data.messages_key, data.tools_key)
-    return PromptLayout(chat or TextLayout(data.text_key), config.reward.answer_key)
+    check_sets(asked_sets(config, config.data, config.reward, ""))
+    check_benchmarks(config, "")

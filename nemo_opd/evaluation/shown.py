@@ -13,7 +13,14 @@ def shown_answers(result: EvaluationResult, step: int, limit: int, teacher: str 
     teacher: name of the teacher that answered; None: the student did.
     """
     return [
-        _shown(question, question.greedy or question.sampled[0], step, teacher, is_greedy=question.greedy is not None)
+        _shown(
+            question,
+            question.greedy or question.sampled[0],
+            step,
+            result.name,
+            teacher,
+            is_greedy=question.greedy is not None,
+        )
         for question in result.questions[:limit]
     ]
 
@@ -22,13 +29,13 @@ def all_answers(result: EvaluationResult, step: int) -> Iterator[ShownAnswer]:
     """Yield all answers, question by question."""
     for question in result.questions:
         if question.greedy is not None:
-            yield _shown(question, question.greedy, step, is_greedy=True)
+            yield _shown(question, question.greedy, step, result.name, is_greedy=True)
         for answer in question.sampled:
-            yield _shown(question, answer, step, is_greedy=False)
+            yield _shown(question, answer, step, result.name, is_greedy=False)
 
 
 def _shown(
-    question: AnsweredQuestion, answer: Answer, step: int, teacher: str | None = None, *, is_greedy: bool
+    question: AnsweredQuestion, answer: Answer, step: int, name: str, teacher: str | None = None, *, is_greedy: bool
 ) -> ShownAnswer:
     rollout, content = answer.rollout, question.prompt.content
     return ShownAnswer(
@@ -43,6 +50,7 @@ def _shown(
         finish_reason=rollout.finish_reason,
         num_tokens=rollout.num_sampled,
         teacher=teacher,
+        set=name,
     )
 
 

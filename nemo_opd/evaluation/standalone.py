@@ -1,24 +1,32 @@
 """Evaluation of a finished model."""
 
+from __future__ import annotations
+
 import json
 import logging
 import time
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.evaluation import EvaluationConfig, Questions
 from nemo_opd.config.load import to_yaml
-from nemo_opd.data.prompts import read_prompts
+from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Prompt
-from nemo_opd.data.sources import load_documents
-from nemo_opd.evaluation.inputs import layout_of
+from nemo_opd.data.schema import require_source
+from nemo_opd.errors import ConfigError
+from nemo_opd.evaluation.estimates import Estimate
+from nemo_opd.evaluation.inputs import AskedSet, asked_sets
+from nemo_opd.evaluation.likelihoods import model_scorer
+from nemo_opd.evaluation.sets import read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.files import write_atomically
@@ -27,76 +35,133 @@ from nemo_opd.logging.formats import figure, share
 from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
-from nemo_opd.rewards import build_reward, check_answers
-from nemo_opd.rollout.base import EngineSpec, Sampling
+from nemo_opd.rewards import RewardFunction, build_reward
+from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.environments import build_environment
-from nemo_opd.rollout.hf import end_ids, max_positions
+from nemo_opd.rollout.hf import Sampler, end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.rollout.prompts import Kept, drop_long
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.rollout.server.gpus import server_gpus
 
+if TYPE_CHECKING:
+    from nemo_opd.evaluation.benchmarks import BenchmarkResult, LoadedBenchmark
+
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""
+
+_LONGEST = 4096
+"""Tokens of a benchmark's request to such a model."""
 
 _log = logging.getLogger(__name__)
 
 
-def evaluate(config: EvaluationConfig, console: Console | None = None) -> EvaluationResult:
-    """Evaluate, print a table, and write config.yaml, results.json and samples.jsonl into `output_dir`.
+def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
+    """Evaluate, print a table of each set, write config.yaml, results.json and samples.jsonl into `output_dir`.
 
-    Raises what reading the model and the questions, the engine, the environment and the reward raise.
+    Return the results by name of the set. Raises what reading the model and the questions, the engine, the environment
+    and the reward raise.
     """
     console = console or Console()
     require_installed(config.rollout)
     output_dir = config.output_dir or _default_output_dir()
+    sets = list(asked_sets(config, config.data, config.reward, ""))
+    benchmarks = _load_benchmarks(config)
+    if not (sets or benchmarks):
+        require_source(config.data, key="data")
     with ExitStack() as stack:
-        reward = stack.enter_context(build_reward(config.reward))
-        prompts = _read_questions(config)
+        rewards = [stack.enter_context(build_reward(asked.reward)) for asked in sets]
+        questions = [read_questions(asked) for asked in sets]
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
         positions = max_positions(model)
-        renderer = build_renderer(tokenizer, config.data.messages_key is not None, config.chat_template_kwargs)
-        questions = _fitting(prompts, renderer, config, positions)
-        if questions.num_dropped:
-            _log.warning("%d of %d questions are too long and left out", questions.num_dropped, len(prompts))
+        renderers = [build_renderer(tokenizer, asked.is_chat, config.chat_template_kwargs) for asked in sets]
+        fitting = [_fitting(*each, config, positions) for each in zip(sets, questions, renderers, strict=True)]
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
         gpus = server_gpus(config.rollout)
         spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
         with busy(f"loading {config.model}"):
             opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
             engine = stack.enter_context(opened)
-        collector = partial(
-            Collector,
-            engine,
-            renderer,
-            max_new_tokens=config.max_new_tokens,
-            max_length=positions or _NO_LIMIT,
-            environment=None if config.environment is None else build_environment(config.environment),
-            seed=config.seed,
-        )
-        greedy = collector(sampling=Sampling(temperature=0, needs_raw=False)) if config.greedy else None
-        sampled = collector(sampling=Sampling(config.temperature, config.top_p, config.top_k, needs_raw=False))
-        start = time.monotonic()
-        with busy(f"asking {len(questions.prompts):,} questions"):
-            result = evaluate_task(greedy, sampled, questions.prompts, reward, config)
-        seconds = time.monotonic() - start
+        results, seconds = {}, {}
+        for asked, kept, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
+            start = time.monotonic()
+            with busy(f"{asked.label}: asking {len(kept.prompts):,} questions"):
+                results[asked.name] = _ask(config, asked, engine, renderer, kept, reward, positions)
+            seconds[asked.name] = time.monotonic() - start
+        scored = _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else []
     write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-    write_samples(output_dir / "samples.jsonl", all_answers(result, step=0))
-    write_atomically(output_dir / "results.json", _results_json(config, result, questions, seconds).encode())
-    console.print(_estimates_table(result, config))
+    write_samples(output_dir / "samples.jsonl", (each for found in results.values() for each in all_answers(found, 0)))
+    dropped = {asked.name: kept.num_dropped for asked, kept in zip(sets, fitting, strict=True)}
+    write_atomically(output_dir / "results.json", _results_json(config, results, dropped, seconds, scored).encode())
+    for asked in sets:
+        console.print(_estimates_table(results[asked.name], asked.settings))
+    for each in scored:
+        title = f"{each.name}: {each.num_questions:,} questions"
+        console.print(_table(title, each.estimates, config.confidence))
     console.print(f"wrote {output_dir}/results.json and samples.jsonl", soft_wrap=True)
-    return result
+    return results
 
 
-def _read_questions(config: EvaluationConfig) -> list[Prompt]:
-    """Raise DataError, with the row, for a question that cannot be read or does not fit the reward."""
-    documents = load_documents(config.data, layout_of(config), key="data")
-    prompts = read_prompts(documents, range(len(documents)))
-    check_answers(config.reward, prompts, source="data")
-    return prompts
+def _ask(
+    config: EvaluationConfig,
+    asked: AskedSet,
+    engine: Generator,
+    renderer: Renderer,
+    questions: Kept,
+    reward: RewardFunction,
+    positions: int | None,
+) -> EvaluationResult:
+    settings = asked.settings
+    collector = partial(
+        Collector,
+        engine,
+        renderer,
+        max_new_tokens=settings.max_new_tokens or config.max_new_tokens,
+        max_length=positions or _NO_LIMIT,
+        environment=None if config.environment is None else build_environment(config.environment),
+        seed=config.seed,
+    )
+    greedy = collector(sampling=Sampling(temperature=0, needs_raw=False)) if settings.greedy else None
+    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
+    return evaluate_task(greedy, sampled, questions.prompts, reward, settings, name=asked.name)
+
+
+def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
+    """Raises ConfigError for a server, which does not say likelihoods of texts as they are."""
+    if not config.benchmarks:
+        return ()
+    if not isinstance(config.rollout, HFRollout):
+        raise ConfigError(
+            f"rollout.type={config.rollout.type}: benchmarks read likelihoods in this process; write rollout=hf, or "
+            "leave benchmarks out"
+        )
+    from nemo_opd.evaluation.benchmarks import load_benchmarks  # with a library that only some have
+
+    return load_benchmarks(config, "")
+
+
+def _run_benchmarks(
+    config: EvaluationConfig,
+    benchmarks: Sequence[LoadedBenchmark],
+    tokenizer: PreTrainedTokenizerFast,
+    positions: int | None,
+    engine: Generator,
+) -> list[BenchmarkResult]:
+    from nemo_opd.evaluation.benchmarks import run_benchmark
+    from nemo_opd.evaluation.language_model import LanguageModel, TextModel
+
+    assert isinstance(engine, Sampler)
+    text = TextModel(tokenizer, positions or _LONGEST, config.chat_template_kwargs, config.seed)
+    model = LanguageModel(text, model_scorer(engine.model, str(engine.model.device)), engine)
+    allows = config.confirm_run_unsafe_code
+    found = []
+    for each in benchmarks:
+        with busy(f"benchmark {each.settings.label}"):
+            found.append(run_benchmark(each, model, config.confidence, allows_code=allows))
+    return found
 
 
 def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
@@ -108,54 +173,89 @@ def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _fitting(prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None) -> Kept:
+def _fitting(
+    asked: AskedSet, prompts: list[Prompt], renderer: Renderer, config: EvaluationConfig, positions: int | None
+) -> Kept:
     """Return the questions that leave room for an answer in the model's positions, None being any number.
 
     Raises DataError where none is left.
     """
-    limits = [config.max_prompt_length, None if positions is None else positions - config.max_new_tokens]
+    new = asked.settings.max_new_tokens or config.max_new_tokens
+    limits = [config.max_prompt_length, None if positions is None else positions - new]
     way_out = (
         f"the model has {'any number of' if positions is None else positions} positions, "
-        f"max_new_tokens={config.max_new_tokens} of them are for the answer, and "
+        f"max_new_tokens={new} of them are for the answer, and "
         f"max_prompt_length={config.max_prompt_length}; change one of these"
     )
     limit = min((limit for limit in limits if limit is not None), default=None)
-    return drop_long(prompts, renderer, limit, key="data", way_out=way_out)
+    kept = drop_long(prompts, renderer, limit, key=asked.key, way_out=way_out)
+    if kept.num_dropped:
+        _log.warning("%s: %d of %d questions are too long and left out", asked.label, kept.num_dropped, len(prompts))
+    return kept
 
 
-def _results_json(config: EvaluationConfig, result: EvaluationResult, questions: Kept, seconds: float) -> str:
-    results = {
-        "model": config.model,
-        "num_questions": len(questions.prompts),
-        "num_dropped": questions.num_dropped,
-        "n": config.n,
-        "confidence": config.confidence,
-        "seconds": round(seconds, 3),
-        "estimates": {name: asdict(estimate) for name, estimate in result.estimates.items()},
-        "response_length": result.response_length,
-        "truncation_rate": result.truncation_rate,
+def _results_json(
+    config: EvaluationConfig,
+    results: Mapping[str, EvaluationResult],
+    dropped: Mapping[str, int],
+    seconds: Mapping[str, float],
+    benchmarks: Sequence[BenchmarkResult],
+) -> str:
+    """Write what was found: of the questions without a name at the top, of others under `sets`, then benchmarks."""
+    found = {
+        name: {
+            "num_questions": len(result.questions),
+            "num_dropped": dropped[name],
+            "n": config.asked[name].n,
+            "confidence": config.asked[name].confidence,
+            "seconds": round(seconds[name], 3),
+            "estimates": {measure: asdict(estimate) for measure, estimate in result.estimates.items()},
+            "response_length": result.response_length,
+            "truncation_rate": result.truncation_rate,
+        }
+        for name, result in results.items()
     }
-    return json.dumps(results, indent=2) + "\n"
+    unnamed = found.pop("", {})
+    written: dict[str, Any] = {"model": config.model, **unnamed} | ({"sets": found} if found else {})
+    if benchmarks:
+        written["benchmarks"] = {
+            each.name: {
+                "num_questions": each.num_questions,
+                "confidence": config.confidence,
+                "estimates": {metric: asdict(estimate) for metric, estimate in each.estimates.items()},
+            }
+            for each in benchmarks
+        }
+    return json.dumps(written, indent=2) + "\n"
 
 
 def _default_output_dir() -> Path:
     return Path("outputs") / "evaluation" / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
 
 
-def _estimates_table(result: EvaluationResult, config: EvaluationConfig) -> Table:
+def _estimates_table(result: EvaluationResult, settings: Questions) -> Table:
     """Return a table with a row for each estimate and its interval, then the lengths of answers.
 
     Shares are in per cent; a mean reward is a plain number where a reward is not between 0 and 1.
     """
-    table = Table(title=f"{len(result.questions):,} questions, {config.n:,} sampled answers each")
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    table.add_column(f"{100 * config.confidence:.4g} % interval", justify="right")
+    named = f"{result.name}: " * bool(result.name)
+    title = f"{named}{len(result.questions):,} questions, {settings.n:,} sampled answers each"
     are_shares = all(0 <= answer.reward <= 1 for question in result.questions for answer in question.sampled)
-    for name, estimate in result.estimates.items():
-        form = share if are_shares or not name.startswith("mean@") else figure
-        table.add_row(name, form(estimate.value), f"{form(estimate.low)} to {form(estimate.high)}")
+    plain = () if are_shares else tuple(name for name in result.estimates if name.startswith("mean@"))
+    table = _table(title, result.estimates, settings.confidence, plain)
     table.add_section()
     table.add_row("response length", f"{result.response_length:.1f}", "tokens")
     table.add_row("truncated", share(result.truncation_rate), "of sampled answers")
+    return table
+
+
+def _table(title: str, estimates: Mapping[str, Estimate], confidence: float, plain: Collection[str] = ()) -> Table:
+    """Return a table of estimates; plain: those that are no shares, in addition to those beyond 0 to 1."""
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column(f"{100 * confidence:.4g} % interval", justify="right")
+    for name, found in estimates.items():
+        form = figure if name in plain or not 0 <= found.value <= 1 else share
+        table.add_row(name, form(found.value), f"{form(found.low)} to {form(found.high)}")
     return table

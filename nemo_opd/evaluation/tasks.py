@@ -1,6 +1,6 @@
 """Evaluation on questions: sampled answers, the likeliest one, and their rewards."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -8,11 +8,15 @@ from nemo_opd.config.evaluation import Questions
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.errors import DataError, RolloutError
 from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval, pass_at_k
+from nemo_opd.logging.score_keys import PREFIX
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.collect import Collector
 
-PREFIX = "eval/"
+
+def prefix_of(name: str) -> str:
+    """Return the beginning of the names of a set's figures; '' is the set without a name."""
+    return f"{PREFIX}{name}/" if name else PREFIX
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +50,23 @@ class EvaluationResult:
     truncation_rate: float
     """Share of sampled answers that were cut."""
     questions: tuple[AnsweredQuestion, ...]
+    values: Mapping[str, tuple[float, ...]]
+    """What each estimate is the mean of: a value for each question."""
+    name: str = ""
+    """Name of the set; empty for the one without a name."""
+    failures: tuple[str, ...] = ()
+    """Answers whose reward failed, which count as wrong: what was said of each."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Figures as they are logged: eval/pass@1, eval/pass@1_low, eval/pass@1_high, …"""
+        """Figures as they are logged: eval/<set>/pass@1, eval/<set>/pass@1_low, eval/<set>/pass@1_high, …"""
         figures: dict[str, float] = {}
         for name, estimate in self.estimates.items():
-            figures[f"{PREFIX}{name}"] = estimate.value
-            figures[f"{PREFIX}{name}_low"], figures[f"{PREFIX}{name}_high"] = estimate.low, estimate.high
-        return figures | {
-            f"{PREFIX}response_length": self.response_length,
-            f"{PREFIX}truncation_rate": self.truncation_rate,
-        }
+            figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        figures |= {"response_length": self.response_length, "truncation_rate": self.truncation_rate}
+        if self.failures:
+            figures["failed_rewards"] = len(self.failures)
+        return {f"{prefix_of(self.name)}{name}": value for name, value in figures.items()}
 
 
 def evaluate_task(
@@ -67,45 +76,82 @@ def evaluate_task(
     reward: RewardFunction,
     settings: Questions,
     step: int = 0,
+    *,
+    name: str = "",
+    bears_failures: bool = False,
 ) -> EvaluationResult:
     """Ask each question n times, and once more for the likeliest answer where there is a `collector_greedy`.
 
-    `step` is passed to the collectors: with the same one, evaluations differ by the model alone. Raises DataError
-    without prompts, and RolloutError where answers are missing or a reward is no number.
+    `step` is passed to the collectors: with the same one, evaluations differ by the model alone. name: of the set.
+    bears_failures: count an answer whose reward fails as wrong, with reward 0, unless it fails for all. Raises
+    DataError without prompts, and RolloutError where answers are missing or a reward fails.
     """
     if not prompts:
         raise DataError("there are no questions to evaluate on; name some under evaluation.data")
-    sampled = _answers(collector_sampled, prompts, settings.n, step, reward)
-    greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, step, reward)
+    judge = _Judge(reward, bears_failures)
+    sampled = _answers(collector_sampled, prompts, settings.n, step, judge)
+    greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, step, judge)
+    judge.require_some()
     questions = tuple(
         AnsweredQuestion(prompt, sampled[prompt.index], greedy[prompt.index][0] if greedy else None)
         for prompt in prompts
     )
     rollouts = [answer.rollout for question in questions for answer in question.sampled]
+    values = _values(questions, settings, has_votes=reward.votes)
     return EvaluationResult(
-        _estimates(questions, settings, has_votes=reward.votes),
+        {name: mean_with_interval(own, settings.confidence) for name, own in values.items()},
         response_length=fmean(rollout.num_sampled for rollout in rollouts),
         truncation_rate=fmean(rollout.finish_reason == "length" for rollout in rollouts),
         questions=questions,
+        values=values,
+        name=name,
+        failures=tuple(judge.failures),
     )
 
 
+class _Judge:
+    """A reward, and the answers for which it failed."""
+
+    def __init__(self, reward: RewardFunction, bears_failures: bool) -> None:
+        self.reward, self._bears_failures = reward, bears_failures
+        self.failures: list[str] = []
+        self._num_judged = 0
+
+    def __call__(self, rollout: Rollout) -> Answer:
+        """Raises RolloutError where the reward fails, unless that is borne."""
+        self._num_judged += 1
+        try:
+            return Answer(rollout, self.reward(rollout), self.reward.vote(rollout))
+        except RolloutError as error:
+            if not self._bears_failures:
+                raise
+            self.failures.append(str(error))
+            return Answer(rollout, 0.0, None)
+
+    def require_some(self) -> None:
+        """Raise RolloutError where the reward failed for every answer."""
+        if self.failures and len(self.failures) == self._num_judged:
+            raise RolloutError(f"the reward failed for all {self._num_judged} answers; the first: {self.failures[0]}")
+
+
 def _answers(
-    collector: Collector, prompts: Sequence[Prompt], n: int, step: int, reward: RewardFunction
+    collector: Collector, prompts: Sequence[Prompt], n: int, step: int, judge: _Judge
 ) -> dict[int, tuple[Answer, ...]]:
     """Return the answers by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
-    reward.begin()
+    judge.reward.begin()
     for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers", len(prompts) * n):
-        answers[rollout.prompt.index].append(Answer(rollout, reward(rollout), reward.vote(rollout)))
+        answers[rollout.prompt.index].append(judge(rollout))
     for index, own in answers.items():
         if len(own) != n:
             raise RolloutError(f"evaluation: prompt {index} came back with {len(own)} answers instead of {n}")
     return {index: tuple(sorted(own, key=lambda answer: answer.rollout.sample)) for index, own in answers.items()}
 
 
-def _estimates(questions: Sequence[AnsweredQuestion], settings: Questions, *, has_votes: bool) -> dict[str, Estimate]:
-    """Return means over questions by name, in the order in which they are shown."""
+def _values(
+    questions: Sequence[AnsweredQuestion], settings: Questions, *, has_votes: bool
+) -> dict[str, tuple[float, ...]]:
+    """Return a value for each question by name of the estimate, in the order in which they are shown."""
     values: dict[str, list[float]] = {}
     for k in settings.k:
         values[f"pass@{k}"] = [_pass(question, settings, k) for question in questions]
@@ -115,7 +161,7 @@ def _estimates(questions: Sequence[AnsweredQuestion], settings: Questions, *, ha
     greedy = [float(_is_correct(question.greedy, settings)) for question in questions if question.greedy is not None]
     if greedy:
         values["greedy"] = greedy
-    return {name: mean_with_interval(own, settings.confidence) for name, own in values.items()}
+    return {name: tuple(own) for name, own in values.items()}
 
 
 def _is_correct(answer: Answer, settings: Questions) -> bool:

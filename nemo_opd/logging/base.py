@@ -71,11 +71,13 @@ class ScoreRow:
     """One measure of the answers to questions: the student's, before and after, and its teachers'."""
 
     measure: str
-    """Name such as `pass@1`."""
+    """Name such as `pass@1`, or `gsm8k/pass@1` of a set with a name."""
     before: Score | None
     after: Score
     teachers: Mapping[str, Score] = field(default_factory=dict)
     """Scores of the teachers that were asked, by name."""
+    differences: Mapping[str, Score] = field(default_factory=dict)
+    """Student after minus another of `by_model`, over the same questions: a mean and its interval."""
 
     @property
     def by_model(self) -> dict[str, Score]:

@@ -15,6 +15,7 @@ from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.busy import EARLY, Ticker, WorkLine, work_line
 from nemo_opd.logging.formats import amount, clock, figure
+from nemo_opd.logging.score_keys import by_set
 from nemo_opd.logging.step_time import shares, step_parts
 from nemo_opd.logging.tables import closing_table, header, score_table
 from nemo_opd.progress import Work, current
@@ -44,10 +45,6 @@ _ROLLOUTS: _Fields = (
     ("reward", "rollout/reward", figure),
     ("length", "rollout/response_length", "{:.0f}".format),
     ("cut", "rollout/truncation_rate", "{:.0%}".format),
-)
-_EVALUATION: _Fields = tuple(
-    (name, f"eval/{name}", "{:.1%}".format)
-    for name in ("greedy", "pass@1", "pass@2", "pass@4", "pass@8", "pass@16", "maj@8", "maj@16")
 )
 
 _LEAST_INTERVAL_S = 1.0
@@ -243,12 +240,14 @@ class ConsoleLogger(Logger):
         self._print(_Line(lead, _VALIDATION, values, "  best" if better and not first else ""))
 
     def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
-        lead = Text.assemble(f"step {self._counted(step)}  ", ("questions", "bold green"))
-        self._print(_Line(lead, _EVALUATION, values))
-        for teacher in self._run.teachers:
-            fields = tuple((name, f"{key}/{teacher.name}", form) for name, key, form in _EVALUATION)
-            if any(key in values for _, key, _ in fields):
-                self._print(_Line(Text(f"  teacher {teacher.name}"), fields, values))
+        for name, scores in by_set(values).items():
+            of_student = tuple((measure, key, "{:.1%}".format) for measure, key in scores)
+            lead = Text.assemble(f"step {self._counted(step)}  ", (name or "questions", "bold green"))
+            self._print(_Line(lead, of_student, values))
+            for teacher in self._run.teachers:
+                fields = tuple((label, f"{key}/{teacher.name}", form) for label, key, form in of_student)
+                if any(key in values for _, key, _ in fields):
+                    self._print(_Line(Text(f"  teacher {teacher.name}"), fields, values))
 
     def _counted(self, step: int) -> str:
         total = str(self._run.total_steps)

@@ -74,9 +74,11 @@ def run_name(config: object) -> str | None:
     return None if name is None else str(name)
 
 
-def correct_reward(config: object) -> float:
-    """Return `evaluation.correct_reward`, or its default where the file has none."""
-    reward = _at(config, "evaluation.correct_reward")
+def correct_reward(config: object, name: str = "") -> float:
+    """Return the `correct_reward` of a set of questions, or its default where the file has none."""
+    sets = _at(config, "evaluation.sets")
+    own = sets.get(name) if isinstance(sets, dict) else None
+    reward = _at(own if isinstance(own, dict) else _at(config, "evaluation"), "correct_reward")
     return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 

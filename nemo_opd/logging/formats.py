@@ -44,7 +44,7 @@ def share(value: float) -> str:
 
 def score_texts(measure: str, value: float, low: float, high: float) -> tuple[str, str]:
     """Format a score and its interval: 68.5 % and 60.1 to 75.9 %; means of rewards beyond 0 to 1 as plain numbers."""
-    is_share = not measure.startswith("mean@") or 0 <= low <= high <= 1
+    is_share = not is_mean(measure) or 0 <= low <= high <= 1
     form = share if is_share else figure
     return form(value), f"{form(low).removesuffix(' %')} to {form(high)}"
 
@@ -52,3 +52,16 @@ def score_texts(measure: str, value: float, low: float, high: float) -> tuple[st
 def score(measure: str, value: float, low: float, high: float) -> str:
     """Format a score with its interval: 68.5 % (60.1 to 75.9 %)."""
     return "{} ({})".format(*score_texts(measure, value, low, high))
+
+
+def is_mean(measure: str) -> bool:
+    """Return whether a measure is a mean of rewards, which need not be a share."""
+    return measure.rpartition("/")[2].startswith("mean@")
+
+
+def difference(measure: str, value: float, low: float, high: float) -> str:
+    """Format a difference of scores: +3.1 ± 1.2 points; of mean rewards as plain numbers."""
+    half = (high - low) / 2
+    if is_mean(measure):
+        return f"{value:+.3f} ± {half:.3f}"
+    return f"{100 * value:+.1f} ± {100 * half:.1f} points"

@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from nemo_opd.logging.formats import amount, change, score_texts
+from nemo_opd.logging.formats import amount, change, difference, score_texts
 
 MAX_OPEN = 480
 """Characters of a text that is shown whole; of a longer one its start and its end are, where an answer usually is."""
@@ -28,7 +28,7 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
     )
     environment.filters |= {"amount": amount, "change": change, "data_url": _data_url, "ends": _ends}
-    environment.globals |= {"score_texts": score_texts}
+    environment.globals |= {"score_texts": score_texts, "difference_text": difference}
     return environment
 
 

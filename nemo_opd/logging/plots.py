@@ -18,6 +18,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
 from nemo_opd.logging.facts import SKIPPED, Records
 from nemo_opd.logging.formats import figure as figure_of
+from nemo_opd.logging.score_keys import score_keys
 from nemo_opd.logging.step_time import OTHER, PARTS, STEP, step_parts
 
 if TYPE_CHECKING:
@@ -242,9 +243,8 @@ def _draw_validation(figure: Figure, records: Records, closing: ClosingTable, th
 
 
 def question_measures(records: Records) -> list[str]:
-    """Return the metrics that are scores of the student: they have an interval, and names of teachers a third part."""
-    known = _keys(records, _QUESTIONS)
-    return [key for key in known if f"{key}_low" in known and key.count("/") == 1]
+    """Return the metrics that are scores of the student, which have an interval."""
+    return score_keys(_keys(records, _QUESTIONS))
 
 
 def draw_questions(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
@@ -258,7 +258,8 @@ def draw_questions(figure: Figure, records: Records, closing: ClosingTable, them
         axes.plot(steps, values, color=colour, marker="o", markersize=4.5, label=key.removeprefix(_QUESTIONS))
         low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
         axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
-    teachers = sorted({key.split("/")[2] for key in _keys(records, _QUESTIONS) if key.count("/") == 2})
+    known = _keys(records, _QUESTIONS)
+    teachers = sorted({key.removeprefix(f"{own}/") for own in colours for key in known if key.startswith(f"{own}/")})
     for teacher, dashes in zip(teachers, cycle(_DASHES), strict=False):
         axes.plot([], [], color=theme.muted, linestyle=dashes, linewidth=1.2, label=f"teacher {teacher}")
         for key, colour in colours.items():

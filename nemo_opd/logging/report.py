@@ -38,6 +38,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     config_text = config_file.read_text(encoding="utf-8") if config_file.exists() else ""
     folder = output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
+    answers = read_samples(samples) if samples.exists() else []
     config = yaml.safe_load(config_text) or {}
     page = render(
         "report.html",
@@ -46,8 +47,8 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         tiles=[*_result_tiles(closing), *_progress_tiles(records)],
         closing=closing,
         charts=charts,
-        questions=answers_by_question(read_samples(samples) if samples.exists() else []),
-        correct_reward=correct_reward(config),
+        questions=answers_by_question(answers),
+        correct_rewards={name: correct_reward(config, name) for name in {answer.set for answer in answers}},
         teachers=teacher_facts(config, records),
         facts=run_facts(config, read_hardware(output_dir), records),
         config_text=config_text,

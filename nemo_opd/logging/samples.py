@@ -34,6 +34,8 @@ class ShownAnswer:
     """Sampled tokens, in the tokenizer of the model that answered."""
     teacher: str | None = None
     """Name of the teacher that answered; None for the student."""
+    set: str = ""
+    """Name of the set of questions; empty for the one without a name."""
 
 
 _ANSWER = TypeAdapter(ShownAnswer)
@@ -97,7 +99,7 @@ def answers_by_question(answers: Sequence[ShownAnswer]) -> list[dict[str, ShownA
     models |= {_model(answer.teacher, 0): {} for answer in answers if answer.teacher is not None}
     for answer in answers:
         if (model := _model(answer.teacher, answer.step)) in models:
-            models[model][answer.question, answer.kind, answer.sample] = answer
+            models[model][answer.set, answer.question, answer.kind, answer.sample] = answer
     samples = dict.fromkeys(sample for known in models.values() for sample in known)
     return [{model: known.get(sample) for model, known in models.items()} for sample in samples]
 

@@ -97,10 +97,13 @@ def _read_run(folder: Path) -> _SweptRun:
 def _evaluation_record(results: Path) -> dict[str, float]:
     """Return the results of `evaluate.py` as the record of a run."""
     found = json.loads(results.read_bytes())
-    record = {"step": 0, "perf/step_s": found["seconds"]}
-    for name, estimate in found["estimates"].items():
-        key = f"eval/{name}"
-        record |= {key: estimate["value"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
+    sets = {"eval/": found} if "estimates" in found else {}
+    sets |= {f"eval/{name}/": each for name, each in {**found.get("sets", {}), **found.get("benchmarks", {})}.items()}
+    record = {"step": 0, "perf/step_s": sum(each.get("seconds", 0) for each in sets.values())}
+    for prefix, each in sets.items():
+        for name, estimate in each["estimates"].items():
+            key = f"{prefix}{name}"
+            record |= {key: estimate["value"], f"{key}_low": estimate["low"], f"{key}_high": estimate["high"]}
     return record
 
 

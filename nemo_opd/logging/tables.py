@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_opd.logging.base import ClosingTable, RunSummary
-from nemo_opd.logging.formats import change, score
+from nemo_opd.logging.formats import change, difference, score
 
 
 def titled_table(title: str) -> Table:
@@ -62,14 +62,21 @@ def closing_table(closing: ClosingTable) -> Table:
 
 
 def score_table(closing: ClosingTable) -> Table:
-    """Return shares of questions with confidence intervals: of the student before and after, and of its teachers."""
+    """Return shares of questions with confidence intervals: of the student before and after, and of its teachers.
+
+    Beside each of the others: how much better the student is now, over the same questions.
+    """
     table = titled_table("Questions")
     table.add_column("measure", no_wrap=True)
     table.add_column("model", overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("student after is better by", justify="right")
     for row in closing.scores:
         for i, (model, found) in enumerate(row.by_model.items()):
             style = "bold green" if found is row.after else ""
-            table.add_row("" if i else row.measure, Text(model, style), Text(score(row.measure, *found), style))
+            better = row.differences.get(model)
+            gained = "" if better is None else difference(row.measure, *better)
+            shown = Text(score(row.measure, *found), style)
+            table.add_row("" if i else row.measure, Text(model, style), shown, gained)
         table.add_section()
     return table

@@ -2,8 +2,8 @@
 
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 class RewardFunction(ABC):
     """Function Rollout → float. Leaving the `with`, or `close`, frees what it holds."""
 
-    votes: ClassVar[bool] = False
+    votes: bool = False
     """Whether it reads an answer from a rollout, so that equal answers of several rollouts can be counted."""
 
     def __init__(self, settings: Any) -> None:
@@ -76,6 +76,26 @@ class RewardFunction(ABC):
                 f"{self.at(rollout)}: the prompt has no answer; set reward.answer_key to the column that holds it"
             )
         return rollout.prompt.answer
+
+
+class Compound(RewardFunction):
+    """The base of rewards that are made of others."""
+
+    def __init__(self, settings: Any, rewards: Sequence[RewardFunction]) -> None:
+        super().__init__(settings)
+        self.rewards = tuple(rewards)
+
+    @property
+    def votes(self) -> bool:  # type: ignore[override]
+        return any(reward.votes for reward in self.rewards)
+
+    def begin(self) -> None:
+        for reward in self.rewards:
+            reward.begin()
+
+    def close(self) -> None:
+        for reward in self.rewards:
+            reward.close()
 
 
 def last_turn(rollout: Rollout) -> str:

@@ -6,20 +6,26 @@ from nemo_opd.config.reward import (
     AnswerReward,
     EnvironmentReward,
     ExactReward,
+    FormatReward,
     FunctionReward,
     MathReward,
     NumericReward,
     Reward,
     RewardBase,
+    SourceReward,
+    WeightedReward,
 )
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction
+from nemo_opd.rewards.by_source import RewardBySource
 from nemo_opd.rewards.environment import EnvironmentPay
 from nemo_opd.rewards.exact import ExactMatch
+from nemo_opd.rewards.format import FormatMatch
 from nemo_opd.rewards.function import UserFunction
 from nemo_opd.rewards.math import MathMatch
 from nemo_opd.rewards.numeric import NumericMatch
+from nemo_opd.rewards.weighted import WeightedSum
 
 REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     ExactReward: ExactMatch,
@@ -27,27 +33,48 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     MathReward: MathMatch,
     EnvironmentReward: EnvironmentPay,
     FunctionReward: UserFunction,
+    FormatReward: FormatMatch,
 }
-"""Settings → reward. A test holds that every `reward.type` is here."""
+"""Settings → reward that is made of no others. A test holds that every `reward.type` is here or in `build_reward`."""
 
 
-def build_reward(settings: Reward) -> RewardFunction:
+def build_reward(settings: RewardBase) -> RewardFunction:
     """Return the reward, to be closed by `with`. Raises ConfigError where a user's function cannot be imported."""
+    if isinstance(settings, WeightedReward):
+        return WeightedSum(settings, [build_reward(term.reward) for term in settings.terms])
+    if isinstance(settings, SourceReward):
+        return RewardBySource(settings, {source: build_reward(each) for source, each in settings.rewards.items()})
     return REWARDS[type(settings)](settings)
 
 
 def compares_answers(settings: Reward) -> bool:
-    """Return whether every prompt needs an answer."""
-    return isinstance(settings, AnswerReward)
+    """Return whether prompts need an answer."""
+    return any(isinstance(part, AnswerReward) for part in settings.parts)
 
 
-def check_answer(settings: Reward, answer: str | None) -> None:
+def check_answer(settings: RewardBase, answer: str | None) -> None:
     """Raise DataError for an answer that the reward cannot compare with."""
-    if not compares_answers(settings):
-        return
-    if answer is None:
-        raise DataError(f"there is no answer (null), which reward.type={settings.type} compares with")
-    REWARDS[type(settings)].check_answer(answer)
+    for part in settings.parts:
+        if not isinstance(part, AnswerReward):
+            continue
+        if answer is None:
+            raise DataError(f"there is no answer (null), which reward.type={part.type} compares with")
+        REWARDS[type(part)].check_answer(answer)
+
+
+def _chosen(settings: Reward, prompt: Prompt) -> RewardBase:
+    """Return the reward of a prompt. Raises DataError where its source has none."""
+    if not isinstance(settings, SourceReward):
+        return settings
+    source = str(prompt.row.get(settings.key))
+    try:
+        return settings.of(source)
+    except KeyError:
+        known = ", ".join(settings.rewards)
+        raise DataError(
+            f"{settings.key}={source!r} has no reward (there are {known}); add it, or one of the name default, under "
+            "reward.rewards"
+        ) from None
 
 
 def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -> None:
@@ -57,9 +84,9 @@ def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -
     """
     for prompt in prompts:
         try:
-            check_answer(settings, prompt.answer)
+            check_answer(_chosen(settings, prompt), prompt.answer)
         except DataError as error:
             raise DataError(
-                f"{source}: row {prompt.index} (counted from 0 over all files), column {settings.answer_key!r}: "
+                f"{source}: row {prompt.index} (counted from 0 over all files), column {settings.answer_column!r}: "
                 f"{error}; correct or leave out the row, or set reward.answer_key or reward.type"
             ) from None

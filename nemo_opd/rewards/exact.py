@@ -4,6 +4,7 @@ from nemo_opd.config.reward import ExactReward
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.rewards.extraction import build_extractor
 
 
 class ExactMatch(RewardFunction):
@@ -13,6 +14,7 @@ class ExactMatch(RewardFunction):
 
     def __init__(self, settings: ExactReward) -> None:
         super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
         self._ignore_case = settings.ignore_case
 
     @classmethod
@@ -24,7 +26,7 @@ class ExactMatch(RewardFunction):
         return float(self.vote(rollout) == self._canonical(self.answer(rollout)))
 
     def vote(self, rollout: Rollout) -> str | None:
-        return self._canonical(last_turn(rollout)) or None
+        return self._canonical(self._extract(last_turn(rollout)) or "") or None
 
     def _canonical(self, text: str) -> str:
         text = text.strip()

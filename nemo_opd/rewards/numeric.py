@@ -14,6 +14,7 @@ from nemo_opd.config.reward import NumericReward
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.rewards.extraction import build_extractor
 
 _GAP = r"(?:,|\{,\}|\\,|\\ |[\u00a0\u2009\u202f])"
 _DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}}(?!\d))++|\d++)"
@@ -45,6 +46,7 @@ class NumericMatch(RewardFunction):
 
     def __init__(self, settings: NumericReward) -> None:
         super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
         self._tolerance = settings.tolerance
 
     @classmethod
@@ -52,12 +54,16 @@ class NumericMatch(RewardFunction):
         _number_of(answer)
 
     def score(self, rollout: Rollout) -> float:
-        wanted, given = _number_of(self.answer(rollout)), last_number(last_turn(rollout))
+        wanted, given = _number_of(self.answer(rollout)), self._given(rollout)
         return float(given is not None and given.is_near(wanted, self._tolerance))
 
     def vote(self, rollout: Rollout) -> str | None:
-        given = last_number(last_turn(rollout))
+        given = self._given(rollout)
         return None if given is None else str(given)
+
+    def _given(self, rollout: Rollout) -> "WrittenNumber | None":
+        found = self._extract(last_turn(rollout))
+        return None if found is None else last_number(found)
 
 
 def _number_of(answer: str) -> "WrittenNumber":

@@ -58,6 +58,7 @@ class Sampler(Generator):
         self, model: PreTrainedModel, *, end_ids: Collection[int], vocab_size: int, batch_size: int, device: str
     ) -> None:
         """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens."""
+        self.model = model
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)
         self._vocab_size, self._batch_size, self._device = vocab_size, batch_size, device

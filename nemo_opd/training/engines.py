@@ -1,18 +1,17 @@
-"""Rollout engines of a run: the student's, which `rollout` selects, and a teacher's workers."""
+"""Engines of a run: the student's, which `rollout` selects, and a teacher's workers."""
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.rollout.base import Completion, Engine, EngineSpec, Generator, Request, Sampling, StudentModel
 from nemo_opd.rollout.engines import ENGINES
 from nemo_opd.rollout.server.gpus import server_gpus
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
-from nemo_opd.training.prompts import Prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +33,25 @@ class _Student(StudentModel):
 def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextManager[Engine]:
     """Open the engine that `rollout` selects, with the student's current weights, of `version`.
 
+    Without rollouts it is the student's workers.
+
     Raises RolloutError where a server does not start.
     """
-    config, prompts = plan.config, plan.data
-    assert config.rollout is not None
-    assert isinstance(prompts, Prompts)
+    config = plan.config
+    settings = HFRollout() if config.rollout is None else config.rollout
     spec = EngineSpec(
         plan.student_vocab_size,
-        prompts.student.end_ids,
+        plan.sampled_end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
         max_length=config.train.max_length,
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
         memory_share=plan.server_share,
-        sleeps=plan.device == "cuda" and isinstance(config.rollout, ServerRollout) and config.rollout.sleeps_on_gpus,
-        gpus=server_gpus(config.rollout),
+        sleeps=plan.device == "cuda" and isinstance(settings, ServerRollout) and settings.sleeps_on_gpus,
+        gpus=server_gpus(settings),
     )
-    return ENGINES[type(config.rollout)].for_student(config.rollout, spec, _Student(models), version)
+    return ENGINES[type(settings)].for_student(settings, spec, _Student(models), version)
 
 
 class TeacherWorkers(Generator):

@@ -1,17 +1,18 @@
 """A run's columns, and checks of its paths before PyTorch is imported, which takes seconds."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher
-from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
-from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.schema import require_source, require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
+from nemo_opd.evaluation.inputs import AskedSet, asked_sets, check_benchmarks, check_sets, with_columns
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
 from nemo_opd.rollout.installed import require_installed
@@ -86,23 +87,29 @@ def _check_data(config: RunConfig) -> None:
     require_suitable(config.data.train, layout, key="data.train")
     if config.data.validation.given:
         require_suitable(config.data.validation, layout, key="data.validation")
-    if config.evaluation is not None:
-        require_suitable(config.evaluation.data, layout_of(config, has_contexts=False), key="evaluation.data")
+    check_sets(sets_of(config))
+    check_benchmarks(config.evaluation, "evaluation.")
 
 
-def layout_of(config: RunConfig, *, has_contexts: bool = True) -> Layout:
-    """Return the columns of documents, or of prompts where the student samples.
-
-    has_contexts: teachers read them, with the contexts that they have.
-    """
+def layout_of(config: RunConfig) -> Layout:
+    """Return the columns of documents, or of prompts where the student samples, with those of teachers' contexts."""
     layout: Layout = data_layout(config.data)
+    reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
-        answer_key = None if config.reward is None else config.reward.answer_key
-        layout = prompt_layout(config.data, answer_key, config.data.response_key)
+        layout = prompt_layout(config.data, reward.answer_column if reward else None, config.data.response_key)
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
-    named = context_fields(config) if has_contexts else {}
-    return ContextLayout(layout, named) if named else layout
+    named = {} if reward is None else {name: f"reward.{setting}" for name, setting in reward.named_columns.items()}
+    return with_columns(layout, {**named, **context_fields(config)}, reward)
+
+
+def sets_of(config: RunConfig) -> Iterator[AskedSet]:
+    """Yield the sets of questions of a run. Raises DataError where an evaluation has nothing to ask."""
+    if config.evaluation is None:
+        return
+    if not (config.evaluation.asked or config.evaluation.benchmarks):
+        require_source(config.evaluation.data, key="evaluation.data")
+    yield from asked_sets(config.evaluation, config.data, config.reward, "evaluation.")
 
 
 def has_contrast(config: RunConfig) -> bool:

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+import torch
+
 from nemo_opd.aggregation import (
     build_parts,
     coverage_metrics,
@@ -24,22 +26,25 @@ from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
 from nemo_opd.files import sync
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
+from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
 from nemo_opd.training.links import Links
 from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
-from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
 from nemo_opd.workers.cached_teacher import CachedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
 _RankWindows = tuple[Window, ...]
+_MICRO_BATCHES_A_CALL = 16
+"""Microbatches of each rank that are read for a benchmark at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +98,7 @@ class Models:
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
         self._alphas = confidence_alphas(plan.config)
+        self._sampled_at_once = plan.sampled_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
         self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
@@ -209,7 +215,8 @@ class Models:
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
         """Return a continuation of each prompt by the student, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
-        return _continued(self.student, self._grid.student, requests, sampling, version, about=about)
+        more = (sampling, version, self._sampled_at_once)
+        return _continued(self.student, self._grid.student, requests, *more, about=about)
 
     def generate_by_teacher(
         self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
@@ -217,6 +224,24 @@ class Models:
         """Return a teacher's continuations of prompts in its tokens; batch_size: sequences a rank samples at a time."""
         group, layout = self.teachers[i], self._grid.teachers[i]
         return _continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
+
+    def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
+        """Return what the student finds of sequences, or a teacher; data-parallel ranks divide them (see `Scorer`)."""
+        group, layout, budget = self.student, self._grid.student, self._student_budget
+        if teacher is not None:
+            group, layout = self.teachers[teacher], self._grid.teachers[teacher]
+            budget = self._teacher_budgets[teacher]
+        found = [(0.0, False)] * len(rows)
+        with working("reading benchmarks", len(rows), "sequences") as work:
+            for numbers, by_rank in batches(rows, layout.dp, budget * _MICRO_BATCHES_A_CALL):
+                own = [token_rows(by_rank[layout.coordinates(rank)[0]]) for rank in range(layout.size)]
+                cuts = self._micro_batches(group, own, budget)
+                answered = group.call("likelihoods", list(zip(own, cuts, strict=True)), about="benchmarks")
+                in_turn_by_rank = torch.stack([answered[rank] for rank in leads(layout)], dim=1).flatten(0, 1)
+                for i, answer in zip(numbers, answers(in_turn_by_rank), strict=False):  # the rest is padding
+                    found[i] = answer
+                work.advance(len(numbers))
+        return found
 
     def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
         """Return the bits per byte of each teacher on a global batch."""
@@ -363,7 +388,7 @@ def _student_group(cluster: Cluster, plan: Plan) -> Group:
             "transport": plan.transport,
             "block_bytes": plan.memory.block_bytes,
             "gives_back": plan.gives_back,
-            "end_ids": plan.data.student.end_ids if isinstance(plan.data, Prompts) else (),
+            "end_ids": plan.sampled_end_ids,
             "own_teachers": {
                 i: _teacher_arguments(plan, i)
                 for i, settings in enumerate(plan.config.active_teachers)

@@ -36,6 +36,8 @@ def drive(config: RunConfig) -> None:
             record = train_step(session)
             if session.is_due(config.train.validate_every) and plan.data.validation is not None:
                 record |= session.validate()
+            if config.evaluation is not None and session.is_due(config.evaluation.every):
+                record |= session.evaluate()
             session.loggers.log(step, record)
             session.watch(record)
             if session.is_due(config.train.save_every) or session.interrupt.requested:

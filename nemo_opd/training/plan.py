@@ -5,15 +5,18 @@ from pathlib import Path
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.config.rollout import ServerRollout
+from nemo_opd.config.evaluation import Evaluation
+from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.training.batch_grid import BatchGrid
+from nemo_opd.training.benchmarks import Benchmarks
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.delivery import Delivery
 from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import MemoryEstimate
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.questions import LoadedSet
 from nemo_opd.training.survey import Survey
 from nemo_opd.training.teacher_plan import TeacherPlan
 
@@ -43,6 +46,10 @@ class Plan:
     teachers: tuple[TeacherPlan, ...]
     """One per active teacher."""
     data: Corpus | Prompts
+    questions: tuple[LoadedSet, ...]
+    """Sets of questions of the evaluation."""
+    benchmarks: Benchmarks | None
+    """Benchmarks of the evaluation; None without any."""
     survey: Survey
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]
@@ -71,6 +78,23 @@ class Plan:
             settings.micro_batch_tokens or -(-train.tokens_at_a_time * width // train.max_length)
             for settings, width in zip(teachers, self.survey.widths, strict=True)
         )
+
+    @property
+    def sampled_end_ids(self) -> frozenset[int]:
+        """Tokens that end what the student samples; none where it samples nothing."""
+        if isinstance(self.data, Prompts):
+            return self.data.student.end_ids
+        if self.benchmarks is not None:
+            return self.benchmarks.student.end_ids
+        return self.questions[0].student.end_ids if self.questions else frozenset()
+
+    @property
+    def sampled_at_once(self) -> int:
+        """Sequences that a rank of the student samples at a time."""
+        config = self.config
+        if isinstance(config.rollout, HFRollout):
+            return config.rollout.batch_size
+        return Evaluation().batch_size if config.evaluation is None else config.evaluation.batch_size
 
     @property
     def gives_back(self) -> bool:

@@ -14,6 +14,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
+from nemo_opd.training.benchmarks import load_run_benchmarks
 from nemo_opd.training.cached_teachers import check_cached, settle_cached
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
@@ -34,6 +35,7 @@ from nemo_opd.training.memory import (
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
+from nemo_opd.training.questions import load_sets
 from nemo_opd.training.ranks import (
     require_batch_divides,
     resolve_device,
@@ -72,6 +74,8 @@ def preflight(config: RunConfig) -> Plan:
         for i, teacher in enumerate(tracked(teachers, "comparing vocabularies", "teachers"))
     )
     data = (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
+    questions = load_sets(config, student, teachers)
+    benchmarks = load_run_benchmarks(config, student, teachers)
     parts = build_parts(
         config,
         [teacher.projection for teacher in teacher_plans],
@@ -123,6 +127,8 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teachers=teacher_plans,
         data=data,
+        questions=questions,
+        benchmarks=benchmarks,
         survey=statistics,
         warnings=tuple(warnings),
         steps_per_epoch=steps[0],

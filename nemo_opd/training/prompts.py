@@ -1,6 +1,6 @@
 """The prompts of an on-policy run, and samples made from the student's responses to them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -29,7 +29,7 @@ from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.training.inputs import has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_rollout_sample_maker
-from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, sampled_model
+from nemo_opd.training.sampled_models import SampledModel, sampled_model
 from nemo_opd.types import Batch
 
 
@@ -38,6 +38,8 @@ class _PromptSet:
     """Prompts that leave room for a response."""
 
     documents: Dataset
+    names: Mapping[str, str]
+    """The user's name of a column → ours."""
     rows: tuple[int, ...]
     """Rows of the documents that are kept."""
     num_dropped: int
@@ -46,7 +48,7 @@ class _PromptSet:
         return len(self.rows)
 
     def read(self, indices: Sequence[int]) -> list[Prompt]:
-        return read_prompts(self.documents, [self.rows[i] for i in indices])
+        return read_prompts(self.documents, [self.rows[i] for i in indices], self.names)
 
     def all(self) -> list[Prompt]:
         return self.read(range(len(self)))
@@ -54,15 +56,12 @@ class _PromptSet:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts for training, validation and evaluation, and the functions that make samples of rollouts."""
+    """Prompts for training and validation, and the functions that make samples of rollouts."""
 
     train: _PromptSet
-    evaluation: _PromptSet | None
     validation: _PromptSet | None
     """Prompts with the dataset's responses."""
     student: SampledModel
-    evaluated_teachers: tuple[SampledModel, ...]
-    """Active teachers, if they answer the questions of the evaluation."""
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
     """Names of the teachers to which the data route prompts; empty without routing."""
@@ -92,12 +91,6 @@ class Prompts:
         return replace(sample, route=self._routes[rollout.prompt.index]) if self.teachers else sample
 
     @cached_property
-    def questions(self) -> list[Prompt]:
-        """Questions of the evaluation."""
-        assert self.evaluation is not None
-        return self.evaluation.all()
-
-    @cached_property
     def _routes(self) -> list[int]:
         """Index of the teacher that each row of the training data names."""
         return [self.teachers.index(name) for name in self.train.documents[TEACHER]]
@@ -122,11 +115,11 @@ def check_users_code(config: RunConfig) -> None:
 def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Prompts:
     """Load all prompts.
 
-    Raises DataError for prompts that cannot be read or do not fit the reward, or where none is left, and what
-    `evaluated_teachers` raises.
+    Raises DataError for prompts that cannot be read or do not fit the reward, or where none is left.
     """
     assert config.rollout is not None
-    own = sampled_model(config, config.student, student, "student", config.train.max_length)
+    is_chat = config.data.messages_key is not None
+    own = sampled_model(config.student, student, "student", config.train.max_length, is_chat=is_chat)
     renderer = own.renderer
     train = _prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
@@ -135,43 +128,31 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     if config.data.validation.given:
         validation = _prompt_set(config, renderer, config.data.validation, "data.validation")
         _require_responses(validation, renderer, "data.validation")
-    evaluation = None
-    evaluated: tuple[SampledModel, ...] = ()
-    if config.evaluation is not None:
-        evaluation = _prompt_set(config, renderer, config.evaluation.data, "evaluation.data", for_teachers=False)
-        if config.evaluation.teachers:
-            evaluated = evaluated_teachers(config, teachers, evaluation.all())
     sample_maker = build_rollout_sample_maker(config, student, teachers)
     for key, prompts in (("data.train", train), ("data.validation", validation)):
         _require_room(sample_maker, prompts, key)
     return Prompts(
         train=train,
         validation=validation,
-        evaluation=evaluation,
         student=own,
-        evaluated_teachers=evaluated,
         sample_maker=sample_maker,
         teachers=config.active_names if config.routing is not None else (),
     )
 
 
-def _prompt_set(
-    config: RunConfig, renderer: Renderer, source: Source, key: str, *, for_teachers: bool = True
-) -> _PromptSet:
-    """Load the prompts that leave room for a response. for_teachers: they read them, with their contexts.
-
-    Raises DataError, with the row, for an unusable one.
-    """
+def _prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> _PromptSet:
+    """Load the prompts that leave room for a response. Raises DataError, with the row, for an unusable one."""
+    layout = layout_of(config)
     with working(f"reading {key}"):
-        documents = load_documents(source, layout_of(config, has_contexts=for_teachers), key=key)
-        if for_teachers and has_contrast(config):
+        documents = load_documents(source, layout, key=key)
+        if has_contrast(config):
             documents = with_others(documents, key)
-        prompts = read_prompts(documents, range(len(documents)))
+        prompts = read_prompts(documents, range(len(documents)), layout.columns)
     if config.reward is not None and compares_answers(config.reward):
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)
-    return _PromptSet(documents, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
+    return _PromptSet(documents, layout.columns, tuple(prompt.index for prompt in kept.prompts), kept.num_dropped)
 
 
 def _require_responses(prompts: _PromptSet, renderer: Renderer, key: str) -> None:

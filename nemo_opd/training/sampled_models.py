@@ -10,6 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import AlignmentError, DataError
+from nemo_opd.evaluation.inputs import AskedSet
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.hf import end_ids
@@ -29,43 +30,43 @@ class SampledModel:
 
 
 def sampled_model(
-    config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str, max_length: int
+    settings: Student | Teacher, info: ModelInfo, key: str, max_length: int, *, is_chat: bool
 ) -> SampledModel:
     """Return a model's renderer and limits; key: its section in the settings, such as `student` or `teachers.0`.
 
     Raises AlignmentError where prompts are conversations and the model has no chat template.
     """
-    is_chat = config.data.messages_key is not None
     renderer = build_renderer(info.tokenizer, is_chat, settings.chat_template_kwargs, info.vocab_size, key=key)
     model = load_config(settings.reference, key=f"{key}.model")
     return SampledModel(renderer, end_ids(info.tokenizer, GenerationConfig.from_model_config(model)), max_length)
 
 
 def evaluated_teachers(
-    config: RunConfig, teachers: Sequence[ModelInfo], questions: Sequence[Prompt]
+    config: RunConfig, teachers: Sequence[ModelInfo], asked: AskedSet, questions: Sequence[Prompt]
 ) -> tuple[SampledModel, ...]:
-    """Return every active teacher's renderer and limits.
+    """Return every active teacher's renderer and limits for a set of questions.
 
     Raises AlignmentError as `sampled_model` does, and DataError, with the row, for a question that leaves a teacher no
     room for an answer.
     """
     return tuple(
-        _evaluated_teacher(config, i, settings, info, questions)
+        _evaluated_teacher(config, i, settings, info, asked, questions)
         for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True))
     )
 
 
 def _evaluated_teacher(
-    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, questions: Sequence[Prompt]
+    config: RunConfig, i: int, settings: Teacher, info: ModelInfo, asked: AskedSet, questions: Sequence[Prompt]
 ) -> SampledModel:
     own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
     length = own or config.train.max_length
     try:
-        model = sampled_model(config, settings, info, f"teachers.{i}", min(length, info.positions or length))
+        limit = min(length, info.positions or length)
+        model = sampled_model(settings, info, f"teachers.{i}", limit, is_chat=asked.is_chat)
         _require_room(model, questions)
     except (AlignmentError, DataError) as error:
         raise type(error)(
-            f"teachers.{i} ({settings.name}) cannot be asked the questions of evaluation.data: {error}; or ask the "
+            f"teachers.{i} ({settings.name}) cannot be asked the questions of {asked.key}: {error}; or ask the "
             "student alone, with evaluation.teachers=false"
         ) from error
     return model

@@ -13,18 +13,24 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
+from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, ScoreRow
 from nemo_opd.logging.facts import write_hardware
+from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
+from nemo_opd.logging.question_values import read_values
 from nemo_opd.progress import tracked, working
+from nemo_opd.rollout.base import Engine
 from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
+from nemo_opd.training.engines import open_engine
+from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.run_directory import RunLock, checkpoints_of
+from nemo_opd.training.scores import scores
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
@@ -37,6 +43,11 @@ class _StoppedError(Exception):
 
 class Session:
     """Cluster, models, data, loggers and checkpoints of one run, all closed at its exit, also after an error."""
+
+    engine: Engine
+    """Engine that samples from the student, where the run samples or asks questions."""
+    evaluator: Evaluator
+    """Evaluator of a run with `evaluation`."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -117,6 +128,14 @@ class Session:
 
     def connect(self, stack: ExitStack) -> None:
         """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""
+        if self.config.evaluation is not None:
+            self.engine = stack.enter_context(open_engine(self.plan, self.models, self.step))
+            self.evaluator = self._open_evaluator(stack)
+
+    def _open_evaluator(self, stack: ExitStack) -> Evaluator:
+        evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack)
+        evaluator.truncate_after(self.step)
+        return evaluator
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, until the last or an interrupt."""
@@ -166,9 +185,33 @@ class Session:
                 self.loggers.log(0, values)
 
     def values_at_start(self) -> dict[str, float]:
-        """Validate student and teachers and return val/*, if there are validation data."""
-        if self.plan.data.validation is None:
-            return {}
+        """Return the metrics of validation and evaluation, as far as the run has them."""
+        values = {} if self.plan.data.validation is None else self._validate_all()
+        settings = self.config.evaluation
+        if settings is None:
+            return values
+        self.end_before_first_step()
+        values |= self.evaluate()
+        for i, teacher in enumerate(self.config.active_names if settings.teachers else ()):
+            self.end_before_first_step()
+            self.loggers.phase(f"asking the teacher {teacher}")
+            values |= self.evaluator.teacher(i)
+        return values
+
+    def evaluate(self) -> dict[str, float]:
+        """Return eval/* of the student with its current weights."""
+        self.loggers.phase("asking the student")
+        self.update_engine()
+        figures = self.evaluator.student(self.engine, self.step)
+        self.engine.rest()
+        return figures
+
+    def update_engine(self) -> None:
+        """Give the engine the student's current weights."""
+        self.engine.follow(self.step)
+
+    def _validate_all(self) -> dict[str, float]:
+        """Validate student and teachers and return val/* of the student."""
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
@@ -274,4 +317,12 @@ class Session:
             before=row(STUDENT_BEFORE, self.bits_per_byte.get(STUDENT_BEFORE)),
             after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
             teachers=tuple(teacher for teacher in teachers if teacher is not None),
+            scores=self._scores(),
         )
+
+    def _scores(self) -> tuple[ScoreRow, ...]:
+        settings, folder = self.config.evaluation, self.plan.output_dir
+        if settings is None:
+            return ()
+        records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
+        return scores(records, self.config.active_names, values, settings.confidence)

@@ -141,6 +141,7 @@ def batch_grid(plan: Plan) -> Table:
     about = "about " if plan.config.packs_documents and train.epochs is None else ""
     rows = {
         **_data_rows(data),
+        **_question_rows(plan),
         f"{noun} a step": str(train.global_batch_size),
         "device": plan.device,
         "student": _describe_layout(plan.student_layout),
@@ -199,8 +200,19 @@ def _data_rows(data: Corpus | Prompts) -> dict[str, str]:
     return {
         "prompts": f"{counted(data.train)}, {data.train.num_dropped:,} too long left out",
         "validation documents": counted(data.validation),
-        "questions": counted(data.evaluation),
     }
+
+
+def _question_rows(plan: Plan) -> dict[str, str]:
+    """Return the number of questions of each set."""
+    if plan.config.evaluation is None:
+        return {}
+    counted = {
+        f"questions{f' of {each.asked.name}' * bool(each.asked.name)}": f"{len(each.prompts):,}"
+        + f", {each.num_dropped:,} too long left out" * bool(each.num_dropped)
+        for each in plan.questions
+    }
+    return counted or {"questions": "none"}
 
 
 def _describe_layout(layout: Layout) -> str:

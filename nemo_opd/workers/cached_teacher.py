@@ -5,6 +5,7 @@ from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 
 from nemo_opd.aggregation import sequence_scores
 from nemo_opd.config.teacher import TeacherBase
@@ -18,6 +19,8 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import Mean, TokenRows
 from nemo_opd.workers.teacher import ReadingModel, TeacherSource, TeacherWorker, Writer
+
+_NO_MODEL = "a cached teacher answers no questions; write evaluation.teachers=false"
 
 
 class CachedTeacherWorker(TeacherWorker):
@@ -52,8 +55,12 @@ class CachedTeacherWorker(TeacherWorker):
             bits, num_bytes = bits + float(scores.bits.sum()), num_bytes + float(scores.num_bytes.sum())
         return Mean(bits, num_bytes)
 
+    def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Raise ConfigError: there is no model."""
+        raise ConfigError(_NO_MODEL)
+
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
     ) -> list[Completion]:
         """Raise ConfigError: there is no model."""
-        raise ConfigError("a cached teacher answers no questions; write evaluation.teachers=false")
+        raise ConfigError(_NO_MODEL)

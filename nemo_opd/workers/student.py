@@ -12,12 +12,12 @@ from torch import Tensor
 from nemo_opd.aggregation import Divisor, build_parts
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.loss import GRPOLoss
-from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.distributed.shards import gathered
 from nemo_opd.distributed.transfer import moved
+from nemo_opd.evaluation import likelihoods
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.link import Rendezvous, StudentLinks
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -41,7 +41,7 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
-from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum
+from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.memory import (
     ARRIVALS,
@@ -283,20 +283,16 @@ class StudentWorker:
         return losses
 
     @torch.no_grad()
-    def generate(self, requests: Sequence[Request], sampling: Sampling, version: int) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, version: int, batch_size: int
+    ) -> list[Completion]:
         """Continue each prompt with the current weights, of `version`; return completions in order.
 
-        Ranks of a tensor-parallel group must get the same requests. Communicates as `generating` does.
+        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests. Communicates as
+        `generating` does.
         """
-        rollout = self.config.rollout
-        assert isinstance(rollout, HFRollout)
-        sampler = Sampler(
-            self.model,
-            end_ids=self.end_ids,
-            vocab_size=self.vocab_size,
-            batch_size=rollout.batch_size,
-            device=self.device,
-        )
+        size = self.vocab_size
+        sampler = Sampler(self.model, end_ids=self.end_ids, vocab_size=size, batch_size=batch_size, device=self.device)
         ready = generating(
             self.model,
             self.mesh,
@@ -305,6 +301,16 @@ class StudentWorker:
         )
         with needs_memory(ROLLOUT), self._residence.use(), ready:
             return sampler.generate(requests, sampling, version)
+
+    @torch.no_grad()
+    def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Return the likelihoods of what is scored of each sequence, as `nemo_opd.evaluation.likelihoods` does."""
+        self.model.eval()
+        with needs_memory(FORWARD), self._residence.use():
+            found = likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
+            for unit in sharded_units(self.model):
+                unit.reshard()
+        return found
 
     @torch.no_grad()
     def evaluate(

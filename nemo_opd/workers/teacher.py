@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -18,6 +19,7 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh
 from nemo_opd.distributed.transfer import moved
+from nemo_opd.evaluation import likelihoods
 from nemo_opd.handoff.handle import Message
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.link import Link, Rendezvous
@@ -229,6 +231,12 @@ class TeacherWorker:
                 whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
         return joined(found)
+
+    @torch.no_grad()
+    def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Return the likelihoods of what is scored of each sequence, as `nemo_opd.evaluation.likelihoods` does."""
+        with needs_memory(self._forward_task), self._own.use():
+            return likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
 
     @torch.no_grad()
     def generate(

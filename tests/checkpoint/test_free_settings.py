@@ -3,7 +3,18 @@
 from pydantic import BaseModel
 
 from nemo_opd.checkpoint.identity import FREE, FREE_KEYS, decided_in, fields
-from nemo_opd.config import RunConfig, aggregation, environment, handoff, importance, loss, optim, reward, rollout
+from nemo_opd.config import (
+    RunConfig,
+    aggregation,
+    environment,
+    extraction,
+    handoff,
+    importance,
+    loss,
+    optim,
+    reward,
+    rollout,
+)
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data, HubDataset, Source
 from nemo_opd.config.lora import Lora
@@ -46,12 +57,23 @@ BOUND: dict[type[BaseModel], str] = {
     ),
     rollout.HFRollout: "type",
     rollout.ServerRollout: "type program",
-    reward.RewardBase: "answer_key weighting_beta",
+    reward.RewardBase: "weighting_beta",
+    reward.SingleReward: "type answer_key",
+    reward.WeightedPart: "weight",
+    reward.WeightedReward: "type",
+    reward.SourceReward: "type key",
+    extraction.LastTurn: "type",
+    extraction.Boxed: "type",
+    extraction.AnswerLine: "type marker",
+    extraction.Choice: "type letters",
+    extraction.Regex: "type pattern timeout_s",
+    extraction.Json: "type schema_file key",
     reward.ExactReward: "type ignore_case",
     reward.NumericReward: "type tolerance",
     reward.MathReward: "type timeout_s",
     reward.EnvironmentReward: "type",
     reward.FunctionReward: "type function",
+    reward.FormatReward: "type",
     environment.EnvironmentBase: "max_turns max_response_tokens",
     environment.CalculatorEnvironment: "type",
     environment.FunctionEnvironment: "type function",

@@ -1,5 +1,6 @@
 """Catches a biased estimator, ties that go to the wrong answer, and intervals that do not cover."""
 
+import math
 from itertools import combinations, product
 from statistics import fmean
 
@@ -7,7 +8,16 @@ import numpy as np
 import pytest
 
 from nemo_opd.evaluation import estimates as module
-from nemo_opd.evaluation.estimates import Estimate, bootstrap, maj_at_k, mean_with_interval, pass_at_k, subsets, wilson
+from nemo_opd.evaluation.estimates import (
+    Estimate,
+    bootstrap,
+    maj_at_k,
+    mean_with_interval,
+    paired_difference,
+    pass_at_k,
+    subsets,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(("num_correct", "n", "k"), [(0, 5, 2), (1, 5, 1), (2, 5, 2), (3, 6, 4), (5, 5, 3), (4, 6, 3)])
@@ -116,3 +126,38 @@ def test_right_or_wrong_has_wilsons_interval_and_all_else_the_bootstrap() -> Non
     assert mean_with_interval([3.0], 0.95) == Estimate(3.0, 3.0, 3.0)
     assert mean_with_interval([0.5, 1.0, 0.0], 0.95) == bootstrap([0.5, 1.0, 0.0], 0.95)
     assert mean_with_interval([-1.0, 1.0, 1.0], 0.95) == bootstrap([-1.0, 1.0, 1.0], 0.95)
+
+
+def test_a_paired_difference_by_hand() -> None:
+    """Bonett & Price: of 20 questions 5 were won and 1 lost; proportions of 22 questions of which 6 and 2 are."""
+    before = [0.0] * 5 + [1.0] + [1.0] * 10 + [0.0] * 4
+    after = [1.0] * 5 + [0.0] + [1.0] * 10 + [0.0] * 4
+    won, lost = 6 / 22, 2 / 22
+    half = 1.959964 * math.sqrt((won + lost - (won - lost) ** 2) / 22)
+    found = paired_difference(after, before, 0.95)
+
+    assert found.value == pytest.approx(4 / 20)
+    assert (found.high - found.low) / 2 == pytest.approx(half, rel=1e-6)
+
+
+def test_answers_that_have_not_changed_leave_a_width() -> None:
+    """Bug: ± 0.0 points of ten questions, as if more questions would find no change either."""
+    found = paired_difference([1.0] * 10, [1.0] * 10, 0.95)
+    assert found.value == 0
+    assert 0.1 < found.high < 0.4
+
+
+@pytest.mark.parametrize("confidence", [0.8, 0.95])
+def test_a_paired_interval_covers_as_promised(confidence: float) -> None:
+    """Bug: the interval of unpaired shares, which is wider by far where answers agree."""
+    random = np.random.default_rng(0)
+    covered, widths, trials = 0, [], 2_000
+    for _ in range(trials):
+        easy = random.random(60)
+        before, after = (easy < 0.5).astype(float), (easy + 0.1 * random.standard_normal(60) < 0.6).astype(float)
+        found = paired_difference(after.tolist(), before.tolist(), confidence)
+        covered += found.low <= 0.1 <= found.high
+        widths.append(found.high - found.low)
+    assert covered / trials >= confidence - 0.03
+    unpaired = 2 * 1.96 * math.sqrt(2 * 0.25 / 60)
+    assert np.mean(widths) < unpaired * 0.75

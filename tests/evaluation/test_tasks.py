@@ -1,5 +1,6 @@
 """Catches figures of the wrong answers, answers that go to other questions, and missing ones that go unseen."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
@@ -15,6 +16,7 @@ from nemo_opd.evaluation.estimates import wilson
 from nemo_opd.evaluation.shown import all_answers, shown_answers
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.rewards import build_reward
+from nemo_opd.rewards.numeric import NumericMatch
 from tests.rewards.rollouts import rollout
 
 PROMPTS = [Prompt(4, "2 + 2 = ", answer="4"), Prompt(9, "3 + 3 = ", answer="6")]
@@ -104,6 +106,42 @@ def test_collectors_are_told_the_step() -> None:
 def test_missing_answers_are_an_error() -> None:
     with pytest.raises(RolloutError, match="prompt 4 came back with 3 answers instead of 4"):
         evaluate_task(None, Speaks(SAID, leave_out=5), PROMPTS, build_reward(NumericReward()), Questions(n=4))
+
+
+class Fails(NumericMatch):
+    """For some answers."""
+
+    def __init__(self, *answers: str) -> None:
+        super().__init__(NumericReward())
+        self.answers = answers
+
+    def score(self, given: Rollout) -> float:
+        return math.nan if given.responses[0] in self.answers else super().score(given)
+
+
+def test_an_answer_whose_reward_fails_is_wrong_and_told() -> None:
+    """Bug: one row of many that ends the evaluation, or leaves its question out of the mean."""
+    settings = Questions(n=4, k=(1,))
+    found = evaluate_task(None, Speaks(SAID), PROMPTS, Fails("5", "8"), settings, bears_failures=True)
+
+    assert found.estimates["pass@1"].value == pytest.approx(fmean([2 / 4, 1 / 4]))
+    assert found.metrics["eval/failed_rewards"] == len(found.failures) == 2
+    assert "prompt 9, sample 3: it returned nan" in " ".join(found.failures)
+    assert "eval/failed_rewards" not in evaluated(settings).metrics
+
+
+@pytest.mark.parametrize(
+    ("fails", "bears", "says"), [(("5",), False, "prompt 4"), (("4", "5", "none", "7", "6", "8"), True, "all 8")]
+)
+def test_a_reward_that_fails_always_or_may_not_fail_is_an_error(fails: tuple[str, ...], bears: bool, says: str) -> None:
+    with pytest.raises(RolloutError, match=says):
+        evaluate_task(None, Speaks(SAID), PROMPTS, Fails(*fails), Questions(n=4), bears_failures=bears)
+
+
+def test_figures_of_a_set_have_its_name() -> None:
+    found = evaluate_task(None, Speaks(SAID), PROMPTS, Fails(), Questions(n=4, k=(4,)), name="sums")
+    assert {"eval/sums/pass@4", "eval/sums/pass@4_low", "eval/sums/response_length"} <= found.metrics.keys()
+    assert found.values["pass@4"] == (1, 1)
 
 
 def test_no_questions_are_an_error() -> None:

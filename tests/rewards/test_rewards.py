@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_opd.config.base import YEAR_S
-from nemo_opd.config.reward import Reward
+from nemo_opd.config.reward import Reward, SourceReward, WeightedReward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answer, check_answers
@@ -38,7 +38,7 @@ def users_module() -> Iterator[types.ModuleType]:
 
 def test_every_type_of_reward_can_be_built() -> None:
     union, _ = get_args(Reward)
-    assert set(get_args(union)) == REWARDS.keys()
+    assert set(get_args(union)) == REWARDS.keys() | {WeightedReward, SourceReward}
 
 
 @pytest.mark.parametrize(

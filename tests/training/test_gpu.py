@@ -92,13 +92,14 @@ def test_a_student_samples_on_a_gpu(tmp_path: Path) -> None:
     """By transformers in its own workers. Bugs: generators of the host, a cache on another device, weights that are
     not gathered; raw log-probabilities of sampling and training then differ, or greedy answers from the CPU's.
     """
-    overrides = ["evaluation.data.max_samples=8", "train.global_batch_size=16", "train.micro_batch_size=8"]
+    overrides = ["evaluation.sets.held_out.data.max_samples=8"]
+    overrides += ["train.global_batch_size=16", "train.micro_batch_size=8"]
     overrides += ["train.max_steps=3", "rollout.n=2", "student.dtype=float32"]
     on_cpu, on_gpu = (
         run_example("run_on_policy_distillation.py", tmp_path / device, [*overrides, f"cluster.device={device}"])
         for device in ("cpu", "cuda")
     )
-    assert on_gpu[0]["eval/greedy"] == on_cpu[0]["eval/greedy"]
+    assert on_gpu[0]["eval/held_out/greedy"] == on_cpu[0]["eval/held_out/greedy"]
     assert all(record["train/mismatch"] < 1e-4 for record in on_gpu[1:])
 
 

@@ -36,7 +36,8 @@ OVERRIDES = [
     "data.validation.arrow_files=demo:arithmetic_validation",
     "data.validation.max_samples=8",
     "evaluation.max_new_tokens=40",
-    "evaluation.data.max_samples=8",
+    "evaluation.sets.held_out.data.max_samples=8",
+    "evaluation.sets.seen.data.max_samples=4",
     f"evaluation.every={HALF}",
     "evaluation.n=2",
     "evaluation.k=[1,2]",
@@ -58,7 +59,7 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
     first, *steps = whole.metrics
 
     assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
-    assert 0 < first["eval/greedy"] < 1
+    assert 0 < first["eval/held_out/greedy"] < 1
     assert first["val/bits_per_byte"] > 0
     for record in steps:
         assert record["train/mismatch"] < 1e-5
@@ -70,7 +71,7 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
         assert record["rollout/staleness"] == 0
         assert record["perf/rollout_s"] > 0
         assert record["perf/data_wait_s"] == 0
-    assert {step for step, record in enumerate(whole.metrics) if "eval/pass@2" in record} == {0, HALF, STEPS}
+    assert {step for step, record in enumerate(whole.metrics) if "eval/held_out/pass@2" in record} == {0, HALF, STEPS}
 
 
 @pytest.mark.parametrize("teacher", ["cross", "same"])
@@ -78,11 +79,11 @@ def test_each_teacher_is_asked_once_as_the_student_is(whole: Run, teacher: str) 
     """They know their sums: any that is asked in another's tokens, or in the student's place, does not."""
     first, *steps = whole.metrics
     student, own = (shown(whole, who) for who in (None, teacher))
-    of_student = {name for name in first if name.startswith("eval/") and name.count("/") == 1}
+    of_student = {name for name in first if name.startswith("eval/") and name.count("/") == 2}
 
     assert {f"{name}/{teacher}" for name in of_student} <= first.keys()
-    assert first[f"eval/greedy/{teacher}"] == 1 > first["eval/greedy"]
-    assert not any(f"eval/greedy/{teacher}" in record for record in steps)
+    assert first[f"eval/held_out/greedy/{teacher}"] == 1 > first["eval/held_out/greedy"]
+    assert not any(f"eval/held_out/greedy/{teacher}" in record for record in steps)
     assert f"teacher {teacher}" in questions(whole.output)
     assert [(one.step, one.question, one.reward) for one in own] == [
         (0, one.question, 1) for one in student if one.step == 0

@@ -10,9 +10,10 @@ from transformers import AutoTokenizer
 
 from nemo_opd.errors import AlignmentError, DataError, OPDError
 from nemo_opd.logging.base import Score
-from nemo_opd.training.on_policy_session import scores
+from nemo_opd.logging.question_values import QuestionValues
 from nemo_opd.training.preflight import preflight
-from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.questions import LoadedSet
+from nemo_opd.training.scores import scores
 from tests.composition import compose
 from tests.tiny import Tiny
 
@@ -28,10 +29,9 @@ class Asking:
     tiny: Tiny
     folder: Path
 
-    def prompts(self, *more: str, cross: bool = False) -> Prompts:
-        plan = preflight(compose(*self._overrides(cross), *more, config_name="on_policy_demo"))
-        assert isinstance(plan.data, Prompts)
-        return plan.data
+    def questions(self, *more: str, cross: bool = False) -> LoadedSet:
+        (loaded,) = preflight(compose(*self._overrides(cross), *more, config_name="on_policy_demo")).questions
+        return loaded
 
     def _overrides(self, cross: bool) -> list[str]:
         row = {"messages": [{"role": "user", "content": QUESTION}], "answer": "1"}
@@ -47,8 +47,8 @@ class Asking:
             "data.response_key=null",
             "data.train.arrow_files=null",
             f"data.train.jsonl_files={self.folder / 'questions.jsonl'}",
-            "evaluation.data.arrow_files=null",
-            f"evaluation.data.jsonl_files={self.folder / 'questions.jsonl'}",
+            "evaluation.sets=null",
+            f"++evaluation.data.jsonl_files={self.folder / 'questions.jsonl'}",
             f"run.output_dir={self.folder / 'run'}",
         ]
 
@@ -69,34 +69,34 @@ def asking(tiny: Tiny, tmp_path: Path) -> Asking:
 
 def test_a_teacher_is_asked_by_its_own_tokenizer_and_template(asking: Asking) -> None:
     asking.template.write_text(OTHER)
-    prompts = asking.prompts(asking.templated, "++teachers.0.max_length=70", cross=True)
-    (asked,) = prompts.evaluated_teachers
+    loaded = asking.questions(asking.templated, "++teachers.0.max_length=70", cross=True)
+    (asked,) = loaded.teachers
     tokenizer = AutoTokenizer.from_pretrained(asking.tiny.teacher_cross)
     text = f"[user]: {QUESTION}</s>assistant:"
 
-    assert asked.renderer.prompt_ids(prompts.questions[0]).tolist() == tokenizer(text)["input_ids"]
+    assert asked.renderer.prompt_ids(loaded.prompts[0]).tolist() == tokenizer(text)["input_ids"]
     assert asked.end_ids == {tokenizer.eos_token_id}
     assert asked.max_length == 70
 
 
-def refusal(kind: type[OPDError], prompts: Callable[[], Prompts]) -> str:
+def refusal(kind: type[OPDError], questions: Callable[[], LoadedSet]) -> str:
     with pytest.raises(kind) as caught:
-        prompts()
+        questions()
     return str(caught.value)
 
 
 def test_a_teacher_without_a_chat_template_is_refused_where_it_is_asked(asking: Asking) -> None:
-    message = refusal(AlignmentError, asking.prompts)
+    message = refusal(AlignmentError, asking.questions)
 
     assert message.startswith("teachers.0 (same) cannot be asked the questions of evaluation.data: tokenizer ")
     assert message.endswith("; or ask the student alone, with evaluation.teachers=false")
-    assert asking.prompts("evaluation.teachers=false").evaluated_teachers == ()
+    assert asking.questions("evaluation.teachers=false").teachers == ()
 
 
 def test_a_question_without_room_for_the_teachers_answer_is_refused(asking: Asking) -> None:
     """The student's own rendering of it is short."""
     asking.template.write_text("{{ 'Think of a fox. ' * 64 }}" + OTHER)
-    message = refusal(DataError, lambda: asking.prompts(asking.templated))
+    message = refusal(DataError, lambda: asking.questions(asking.templated))
 
     assert message.startswith(
         "teachers.0 (same) cannot be asked the questions of evaluation.data: prompt 0 (row, counted from 0) has "
@@ -116,7 +116,8 @@ def record(step: int, **means: float) -> dict[str, float]:
 
 def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> None:
     """Bug: a teacher whose name ends as a bound does is taken for another teacher's bound, or for a measure."""
-    (row,) = scores(record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4), ["a", "a_low", "not asked"])
+    asked = [record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4)]
+    (row,) = scores(asked, ["a", "a_low", "not asked"], [], 0.95)
 
     assert row.measure == "greedy"
     assert row.by_model == {
@@ -129,6 +130,29 @@ def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> Non
 
 def test_a_run_that_asked_once_has_no_before() -> None:
     only = record(0, student=0.2, a=0.5, a_low=0.7)
-    (row,) = scores(only, only, ["a", "a_low"])
+    (row,) = scores([only], ["a", "a_low"], [], 0.95)
 
     assert list(row.by_model) == ["student after", "teacher a", "teacher a_low"]
+
+
+def test_what_was_gained_is_over_the_questions_that_both_were_asked() -> None:
+    """Bug: values that are compared by their place, of another set, or of an evaluation in between."""
+    asked = [
+        {"step": step, "eval/s/greedy": 0.5, "eval/s/greedy_low": 0.2, "eval/s/greedy_high": 0.8} for step in (0, 9)
+    ]
+    asked[0] |= {f"eval/s/greedy{end}/big": 0.9 for end in ("", "_low", "_high")}
+    values = [
+        QuestionValues(0, "s", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 1.0, 1.0)}),
+        QuestionValues(0, "s", "big", (0, 1, 2, 3), {"greedy": (1.0, 1.0, 1.0, 1.0)}),
+        QuestionValues(5, "s", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
+        QuestionValues(9, "other", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
+        QuestionValues(9, "s", None, (3, 2, 1), {"greedy": (1.0, 1.0, 1.0)}),
+    ]
+    (row,) = scores(asked, ["big"], values, 0.95)
+
+    assert row.measure == "s/greedy"
+    assert {model: round(gained.value, 6) for model, gained in row.differences.items()} == {
+        "student before": round(1 / 3, 6),
+        "teacher big": 0,
+    }
+    assert row.differences["teacher big"].low < 0 < row.differences["teacher big"].high

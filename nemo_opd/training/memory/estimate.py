@@ -13,7 +13,7 @@ from nemo_opd.config.teacher import Teacher
 from nemo_opd.errors import ConfigError
 from nemo_opd.training.memory.parts import SLACK, USABLE, Advice, Memory, MemoryEstimate, Part, Phase, Process, part
 from nemo_opd.training.memory.report import gib, largest_parts
-from nemo_opd.training.memory.sampling import rollouts
+from nemo_opd.training.memory.sampling import rollouts, samples_in_workers
 from nemo_opd.training.memory.server import server_parts, shares_gpus
 from nemo_opd.training.memory.situation import Machine, Situation
 from nemo_opd.training.memory.student import student_process
@@ -130,7 +130,7 @@ def _caches_fit(config: RunConfig, situation: Situation) -> bool:
 
 
 def _samples_on_device(config: RunConfig, machine: Machine) -> bool:
-    return isinstance(config.rollout, HFRollout) or shares_gpus(config, machine)
+    return samples_in_workers(config) or shares_gpus(config, machine)
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:
@@ -184,6 +184,8 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str
         yield "logging", "gradients_every", None
     if isinstance(rollout, HFRollout) and (rows := rollouts(config, situation.student.layout.dp).rows) > 1:
         yield "rollout", "batch_size", rows // 2
+    if rollout is None and questions is not None and questions.batch_size > 1:
+        yield "evaluation", "batch_size", questions.batch_size // 2
     if questions is not None and teachers_answer(config):
         if questions.teacher_batch_size > 1:
             yield "evaluation", "teacher_batch_size", questions.teacher_batch_size // 2

@@ -44,12 +44,20 @@ class SamplingBatch:
 def rollouts(config: RunConfig, dp: int) -> SamplingBatch:
     """Return the student's largest batch of rollouts and questions."""
     rollout, questions = config.rollout, config.evaluation
-    assert isinstance(rollout, HFRollout)
     if questions is None:
+        assert isinstance(rollout, HFRollout)
         rows = min(rollout.batch_size, -(-config.train.global_batch_size // dp))
         return sampling_batch(config, rows, rollout.max_new_tokens, config.train.max_length)
-    new = max(rollout.max_new_tokens, questions.max_new_tokens or 0)
-    return sampling_batch(config, rollout.batch_size, new, config.train.max_length)
+    rows, new = questions.batch_size, 1
+    if isinstance(rollout, HFRollout):
+        rows, new = rollout.batch_size, rollout.max_new_tokens
+    return sampling_batch(config, rows, max(new, longest_answer(config)), config.train.max_length)
+
+
+def longest_answer(config: RunConfig) -> int:
+    """Return the most tokens of an answer to a question."""
+    assert config.evaluation is not None
+    return max(map(config.new_tokens, config.evaluation.asked), default=1)
 
 
 def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
@@ -96,9 +104,16 @@ def cache_bytes(setup: ModelSetup, compute_bytes: int, rows: int, length: int, *
     return rows * numbers * compute_bytes // setup.layout.tp
 
 
+def samples_in_workers(config: RunConfig) -> bool:
+    """Return whether the student samples in its own workers: rollouts, or answers of an off-policy run."""
+    if config.rollout is None:
+        return config.evaluation is not None
+    return isinstance(config.rollout, HFRollout)
+
+
 def rollout_parts(config: RunConfig, setup: ModelSetup, compute_bytes: int) -> list[Part]:
     """Return the parts of the student's rollouts; none where another engine samples."""
-    if not isinstance(config.rollout, HFRollout):
+    if not samples_in_workers(config):
         return []
     batch = rollouts(config, setup.layout.dp)
     return sampling_parts("student", Phase.ROLLOUT, setup, config.student, compute_bytes, batch)

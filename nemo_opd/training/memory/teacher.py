@@ -14,7 +14,7 @@ from nemo_opd.models.stored_output import sparse_layout
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
-from nemo_opd.training.memory.sampling import SamplingBatch, sampling_batch, sampling_parts
+from nemo_opd.training.memory.sampling import SamplingBatch, longest_answer, sampling_batch, sampling_parts
 from nemo_opd.training.memory.situation import ModelSetup, Situation, teachers_ahead
 from nemo_opd.training.memory.size import FP32, ModelSize
 
@@ -177,11 +177,10 @@ def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
 
 def answer_batch(job: TeacherJob) -> SamplingBatch:
     """Return the largest batch of questions."""
-    questions, rollout = job.config.evaluation, job.config.rollout
+    questions = job.config.evaluation
     assert questions is not None
-    assert rollout is not None
     own = job.settings.max_length if isinstance(job.settings, CrossTokenizerTeacher) else None
-    new = questions.max_new_tokens or rollout.max_new_tokens
+    new = longest_answer(job.config)
     return sampling_batch(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
 
 

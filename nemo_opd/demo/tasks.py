@@ -1,0 +1,73 @@
+"""The demo's benchmark: which of four lines follows a passage of the validation text.
+
+A folder with a task of lm-eval (YAML) and its questions (JSON), built on first use.
+"""
+
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from nemo_opd.demo.corpus import arrow_file
+from nemo_opd.files import write_atomically
+
+NUM_QUESTIONS = 64
+_NUM_CHOICES = 4
+_CONTEXT_CHARS, _LINE_CHARS = 160, range(24, 64)
+
+_TASK = """\
+task: next_line
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {questions}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{context}}}}"
+target_delimiter: ""
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1
+"""
+
+
+def task_folder() -> Path:
+    """Return the folder; builds it when absent. Raises DataError as `arrow_file` does. Safe in concurrent processes."""
+    source = arrow_file("validation")
+    name = hashlib.sha256(f"1 {NUM_QUESTIONS} {source.parent.name}".encode()).hexdigest()[:12]
+    folder = source.parent / f"tasks-{name}"
+    task, questions = folder / "next_line.yaml", folder / "next_line.json"
+    if not task.exists():
+        with pa.memory_map(str(source)) as file:
+            texts = pa.ipc.open_stream(file).read_all().column("text").to_pylist()
+        rows = [json.dumps(question) for question in _questions(texts)]
+        write_atomically(questions, ("\n".join(rows) + "\n").encode())
+        write_atomically(task, _TASK.format(questions=json.dumps(str(questions))).encode())
+    return folder
+
+
+def _questions(texts: list[str]) -> Iterator[dict[str, object]]:
+    """Yield passages, each with the line that follows it among lines of other passages."""
+    chosen = random.Random(0)
+    places = [place for place in map(_split, texts) if place is not None][: NUM_QUESTIONS * _NUM_CHOICES]
+    for context, line in places[:NUM_QUESTIONS]:
+        others = chosen.sample([other for _, other in places if other != line], _NUM_CHOICES - 1)
+        answer = chosen.randrange(_NUM_CHOICES)
+        yield {"context": context, "choices": [*others[:answer], line, *others[answer:]], "answer": answer}
+
+
+def _split(text: str) -> tuple[str, str] | None:
+    """Return the end of the text before a line in its middle, and that line; None where it is short or long."""
+    before, _, after = text[len(text) // 2 :].partition("\n")
+    line, has_more, _ = after.partition("\n")
+    context = text[: len(text) // 2] + before + "\n"
+    fits = has_more and len(line.strip()) in _LINE_CHARS
+    return (context[-_CONTEXT_CHARS:], line) if fits else None

@@ -1,0 +1,31 @@
+"""Names of scores among metrics: `eval/<measure>`, `eval/<set>/<measure>`, and with `/<teacher>` behind them."""
+
+from collections.abc import Collection, Iterable
+
+from nemo_opd.logging.formats import is_mean
+
+PREFIX = "eval/"
+
+
+def score_keys(known: Collection[str]) -> list[str]:
+    """Return the names of the student's scores, which have an interval, in the order of `known`."""
+    return [key for key in known if key.startswith(PREFIX) and f"{key}_low" in known and not _is_teachers(key, known)]
+
+
+def _is_teachers(key: str, known: Collection[str]) -> bool:
+    """Return whether a name is a teacher's, which may end as a bound does: its own bound has the name last."""
+    measure, _, teacher = key.rpartition("/")
+    return f"{measure}_low/{teacher}" in known
+
+
+def by_set(known: Collection[str]) -> dict[str, list[tuple[str, str]]]:
+    """Return measure and name of the scores of each set that are shares; that of the likeliest answers first."""
+    sets: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(_shares(known), key=lambda key: not key.endswith("/greedy")):
+        name, _, measure = key.removeprefix(PREFIX).rpartition("/")
+        sets.setdefault(name, []).append((measure, key))
+    return sets
+
+
+def _shares(known: Collection[str]) -> Iterable[str]:
+    return (key for key in score_keys(known) if not is_mean(key))

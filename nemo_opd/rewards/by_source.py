@@ -1,0 +1,30 @@
+"""The reward that a column of the row chooses."""
+
+from collections.abc import Mapping
+
+from nemo_opd.config.reward import SourceReward
+from nemo_opd.data.record import Rollout
+from nemo_opd.errors import RolloutError
+from nemo_opd.rewards.base import Compound, RewardFunction
+
+
+class RewardBySource(Compound):
+    """The reward of the rollout's source."""
+
+    def __init__(self, settings: SourceReward, by_source: Mapping[str, RewardFunction]) -> None:
+        super().__init__(settings, tuple(by_source.values()))
+        self._key, self._by_source = settings.key, by_source
+
+    def score(self, rollout: Rollout) -> float:
+        """Raises RolloutError for a source without a reward."""
+        return self._of(rollout)(rollout)
+
+    def vote(self, rollout: Rollout) -> str | None:
+        return self._of(rollout).vote(rollout)
+
+    def _of(self, rollout: Rollout) -> RewardFunction:
+        source = str(rollout.prompt.row.get(self._key))
+        found = self._by_source.get(source) or self._by_source.get("default")
+        if found is None:
+            raise RolloutError(f"{self.at(rollout)}: {self._key}={source!r} has no reward; add it under reward.rewards")
+        return found

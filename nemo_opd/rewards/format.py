@@ -1,0 +1,18 @@
+"""Reward 1 where the last turn has a form."""
+
+from nemo_opd.config.reward import FormatReward
+from nemo_opd.data.record import Rollout
+from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.rewards.extraction import build_extractor
+
+
+class FormatMatch(RewardFunction):
+    """1 where the extraction finds something, else 0."""
+
+    def __init__(self, settings: FormatReward) -> None:
+        """Raises ConfigError where the extraction cannot be made."""
+        super().__init__(settings)
+        self._extract = build_extractor(settings.extract)
+
+    def score(self, rollout: Rollout) -> float:
+        return float(self._extract(last_turn(rollout)) is not None)

@@ -1,0 +1,154 @@
+"""The evaluation of a run: sets of questions and benchmarks, asked of the student and of its teachers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from nemo_opd.errors import ClusterError, OPDError
+from nemo_opd.evaluation.likelihoods import Scorer
+from nemo_opd.evaluation.shown import shown_answers
+from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.logging.question_values import QuestionValues, ValueLog
+from nemo_opd.logging.samples import SampleLog
+from nemo_opd.rewards import RewardFunction, build_reward
+from nemo_opd.rollout.base import Generator, Sampling
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.environments import build_environment
+from nemo_opd.training.engines import TeacherWorkers
+from nemo_opd.training.models import Models
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.questions import LoadedSet
+from nemo_opd.training.sampled_models import SampledModel
+
+if TYPE_CHECKING:
+    from nemo_opd.evaluation.language_model import TextModel
+
+
+class Evaluator:
+    """Rewards and logs of the sets of questions; closed with `stack`.
+
+    A failure that is none of the workers' is a warning, unless `evaluation.on_error=stop`.
+    """
+
+    def __init__(self, plan: Plan, models: Models, warn: Callable[[str], None], stack: ExitStack) -> None:
+        self._plan, self._config, self._models, self._warn = plan, plan.config, models, warn
+        assert plan.config.evaluation is not None
+        self._settings = plan.config.evaluation
+        self._rewards = [stack.enter_context(build_reward(each.asked.reward)) for each in plan.questions]
+        self._samples = SampleLog(plan.output_dir / "samples.jsonl")
+        self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
+
+    def truncate_after(self, step: int) -> None:
+        """Drop what is logged of later steps, where a run continues from this one."""
+        self._samples.truncate_after(step)
+        self._values.truncate_after(step)
+
+    def student(self, engine: Generator, step: int) -> dict[str, float]:
+        """Ask the student and return eval/*."""
+        figures: dict[str, float] = {}
+        for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
+            figures |= self._ask(engine, loaded, loaded.student, reward, step)
+        if (benchmarks := self._plan.benchmarks) is not None:
+            figures |= self._run_benchmarks(benchmarks.student.text, self._models.likelihoods, engine, step)
+        return figures
+
+    def teacher(self, i: int) -> dict[str, float]:
+        """Ask an active teacher and return eval/*/<teacher>."""
+        name = self._config.active_names[i]
+        figures: dict[str, float] = {}
+        for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
+            model = loaded.teachers[i]
+            engine = TeacherWorkers(self._models, i, model.end_ids, self._settings.teacher_batch_size)
+            figures |= self._ask(engine, loaded, model, reward, 0, name)
+        if (benchmarks := self._plan.benchmarks) is not None:
+            asked = benchmarks.teachers[i]
+            engine = TeacherWorkers(self._models, i, asked.end_ids, self._settings.teacher_batch_size)
+            scorer = partial(self._models.likelihoods, teacher=i)
+            figures |= self._run_benchmarks(asked.text, scorer, engine, 0, name)
+        return {f"{figure}/{name}": value for figure, value in figures.items()}
+
+    def _run_benchmarks(
+        self, text: TextModel, scorer: Scorer, engine: Generator, step: int, teacher: str | None = None
+    ) -> dict[str, float]:
+        """Run all benchmarks with one model, log a value for each question, and return eval/*."""
+        from nemo_opd.evaluation.benchmarks import run_benchmark
+        from nemo_opd.evaluation.language_model import LanguageModel
+
+        assert self._plan.benchmarks is not None
+        model, settings = LanguageModel(text, scorer, engine), self._settings
+        figures: dict[str, float] = {}
+        for loaded in self._plan.benchmarks.loaded:
+            with self._reported(f"benchmark {loaded.settings.label} failed after step {step}"):
+                allows_code = settings.confirm_run_unsafe_code
+                result = run_benchmark(loaded, model, settings.confidence, allows_code=allows_code)
+                for metric, values in result.values.items():
+                    rows = tuple(range(len(values)))
+                    self._values.write(QuestionValues(step, result.name, teacher, rows, {metric: values}))
+                figures |= result.metrics
+        return figures
+
+    def _ask(
+        self,
+        engine: Generator,
+        loaded: LoadedSet,
+        model: SampledModel,
+        reward: RewardFunction,
+        step: int,
+        teacher: str | None = None,
+    ) -> dict[str, float]:
+        """Ask one model the questions of a set, log its answers, and return eval/*; nothing where that fails."""
+        asked, who = loaded.asked, "the student" if teacher is None else f"the teacher {teacher}"
+        result: EvaluationResult | None = None
+        with self._reported(f"{asked.label}: asking {who} failed after step {step}"):
+            result = self._answered(engine, loaded, model, reward)
+        if result is None:
+            return {}
+        if result.failures:
+            self._warn(
+                f"{asked.label}: the reward failed for {len(result.failures)} answers of {who}, which count as wrong; "
+                f"the first: {result.failures[0]}"
+            )
+        self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
+        rows = tuple(question.prompt.index for question in result.questions)
+        self._values.write(QuestionValues(step, asked.name, teacher, rows, result.values))
+        return result.metrics
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """Warn of an OPDError inside. Raises it with `on_error=stop`, and one of workers, which have ended."""
+        try:
+            yield
+        except ClusterError:
+            raise
+        except OPDError as error:
+            if self._settings.on_error == "stop":
+                raise
+            self._warn(f"{what}: {error}")
+
+    def _answered(
+        self, engine: Generator, loaded: LoadedSet, model: SampledModel, reward: RewardFunction
+    ) -> EvaluationResult:
+        config, asked = self._config, loaded.asked
+        settings = asked.settings
+        collector = partial(
+            Collector,
+            engine,
+            model.renderer,
+            max_new_tokens=config.new_tokens(asked.name),
+            max_length=model.max_length,
+            environment=None if config.environment is None else build_environment(config.environment),
+            seed=config.run.seed,
+        )
+        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False)
+        return evaluate_task(
+            collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None,
+            collector(sampling=sampling),
+            loaded.prompts,
+            reward,
+            settings,
+            name=asked.name,
+            bears_failures=self._settings.on_error == "warn",
+        )

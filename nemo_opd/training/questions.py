@@ -1,0 +1,52 @@
+"""Sets of questions that a run asks its student and teachers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nemo_opd.config.on_policy import longest_prompt
+from nemo_opd.config.run import RunConfig
+from nemo_opd.data.record import Prompt
+from nemo_opd.evaluation.inputs import AskedSet
+from nemo_opd.evaluation.sets import read_questions
+from nemo_opd.rewards import build_reward
+from nemo_opd.rollout.prompts import drop_long
+from nemo_opd.training.inputs import sets_of
+from nemo_opd.training.model_info import ModelInfo
+from nemo_opd.training.sampled_models import SampledModel, evaluated_teachers, sampled_model
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSet:
+    """A set of questions, and the models that answer it."""
+
+    asked: AskedSet
+    prompts: tuple[Prompt, ...]
+    num_dropped: int
+    """Questions that are too long."""
+    student: SampledModel
+    teachers: tuple[SampledModel, ...]
+    """Active teachers, if they are asked."""
+
+
+def load_sets(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> tuple[LoadedSet, ...]:
+    """Load all sets of questions.
+
+    Raises DataError for questions that cannot be read or do not fit the reward, or where none is left; ConfigError for
+    a user's reward that cannot be imported; and what `evaluated_teachers` raises.
+    """
+    return tuple(_load(config, asked, student, teachers) for asked in sets_of(config))
+
+
+def _load(config: RunConfig, asked: AskedSet, student: ModelInfo, teachers: Sequence[ModelInfo]) -> LoadedSet:
+    build_reward(asked.reward).close()
+    limit = min(config.train.max_length, student.positions or config.train.max_length)
+    model = sampled_model(config.student, student, "student", limit, is_chat=asked.is_chat)
+    prompts = read_questions(asked)
+    longest = longest_prompt(config) if config.rollout is not None else limit - config.new_tokens(asked.name)
+    keys = "rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
+    if config.rollout is None:
+        keys = f"train.max_length, or lower {asked.prefix}max_new_tokens"
+    kept = drop_long(prompts, model.renderer, longest, key=asked.key, way_out=f"raise {keys}")
+    assert config.evaluation is not None
+    answering = evaluated_teachers(config, teachers, asked, kept.prompts) if config.evaluation.teachers else ()
+    return LoadedSet(asked, kept.prompts, kept.num_dropped, model, answering)

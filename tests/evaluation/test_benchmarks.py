@@ -1,0 +1,169 @@
+"""Likelihoods and texts for lm-eval that differ from those of its own backend, and tasks that cannot be loaded."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from nemo_opd.config.evaluation import Evaluation
+from nemo_opd.demo import model_path
+from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.evaluation.likelihoods import model_scorer
+from nemo_opd.rollout.hf import Sampler, end_ids
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
+
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+from nemo_opd.evaluation.benchmarks import LoadedBenchmark, load_benchmarks, run_benchmark  # noqa: E402
+from nemo_opd.evaluation.estimates import wilson  # noqa: E402
+from nemo_opd.evaluation.language_model import LanguageModel, TextModel  # noqa: E402
+
+MAX_LENGTH = 48
+TASKS = {
+    "choices": """
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: answer
+num_fewshot: 1
+fewshot_split: test
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+""",
+    "texts": """
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: bits_per_byte}]
+""",
+    "sums": """
+output_type: generate_until
+doc_to_text: "{{question}}"
+doc_to_target: "{{text}}"
+generation_kwargs: {until: [" "], max_gen_toks: 8}
+metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
+""",
+}
+ROWS = [
+    {"question": f"def {name}(self):\n    return", "choices": [" self.x", f" {name} + 1", "\n\n"], "answer": i % 3}
+    | {"text": f"import {name}\n\nclass {name.title()}:\n    pass\n" * (1 + 4 * i)}
+    for i, name in enumerate(("os", "path", "value", "naïve", "数字"))
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tasks")
+    rows = made / "rows.json"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{test: {rows}}}}}\ntest_split: test\n"
+    for name, task in TASKS.items():
+        (made / f"{name}.yaml").write_text(f"task: {name}\n{data}{task}", encoding="utf-8")
+    gone = data.replace("rows.json", "gone.json") + TASKS["choices"]
+    (made / "gone.yaml").write_text(f"task: gone\n{gone}", encoding="utf-8")
+    (made / "programs.yaml").write_text(f"task: programs\nunsafe_code: true\n{data}{TASKS['sums']}", encoding="utf-8")
+    return made
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_path("student"), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def ours(model: PreTrainedModel) -> LanguageModel:
+    tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
+    size = model.config.vocab_size
+    sampler = Sampler(model, end_ids=end_ids(tokenizer), vocab_size=size, batch_size=4, device="cpu")
+    return LanguageModel(TextModel(tokenizer, MAX_LENGTH, {}), model_scorer(model, "cpu"), sampler)
+
+
+@pytest.fixture(scope="module")
+def theirs(model: PreTrainedModel) -> HFLM:
+    tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=MAX_LENGTH)
+
+
+def loaded(folder: Path, task: str, **more: Any) -> LoadedBenchmark:
+    settings = Evaluation(benchmarks=[{"task": task}], task_folder=str(folder), **more)
+    (found,) = load_benchmarks(settings, "evaluation.")
+    return found
+
+
+def requests(benchmark: LoadedBenchmark) -> Iterator[Instance]:
+    for task in benchmark.tasks["tasks"].values():
+        task.build_all_requests(rank=0, world_size=1)
+        yield from task.instances
+
+
+@pytest.mark.parametrize("task", list(TASKS))
+def test_each_request_is_answered_as_by_lm_evals_own_backend(
+    folder: Path, ours: LanguageModel, theirs: HFLM, task: str
+) -> None:
+    """Bug: a token too many or too few in what is scored, another prefix, another cut at the limit, other columns."""
+    asked = list(requests(loaded(folder, task)))
+    kind = asked[0].request_type
+    own, other = (getattr(lm, kind)(asked) for lm in (ours, theirs))
+
+    assert len(own) == len(other) >= len(ROWS)
+    if kind == "generate_until":
+        assert own == other
+        return
+    pairs = [(each if kind == "loglikelihood" else (each, True)) for each in own]
+    wanted = [(each if kind == "loglikelihood" else (each, True)) for each in other]
+    assert [greedy for _, greedy in pairs] == [greedy for _, greedy in wanted]
+    torch.testing.assert_close(
+        *(torch.tensor([value for value, _ in side]) for side in (pairs, wanted)), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_figures_are_those_of_lm_eval_with_an_interval_over_questions(folder: Path, ours: LanguageModel) -> None:
+    """Bug: figures of another filter, or of answers in another order than the questions."""
+    benchmark = loaded(folder, "choices")
+    found = run_benchmark(benchmark, ours, 0.95, allows_code=False)
+    again = run_benchmark(benchmark, ours, 0.95, allows_code=False)
+    right = sum(found.values["acc"])
+
+    assert found == again
+    assert found.num_questions == len(ROWS)
+    assert found.estimates["acc"] == wilson(right, len(ROWS), 0.95)
+    assert found.metrics.keys() == {f"eval/choices/acc{end}" for end in ("", "_low", "_high")}
+
+
+def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) -> None:
+    settings = Evaluation(benchmarks=[{"task": "choices", "shots": 2, "limit": 3}], task_folder=str(folder))
+    (benchmark,) = load_benchmarks(settings, "evaluation.")
+    found = run_benchmark(benchmark, ours, 0.95, allows_code=False)
+
+    assert (found.name, found.num_questions) == ("choices_2shot", 3)
+    assert benchmark.tasks["tasks"]["choices"].get_config("num_fewshot") == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "says"),
+    [
+        (
+            "choice",
+            ConfigError,
+            "evaluation.benchmarks.0.task='choice': lm-eval has no such task; near names are choices",
+        ),
+        ("gone", DataError, "TaskManager().load(['gone'])"),
+        ("programs", ConfigError, "evaluation.confirm_run_unsafe_code=true"),
+    ],
+)
+def test_a_task_that_cannot_be_asked_is_one_message(
+    folder: Path, task: str, kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = lm_eval.tasks.TaskManager
+    monkeypatch.setattr(
+        "nemo_opd.evaluation.benchmarks.TaskManager", lambda **given: own(**given | {"include_defaults": False})
+    )
+    with pytest.raises(kind) as caught:
+        loaded(folder, task)
+
+    assert says in str(caught.value)
