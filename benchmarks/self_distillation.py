@@ -22,6 +22,7 @@ SETTINGS = {
     "average of its weights, forward KL": ("loss.divergence=forward_kl",),
     "average of its weights, JSD": ("loss=jsd",),
     "its current weights": ("teachers.0.weights=student",),
+    "its current weights, a fifth of the rate": ("teachers.0.weights=student", "student.optimizer.lr=1e-4"),
     "its weights before training": (
         "teachers.0.weights=frozen",
         "teachers.0.model=demo:arithmetic_reader",

@@ -45,8 +45,8 @@ FIRST = "step_000000"
 EPILOG = """\
 A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. to-hf puts them together for
 AutoModelForCausalLM.from_pretrained, as the run does itself in the checkpoint's `student`; in another precision with
---dtype; with --average the moving average that a teacher computes with. from-hf makes of weights the first checkpoint of
-a run, with the optimizer and the data at their beginning: a run that continues from it starts with these weights in
+--dtype; with --average the moving average that a teacher computes with. from-hf makes of weights the first checkpoint
+of a run, with the optimizer and the data at their beginning: a run that continues from it starts with these weights in
 place of those of student.model.
 
 Where a run learns adapters (student.lora), to-hf writes what student.lora.export says, and from-hf reads a folder for

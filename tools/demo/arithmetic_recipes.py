@@ -90,6 +90,6 @@ ARITHMETIC_RECIPES = {
         worked=0.5,
     ),
 }
-"""The student knows how an answer is written and adds columns, but its carries slip. So do those of the reader, but where
-the worked sum stands in front.
+"""The student knows how an answer is written and adds columns, but its carries slip. So do those of the reader, but
+where the worked sum stands in front.
 """
