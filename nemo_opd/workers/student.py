@@ -366,9 +366,9 @@ class StudentWorker:
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
 
-    def export(self, folder: Path, served_as: str | None = None) -> None:
-        """Call `Exports.write`."""
-        with self._residence.use():
+    def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
+        """Call `Exports.write`; average_of: a teacher whose average is written in place of the student's weights."""
+        with self._residence.use(), self.own_teachers.averaged(average_of):
             self.exports.write(folder, served_as)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:

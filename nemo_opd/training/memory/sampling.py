@@ -57,7 +57,7 @@ def rollouts(config: RunConfig, dp: int) -> SamplingBatch:
 def longest_answer(config: RunConfig) -> int:
     """Return the most tokens of an answer to a question."""
     assert config.evaluation is not None
-    return max(map(config.new_tokens, config.evaluation.asked), default=1)
+    return max(map(config.new_tokens, config.evaluation.asked or [""]))
 
 
 def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> SamplingBatch:
