@@ -158,7 +158,8 @@ def plot(outcomes: list[Outcome], file: Path) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for setting, own in by_setting(outcomes).items():
-        means = [statistics.mean(each) for each in zip(*(one.scores["eval/held_out/pass@1"] for one in own), strict=True)]
+        measured = zip(*(one.scores["eval/held_out/pass@1"] for one in own), strict=True)
+        means = [statistics.mean(each) for each in measured]
         axes.plot(own[0].steps, means, "--" if setting in OFF_POLICY else "-", marker="o", label=setting)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)

@@ -64,7 +64,8 @@ def main() -> None:
 
 def write(folder: Path, facts: dict[str, str], outcomes: list[Outcome]) -> None:
     first = outcomes[0]
-    start = " and ".join(f"{first.scores[measure][0]:.1%} ({measure.removeprefix('eval/held_out/')})" for measure in MEASURES)
+    names = {measure: measure.removeprefix("eval/held_out/") for measure in MEASURES}
+    start = " and ".join(f"{first.scores[measure][0]:.1%} ({name})" for measure, name in names.items())
     text = "\n".join(
         [
             "# Self-distillation: a student that reads the worked sum teaches itself to do without",
