@@ -137,7 +137,9 @@ class QuestionSets(Questions):
     @classmethod
     def sets_are_sampled_alike(cls, values: Any) -> Any:
         """Copy into each set what it leaves open; done first, so that settings as they are written are complete."""
-        sets = values.get("sets") if isinstance(values, dict) else None
+        if not isinstance(values, dict):
+            return values
+        sets = values.get("sets") or {}
         if not isinstance(sets, dict):
             return values
         common = {key: values[key] for key in Questions.model_fields if key != "data" and key in values}

@@ -76,28 +76,35 @@ def entry(name: str, content: str) -> str:
 
 def page() -> str:
     """Write the Markdown page: a table a section, and one for each type of it that has more keys."""
+    shown: dict[type[BaseModel], str] = {}
     return "\n".join(
         (
             "# Settings",
             "",
             "Made by `uv run python -m nemo_opd.config.reference` from the models in `nemo_opd/config/`. On the",
             "command line a setting is `section.key=value`, and one of a list's elements `teachers.0.key=value`.",
-            *(line for name, field in RunConfig.model_fields.items() for line in section(name, field)),
+            *(line for name, field in RunConfig.model_fields.items() for line in section(name, field, shown)),
             "",
             "## evaluate.py",
             "",
             *table(EvaluationConfig, without=()),
-            *section("evaluate.py: data", EvaluationConfig.model_fields["data"], level=3),
+            *section("evaluate.py: data", EvaluationConfig.model_fields["data"], shown, level=3),
             "",
         )
     )
 
 
-def section(name: str, field: FieldInfo, level: int = 2) -> Iterator[str]:
+def section(name: str, field: FieldInfo, shown: dict[type[BaseModel], str], level: int = 2) -> Iterator[str]:
+    """Yield a section and those in it. shown: the section of each model that was written, to which others refer."""
     models = models_in(field.annotation)
     yield from ("", f"{'#' * level} {name}")
     if field.description:
         yield from ("", _in_one_line(field.description))
+    if len(models) > 1 and all(model in shown for model in models):
+        yield from ("", f"The types of `{shown[models[0]]}`: {', '.join(map(tag, models))}.")
+        return
+    for model in models:
+        shown.setdefault(model, name)
     common = [key for key in models[0].model_fields if all(same(key, models[0], model) for model in models)]
     if len(models) == 1:
         yield from ("", *table(models[0], without=()))
@@ -108,7 +115,7 @@ def section(name: str, field: FieldInfo, level: int = 2) -> Iterator[str]:
             yield from table(model, without=["type", *common])
     fields = [pair for model in models for pair in model.model_fields.items()]
     for key, own in {f"{name}.{key}": own for key, own in fields if models_in(own.annotation)}.items():
-        yield from section(key, own, level + 1)
+        yield from section(key, own, shown, level + 1)
 
 
 def same(key: str, first: type[BaseModel], other: type[BaseModel]) -> bool:

@@ -154,7 +154,9 @@ def _run_benchmarks(
     from nemo_opd.evaluation.language_model import LanguageModel, TextModel
 
     assert isinstance(engine, Sampler)
-    text = TextModel(tokenizer, positions or _LONGEST, config.chat_template_kwargs, config.seed)
+    # The last token of a request is predicted only, but read all the same.
+    limit = _LONGEST if positions is None else positions - 1
+    text = TextModel(tokenizer, limit, config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, model_scorer(engine.model, str(engine.model.device)), engine)
     allows = config.confirm_run_unsafe_code
     found = []

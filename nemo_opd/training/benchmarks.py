@@ -80,7 +80,8 @@ def _asked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key:
             f"false, or name one as {key}.chat_template"
         )
     longest = max(_LONGEST, config.train.max_length)
-    limit = min(longest, info.positions or longest)
+    # The last token of a request is predicted only, but read all the same.
+    limit = longest if info.positions is None else min(longest, info.positions - 1)
     model = load_config(settings.reference, key=f"{key}.model")
     return AskedModel(
         TextModel(info.tokenizer, limit, settings.chat_template_kwargs, config.run.seed),

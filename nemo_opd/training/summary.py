@@ -212,6 +212,8 @@ def _question_rows(plan: Plan) -> dict[str, str]:
         + f", {each.num_dropped:,} too long left out" * bool(each.num_dropped)
         for each in plan.questions
     }
+    if plan.benchmarks is not None:
+        counted["benchmarks"] = ", ".join(each.settings.label for each in plan.benchmarks.loaded)
     return counted or {"questions": "none"}
 
 

@@ -109,7 +109,7 @@ def held(case: Case, config: RunConfig) -> int:
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     with LiveBytes(*student.model.parameters()) as live:
-        student.generate(requests(case, rows), sampling, 0)
+        student.generate(requests(case, rows), sampling, 0, config.rollout.batch_size)
     student.close()
     return live.peak
 
