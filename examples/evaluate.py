@@ -25,7 +25,7 @@ def evaluate(config: EvaluationConfig) -> None:
 
 def names_own_questions(arguments: list[str]) -> bool:
     """Beside which the demo's would be a second source."""
-    return any(re.match(r"\+*data\.(\w+_files|hub\b)", argument) for argument in arguments)
+    return any(re.match(r"\+*(data\.(\w+_files|hub\b)|sets\b|benchmarks\b)", argument) for argument in arguments)
 
 
 if __name__ == "__main__":

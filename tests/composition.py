@@ -23,7 +23,7 @@ PRODUCTION = "off_policy_distillation"
 @cache
 def compose(*overrides: str, config_name: str = DEMO) -> RunConfig:
     """By Hydra's interface for this, in half the time of its command line; the demo without its benchmark."""
-    if config_name == DEMO and not any("evaluation" in override for override in overrides):
+    if config_name == DEMO and not any(override.lstrip("+~").startswith("evaluation") for override in overrides):
         overrides = (*overrides, "evaluation=null")
     command = read_command_line(overrides, CONFIGS, config_name)
     with composition_errors(command), initialize_config_dir(str(CONFIGS), version_base="1.3"):

@@ -41,7 +41,7 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
         *own(questions), "n=2", "k=[1,2]", "max_new_tokens=4", "max_prompt_length=40", f"output_dir={folder}"
     )
     console = Console(record=True, width=100)
-    result = evaluate(config, console)
+    result = evaluate(config, console)[""]
     results = json.loads((folder / "results.json").read_text())
     answers = read_samples(folder / "samples.jsonl")
 
@@ -55,7 +55,7 @@ def test_an_evaluation_writes_what_it_found(questions: Path, tmp_path: Path) -> 
 
     again = validated(yaml.safe_load((folder / "config.yaml").read_text()), EvaluationConfig)
     assert again == config
-    assert evaluate(again.model_copy(update={"output_dir": tmp_path / "again"}), console).metrics == result.metrics
+    assert evaluate(again.model_copy(update={"output_dir": tmp_path / "again"}), console)[""].metrics == result.metrics
     assert (tmp_path / "again" / "samples.jsonl").read_text() == (folder / "samples.jsonl").read_text()
 
 
@@ -116,3 +116,22 @@ def test_files_of_the_user_take_the_place_of_the_demos() -> None:
     assert names_own_questions(["model=m", "data.jsonl_files=a"])
     assert names_own_questions(["++data.hub.path=a"])
     assert not names_own_questions(["model=m", "data.max_samples=3"])
+
+
+def test_sets_and_benchmarks_have_their_own_figures(questions: Path, tmp_path: Path) -> None:
+    """Bug: figures of one set under the name of another, or likelihoods of another model than the one that answers."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    source = f"data:{{jsonl_files:{questions},text_key:text,max_samples:3}}"
+    sets = f"sets={{sums:{{{source},n:1}},boxes:{{{source},reward:{{type:format,extract:{{type:boxed}}}}}}}}"
+    more = ("benchmarks=[{task:next_line,limit:8}]", "task_folder=demo:tasks", f"output_dir={tmp_path / 'out'}")
+    config = compose("model=demo:student", "reward=numeric", "n=2", "max_new_tokens=4", sets, *more)
+    console = Console(record=True, width=100)
+    found = evaluate(config, console)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+
+    assert {name: each["n"] for name, each in results["sets"].items()} == {"sums": 1, "boxes": 2}
+    assert "maj@2" not in found["boxes"].estimates
+    assert results["benchmarks"]["next_line"]["num_questions"] == 8
+    assert 0 <= results["benchmarks"]["next_line"]["estimates"]["acc"]["value"] <= 1
+    assert {one.set for one in read_samples(tmp_path / "out" / "samples.jsonl")} == {"sums", "boxes"}
+    assert "next_line: 8 questions" in console.export_text()
