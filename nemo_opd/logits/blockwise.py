@@ -29,13 +29,13 @@ class BlockwiseSum:
 
 
 def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
-    """Compute Σ coefficient · term over terms, with a gradient for leaves of `source` and what terms learn (methods.md §8.1).
+    """Compute Σ coefficient · term over terms (methods.md §8.1).
 
-    Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
-    led on: from hidden states, the products with the head are formed once for all terms. All that is saved for backward
-    are the gradients, of the type and shape of the leaves; backward scales them where they are, and copies them only if
-    the graph is retained. Without a gradient to form (validation) not even they are made. No units give a zero that is
-    still connected to the leaves.
+    The leaves of `source` and what terms learn get a gradient. Rows that several terms need are made once, and their
+    gradients with respect to the rows are added before they are led on: from hidden states, the products with the head
+    are formed once for all terms. All that is saved for backward are the gradients, of the type and shape of the
+    leaves; backward scales them where they are, and copies them only if the graph is retained. Without a gradient to
+    form (validation) not even they are made. No units give a zero that is still connected to the leaves.
     """
     learned = [term.learned for term in terms if term.learned is not None]
     if torch.is_grad_enabled() and (source.needs_gradient or learned):

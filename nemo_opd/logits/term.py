@@ -123,7 +123,7 @@ class Term:
         return torch.stack([total, unweighted]) * self.factor
 
     def add_gradient(self, rows: Rows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
-        """Return sums [2], and add the gradient of `sums_and_gradients` to that of a block [R, X] by the closed form."""
+        """Return sums [2], and add their gradient to that of a block [R, X] by the closed form."""
         assert self.closed_form is not None
         factors = self.factors(part, coefficient, torch.promote_types(rows.of_block.dtype, torch.float32)).unsqueeze(1)
         return self.sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)

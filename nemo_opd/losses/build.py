@@ -198,7 +198,9 @@ def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | LearnedPr
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
-def _count_tokens_in_chunks(arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None) -> Tensor:
+def _count_tokens_in_chunks(
+    arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None
+) -> Tensor:
     student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
     has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
     return ((student >= 0) & ~has_no_predictor).sum(1)

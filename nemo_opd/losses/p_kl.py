@@ -56,9 +56,9 @@ def p_kl(
     the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
     parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
     coverage_coef: by default 1. continuation_weight: of the chunk's `alm` term, where it has several tokens on a side.
-    projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and no cell but those of the vocab_topk columns, which are chosen
-    over all of the teacher's positions and normalised before the mean. Raises ConfigError for shapes, sizes or names
-    that do not fit.
+    projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and no
+    cell but those of the vocab_topk columns, which are chosen over all of the teacher's positions and normalised before
+    the mean. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
     how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
@@ -75,11 +75,11 @@ def p_kl(
         require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
+    is_learned = isinstance(projection, LearnedProjection)
     if isinstance(projection, LearnedProjection):
         matrix, sparse = projection.start, projection.sparse(*sizes, inputs.device)
     else:
         matrix, sparse = projection, SparseProjection.of(projection, *sizes, inputs.device)
-    is_learned = sparse.block.log_weight.requires_grad
     cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -116,7 +116,7 @@ def p_kl(
         compare_onto=unit_loss_onto if is_on_all else None,
         on_cells=OnCells(compare, for_kernels, coverage) if is_on_all else None,
     )
-    if is_learned:
+    if sparse.block.log_weight.requires_grad:
         term = replace(term, learned=sparse.block.log_weight)
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 

@@ -200,7 +200,8 @@ def slots_within(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the row and the slot of the entries that `entries_within` returns, in its order."""
     indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
-    return np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
+    student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
+    return student, slot
 
 
 def _block(
