@@ -243,7 +243,7 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Export the student, write the report and print the closing table.
+        """Export the student and averages of its weights, write the report and print the closing table.
 
         Raises NotFiniteError for a student that has diverged.
         """
@@ -259,6 +259,9 @@ class Session:
         final = self.plan.output_dir / "final"
         export_whole(self.models, final)
         write_learned_rows(self.plan, final)
+        for i, teacher in enumerate(self.config.active_teachers):
+            if teacher.weights == "ema":
+                export_whole(self.models, self.plan.output_dir / f"final_{teacher.name}", average_of=i)
         closing = self.closing_table()
         write_report(self.plan.output_dir, closing)
         self.loggers.summary(closing)

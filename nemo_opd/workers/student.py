@@ -368,9 +368,12 @@ class StudentWorker:
             load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
         self.learned.load(folder / "state")
 
-    def export(self, folder: Path, served_as: str | None = None) -> None:
-        """Call `Exports.write`, and write the learned projections for users."""
-        with self._residence.use():
+    def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
+        """Call `Exports.write`, and write the learned projections for users.
+
+        average_of: a teacher whose average is written in place of the student's weights.
+        """
+        with self._residence.use(), self.own_teachers.averaged(average_of):
             self.exports.write(folder, served_as)
         if served_as is None:
             self.learned.export(folder)
