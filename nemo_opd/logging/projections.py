@@ -1,6 +1,7 @@
 """projections.json: the rows that moved furthest in the projections that a run has learned, for its report."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -8,9 +9,23 @@ from pydantic import TypeAdapter
 from nemo_opd.disk import storage_errors
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
-from nemo_opd.projection.moved import MovedRow
 
 _FILE = "projections.json"
+
+
+@dataclass(frozen=True, slots=True)
+class MovedRow:
+    """A student token whose teacher tokens have other weights than before."""
+
+    token: str
+    """For people to read, as those of the entries."""
+    moved: float
+    """½ Σ |after − before|: the share of the weight that has moved (methods.md §2.8)."""
+    before: tuple[tuple[str, float], ...]
+    """Teacher tokens with their weights."""
+    after: tuple[tuple[str, float], ...]
+
+
 _BY_TEACHER: TypeAdapter[Mapping[str, Sequence[MovedRow]]] = TypeAdapter(Mapping[str, Sequence[MovedRow]])
 
 

@@ -14,11 +14,9 @@ from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
-from nemo_opd.logging.projections import write_projections
+from nemo_opd.logging.projections import MovedRow, write_projections
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
-from nemo_opd.projection.moved import MovedRow
-from nemo_opd.projection.samples import Entry
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -211,8 +209,8 @@ def test_the_page_shows_hardware_adapters_coverage_and_skipped_steps(tmp_path: P
 def test_the_page_shows_the_rows_of_a_learned_projection(tmp_path: Path) -> None:
     """Weights of before in the place of those after, tokens that become markup, a damaged file that is passed over."""
     write_run(tmp_path, a_run())
-    entries = [(Entry(5, "'<b>'", 0.9), Entry(7, "'2'", 0.1)), (Entry(5, "'<b>'", 0.25), Entry(7, "'2'", 0.75))]
-    write_projections(tmp_path, {"phi4mini": [MovedRow(3, "'12'", 0.65, *entries)]})
+    entries = [(("'<b>'", 0.9), ("'2'", 0.1)), (("'<b>'", 0.25), ("'2'", 0.75))]
+    write_projections(tmp_path, {"phi4mini": [MovedRow("'12'", 0.65, *entries)]})
     text = write_report(tmp_path).read_text()
     cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("Learned projection of phi4mini") :], re.DOTALL)
     shown = [re.sub(r"</?code>", "", cell).strip() for cell in cells]
