@@ -18,7 +18,7 @@ class MovedRow:
     """A student token whose teacher tokens have other weights than before."""
 
     token: str
-    """For people to read, as those of the entries."""
+    """Text of the token for people, as of those in the entries."""
     moved: float
     """½ Σ |after − before|: the share of the weight that has moved (methods.md §2.8)."""
     before: tuple[tuple[str, float], ...]
