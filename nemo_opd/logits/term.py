@@ -99,7 +99,7 @@ class Term:
     row_loss: RowLoss | None = None
     """The same for kernels, which compute several terms together."""
     learned: Tensor | None = None
-    """What `loss_of` reads in addition and gets a gradient too; a term with it has neither closed form nor kernel."""
+    """A tensor that `loss_of` reads and that gets a gradient too; such a term has no closed form and no kernel."""
 
     @property
     def num_units(self) -> int:

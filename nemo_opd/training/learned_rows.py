@@ -1,4 +1,4 @@
-"""What a run has learned about its projections, for the report."""
+"""Rows of the projections that a run has learned, for the report."""
 
 from collections.abc import Iterator
 from pathlib import Path
