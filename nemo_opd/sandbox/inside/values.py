@@ -57,9 +57,9 @@ def encoded(value: Any, reference: Callable[[Any], Any]) -> Any:
         return {"range": [value.start, value.stop, value.step]}
     if isinstance(value, dict):
         return {"dict": [[encoded(key, reference), encoded(each, reference)] for key, each in value.items()]}
-    for kind in (tuple, set, frozenset, deque):
-        if isinstance(value, kind):
-            return {kind.__name__: [encoded(each, reference) for each in value]}
+    for collection in (tuple, set, frozenset, deque):
+        if isinstance(value, collection):
+            return {collection.__name__: [encoded(each, reference) for each in value]}
     if hasattr(type(value), "__next__"):
         return {"iterator": [encoded(each, reference) for each in islice(value, _MOST_ITEMS)]}
     if getattr(value, "shape", None) == () and hasattr(value, "item"):  # a number of NumPy's
