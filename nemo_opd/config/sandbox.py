@@ -11,9 +11,9 @@ Isolation = Literal["bubblewrap", "namespaces", "process"]
 
 class SandboxSettings(Settings):
     isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
-    """How programs are kept apart: by bubblewrap, or by Linux namespaces made without it; auto: by the first of the two
-    that works. process: on the machine's own file system with limits alone, where namespaces are forbidden, as in many
-    containers (docs/sandbox.md says what that leaves open).
+    """Kind of sandbox: made by bubblewrap, or of Linux namespaces without it; auto: the first of the two that works.
+    process: limits alone, where namespaces are forbidden, as in many containers (docs/sandbox.md says what that leaves
+    open).
     """
     timeout_s: float = Field(5, gt=0, le=3600)
     """Processor time of a program with all its processes, in seconds. A program that waits has four times as long."""
