@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from nemo_opd.config.base import YEAR_S, Frozen, Settings
 from nemo_opd.config.extraction import Boxed, Extraction, LastTurn
+from nemo_opd.config.sandbox import SandboxSettings
 
 
 class RewardBase(Settings):
@@ -42,11 +43,14 @@ class SingleReward(RewardBase):
 class AnswerReward(SingleReward):
     answer_key: str = "answer"
     """The column that holds what is compared with."""
+
+
+class ExtractedReward(AnswerReward):
     extract: Extraction = Field(default_factory=LastTurn)
     """What of the last turn is compared; where it finds nothing the reward is 0."""
 
 
-class ExactReward(AnswerReward):
+class ExactReward(ExtractedReward):
     """1 where the last turn is the answer, else 0; surrounding white space aside."""
 
     type: Literal["exact"] = "exact"
@@ -54,7 +58,7 @@ class ExactReward(AnswerReward):
     """Compare without regard to upper and lower case."""
 
 
-class NumericReward(AnswerReward):
+class NumericReward(ExtractedReward):
     """1 where the last number of the last turn is the answer within a relative tolerance, else 0."""
 
     type: Literal["numeric"] = "numeric"
@@ -62,7 +66,7 @@ class NumericReward(AnswerReward):
     """Largest difference from the answer, as a share of its absolute value."""
 
 
-class MathReward(AnswerReward):
+class MathReward(ExtractedReward):
     """1 where the last \\boxed{…} of the last turn is mathematically equal to the answer, else 0."""
 
     type: Literal["math"] = "math"
@@ -70,6 +74,16 @@ class MathReward(AnswerReward):
     """What of the last turn is compared; where it finds nothing the reward is 0."""
     timeout_s: float = Field(5, gt=0, le=YEAR_S)
     """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
+
+
+class CodeReward(AnswerReward):
+    """1 where the Python program of the last turn passes the row's tests in a sandbox, else 0 (docs/sandbox.md)."""
+
+    type: Literal["code"] = "code"
+    answer_key: str = "test"
+    """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
+    """Limits of a program, and how it is kept apart."""
 
 
 class EnvironmentReward(SingleReward):
@@ -100,7 +114,7 @@ class FormatReward(SingleReward):
 
 
 OneReward = Annotated[
-    ExactReward | NumericReward | MathReward | EnvironmentReward | FunctionReward | FormatReward,
+    ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward | FormatReward,
     Field(discriminator="type"),
 ]
 
@@ -168,6 +182,7 @@ Reward = Annotated[
     ExactReward
     | NumericReward
     | MathReward
+    | CodeReward
     | EnvironmentReward
     | FunctionReward
     | FormatReward
