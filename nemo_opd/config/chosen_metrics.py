@@ -12,7 +12,7 @@ def check_chosen_metrics(config: RunFields) -> None:
         if chosen is None:
             continue
         known = list(_validated(config)) + list(_evaluated(config))
-        if chosen.metric not in known:
+        if chosen.metric not in known and not _is_of_a_benchmark(config, chosen.metric):
             close = difflib.get_close_matches(chosen.metric, known, n=3, cutoff=0.4) or known
             named = f"; there are {', '.join(close)}" if close else "; set data.validation or evaluation"
             raise ValueError(
@@ -39,8 +39,16 @@ def _evaluated(config: RunFields) -> Iterator[str]:
     evaluation = config.evaluation
     if evaluation is None:
         return
-    yield from (f"eval/pass@{k}" for k in evaluation.k)
-    yield from (f"eval/maj@{k}" for k in evaluation.k if k > 1)
-    yield f"eval/mean@{evaluation.n}"
-    if evaluation.greedy:
-        yield "eval/greedy"
+    for name, questions in (evaluation.asked or {"": evaluation}).items():
+        prefix = f"eval/{name}/" if name else "eval/"
+        yield from (f"{prefix}pass@{k}" for k in questions.k)
+        yield from (f"{prefix}maj@{k}" for k in questions.k if k > 1)
+        yield f"{prefix}mean@{questions.n}"
+        if questions.greedy:
+            yield f"{prefix}greedy"
+
+
+def _is_of_a_benchmark(config: RunFields, metric: str) -> bool:
+    """Return whether a metric has the name of a benchmark, whose tasks alone know their figures."""
+    names = [] if config.evaluation is None else [each.label for each in config.evaluation.benchmarks]
+    return any(metric.startswith(f"eval/{name}/") for name in names)

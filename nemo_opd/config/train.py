@@ -10,7 +10,7 @@ from nemo_opd.config.base import Settings
 
 class ChosenMetric(Settings):
     metric: str
-    """Metric of validation or evaluation as it is logged, such as `val/bits_per_byte` or `eval/pass@1`."""
+    """Metric of validation or evaluation as it is logged, such as `val/bits_per_byte` or `eval/gsm8k/pass@1`."""
     mode: Literal["max", "min"]
     """Whether larger or smaller values are better."""
 

@@ -105,7 +105,8 @@ def _load(benchmark: Benchmark, manager: TaskManager, settings: QuestionSets, ke
         if getattr(task, "UNSAFE_CODE", False) and not settings.confirm_run_unsafe_code:
             raise ConfigError(
                 f"{key}.task={benchmark.task}: {name} runs programs that the model writes, and lm-eval runs them "
-                "without a sandbox, as this user; write evaluation.confirm_run_unsafe_code=true where that may be"
+                "without a sandbox, as this user; write evaluation.confirm_run_unsafe_code=true where that may be, or "
+                "use a set of evaluation.sets with reward.type=code, which runs programs in one"
             )
         _configure(task, benchmark)
     return LoadedBenchmark(benchmark, loaded)
