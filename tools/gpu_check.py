@@ -1,12 +1,13 @@
 #!/usr/bin/env python
 """Tries this project on the GPUs of this machine, and writes what it found, for people and as data.
 
-uv run tools/gpu_check.py                                  # everything; some minutes
+uv run tools/gpu_check.py                                  # everything; expected to take some minutes
 uv run tools/gpu_check.py --only ipc tests                 # some of it
 uv run tools/gpu_check.py --student llama_tiny --teacher qwen_tiny --length 64      # smaller models
 
-Each part runs in processes of its own with a time limit, and none stops another. The exit status is 1 where one failed.
-On a machine without a GPU the parts that need one say so.
+Each part runs in separate processes with a time limit, and none stops another. The exit status is 1 where one failed.
+On a machine without a GPU the parts that need one say so, and the step is that of tiny models. Parts that are not asked
+for keep what an earlier check of the same commit, packages and machine has found in the folder.
 """
 
 import sys
@@ -22,8 +23,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
+import torch
+
+from nemo_opd.commands import ending_on_signals
 from tools.gpu.parts import PARTS, Job
-from tools.gpu.report import ROOT, Outcome, Report
+from tools.gpu.report import FILE, ROOT, Outcome, Report
 
 _RESULTS = ROOT / "benchmarks" / "results"
 
@@ -31,10 +35,12 @@ _RESULTS = ROOT / "benchmarks" / "results"
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--student", default="llama_1b", help="a preset of benchmarks/step.py, or a config.json")
-    parser.add_argument("--teacher", default="qwen_4b", help="likewise")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a text of the measured step")
-    parser.add_argument("--rows", type=int, default=16, help="texts of a step")
+    on_gpu = torch.cuda.is_available()
+    models, size = ("llama_1b", "qwen_4b") if on_gpu else ("llama_tiny", "qwen_tiny"), 2048 if on_gpu else 64
+    parser.add_argument("--student", default=models[0], help="a preset of benchmarks/step.py, or a config.json")
+    parser.add_argument("--teacher", default=models[1], help="likewise")
+    parser.add_argument("--length", type=int, default=size, help="tokens of a text of the measured step")
+    parser.add_argument("--rows", type=int, default=16 if on_gpu else 4, help="texts of a step")
     parser.add_argument("--micro", type=int, default=4, help="texts at a time")
     parser.add_argument("--mfu-floor", type=float, default=0.3, metavar="SHARE", help="least MFU of the step")
     parser.add_argument("--tests", nargs="+", default=["tests"], metavar="PATH", help="of which those marked gpu run")
@@ -45,8 +51,8 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
-    report = Report.begin(sys.argv)
-    with tempfile.TemporaryDirectory() as scratch:
+    report = Report.begin(["uv", "run", *sys.argv], options.output)
+    with ending_on_signals(), tempfile.TemporaryDirectory() as scratch:
         job = Job(
             student=options.student,
             teacher=options.teacher,
@@ -60,7 +66,11 @@ def main() -> int:
         )
         for name in options.only:
             print(f"{name} …", file=sys.stderr, flush=True)
-            report.parts[name] = PARTS[name](job)
+            try:
+                report.parts[name] = PARTS[name](job)
+            except KeyboardInterrupt:
+                print(f"interrupted in {name}; what was found before is in {options.output / FILE}", file=sys.stderr)
+                return 130
             # As soon as there is something: a later part may take the machine down.
             report.write(options.output)
     print(report.markdown())
