@@ -38,6 +38,7 @@ ORDER = (
     "workers",
     "cluster",
     "training",
+    "cli",
 )
 """One level a package, from the lowest: a package imports those above it in this list, never those below."""
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
@@ -139,7 +140,10 @@ def test_config_and_alignment_import_no_torch() -> None:
 @pytest.mark.parametrize(
     ("modules", "libraries"),
     [
-        ("config, config.load, alignment, training.cli, training.inputs", ("torch", "transformers", "ray", "datasets")),
+        (
+            "config, config.load, alignment, cli.main, cli.process, training.inputs",
+            ("torch", "transformers", "ray", "datasets"),
+        ),
         ("cluster.ray.rank_actor", ("transformers", "datasets", "numba")),
     ],
     ids=["settings", "rank"],

@@ -6,6 +6,8 @@ from nemo_opd.config.base import Settings
 
 
 class Train(Settings):
+    """Steps, batches and checkpoints."""
+
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps; given by `epochs` and the data when not set."""
     epochs: int | None = Field(None, ge=1)
