@@ -5,6 +5,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from transformers import GenerationConfig
@@ -61,7 +62,6 @@ def _print(rollout: Rollout, arguments: Namespace, console: Console) -> None:
         facts |= {"finish_reason": rollout.finish_reason, "tokens": rollout.num_sampled}
         print(json.dumps(facts, ensure_ascii=False))
         return
-    console.print(
-        prompt, style="dim", end="\n" if arguments.chat else "", markup=False, highlight=False, soft_wrap=True
-    )
-    console.print(response, markup=False, highlight=False, soft_wrap=True)
+    plain: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    console.print(prompt, style="dim", end="\n" if arguments.chat else "", **plain)
+    console.print(response, **plain)

@@ -104,7 +104,7 @@ def compose(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def compose_settings(arguments: Sequence[str], model: type[S], config_dir: Path, config_name: str) -> S:
-    """Return what a command line configures, by Hydra's interface for this: in half the time, and without `sys.argv`."""
+    """Return what a command line configures, by Hydra's interface for programs: it takes half the time."""
     command = read_command_line(arguments, config_dir, config_name)
     file = command.config_file
     with composition_errors(command), initialize_config_dir(str(file.parent), version_base="1.3"):

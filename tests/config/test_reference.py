@@ -6,8 +6,9 @@ import pytest
 from pydantic import BaseModel
 
 from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.help import help_text
 from nemo_opd.config.problems import models_in
-from nemo_opd.config.reference import PAGE, help_text, page
+from nemo_opd.config.reference import PAGE, page
 from nemo_opd.config.run import RunConfig
 from tests.composition import CONFIGS, ROOT
 

@@ -23,7 +23,7 @@ def run_directory(checkpoint: Path) -> Path:
 
 
 def read_config(given: Path | None, run: Path) -> RunConfig:
-    """Return the settings. Raise CheckpointError where there is none, and ConfigError for settings that are not valid."""
+    """Return the settings. Raises CheckpointError where there are none, and ConfigError where they are not valid."""
     file = given or run / CONFIG
     if not file.is_file():
         key = "--config" if given is None else f"--config={given}"
