@@ -75,7 +75,7 @@ class QuestionSource(ValidationSource):
 
 
 class EvaluationConfig(Questions):
-    """Evaluation of an existing model: all settings of `examples/evaluate.py`."""
+    """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
     """A Hugging Face folder, hub name, or `demo:arithmetic_student`."""

@@ -8,7 +8,7 @@ from nemo_opd.config.base import Settings
 
 
 class Console(Settings):
-    """Progress for people."""
+    """Display of progress."""
 
     enabled: bool = True
     """Live progress in a terminal, a line now and then elsewhere."""
@@ -21,14 +21,14 @@ class Console(Settings):
 
 
 class TensorBoard(Settings):
-    """Metrics for TensorBoard."""
+    """TensorBoard as a destination."""
 
     enabled: bool = False
     """Write the metrics as events into the folder `tensorboard` of the run."""
 
 
 class Wandb(Settings):
-    """Metrics for Weights & Biases."""
+    """Weights & Biases as a destination."""
 
     enabled: bool = False
     """Log the metrics to Weights & Biases."""

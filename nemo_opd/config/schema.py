@@ -63,7 +63,7 @@ def _options(group: Path) -> list[str]:
 
 
 def _partial(schema: Any) -> Any:
-    """Return the schema of a part: nothing is required, a value may be a reference, and one a list of one.
+    """Return the schema of a part: nothing is required, and a value may be a reference, or one for a list of one.
 
     What a union's type is may be said elsewhere, so more than one may fit.
     """
@@ -72,9 +72,11 @@ def _partial(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
     is_model = "properties" in schema
-    plain = {("anyOf" if key == "oneOf" else key): value for key, value in schema.items() if key not in _WITHOUT}
+    plain = {_RENAMED.get(key, key): value for key, value in schema.items() if key not in _WITHOUT}
     if is_model:
         plain["properties"] = {name: _value(_partial(field)) for name, field in schema["properties"].items()}
+        if tag := plain["properties"].get("type"):
+            tag.setdefault("description", schema["description"])
         if "$defs" in plain:
             plain["$defs"] = {name: _partial(each) for name, each in schema["$defs"].items()}
         return plain
@@ -82,13 +84,16 @@ def _partial(schema: Any) -> Any:
 
 
 _WITHOUT = frozenset({"required", "discriminator", "title"})
+_RENAMED = {"oneOf": "anyOf", "prefixItems": "items"}
+"""The second is the name in the dialect that editors know."""
 
 
 def _value(field: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of a field's value, or of a reference to one."""
     about = {key: field.pop(key) for key in ("description", "default") if key in field}
     choices = field["anyOf"] if set(field) == {"anyOf"} else [field]
-    single = [each["items"] for each in choices if each.get("type") == "array" and "items" in each]
+    single = [each["items"] for each in choices if isinstance(each.get("items"), Mapping)]
     is_text = any(each.get("type") == "string" and not set(each) & {"enum", "const", "pattern"} for each in choices)
     reference = [] if is_text else [{"$ref": f"#/definitions/{_REFERENCE}"}]
-    return about | {"anyOf": [*choices, *single, *reference]}
+    nothing = [{"type": "null"}] if single and about.get("default") == [] else []
+    return about | {"anyOf": [*choices, *single, *nothing, *reference]}
