@@ -22,15 +22,9 @@ main = entry_points(group="console_scripts")["nemo-opd"].load()
 assert main.__globals__["__file__"].startswith(sys.argv[1]), main.__globals__["__file__"]
 assert CHECKOUT is None
 assert main(["init", "mine"]) == 0
-assert main(["init", "mine", "--on-policy"]) == 0
-assert main(["distil", "--config", "mine/distil.yaml", "run.dry_run=true"]) == 0
-on_policy = ["mine/distil_on_policy.yaml", "cluster=gpu", "cluster.device=cpu", "run.dry_run=true"]
-assert main(["distil-on-policy", "--config", *on_policy]) == 0
 small = ["train.max_steps=2", "train.global_batch_size=2", "train.micro_batch_size=2", "train.max_length=32"]
-small += ["data.validation.arrow_files=null", "data.validation.max_samples=null"]
-here = ["cluster.launcher=local", "run.output_dir=run"]
-assert main(["distil", "--config", "off_policy_demo", "teachers=demo_single", *small, *here]) == 0
-assert main(["report", "run"]) == 0
+small += ["data.validation.arrow_files=null", "data.validation.max_samples=null", "cluster.launcher=local"]
+assert main(["distil", "--config", "mine/distil.yaml", *small, "run.output_dir=run"]) == 0
 assert main(["generate", "--model", "run/final", "--prompt", "Once", "--max-new-tokens", "2"]) == 0
 assert main(["check", "--only", "tests", "counts", "step"]) == 0
 """
@@ -47,26 +41,23 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_verbs_work_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
-    """Bug: a recipe, a template or code of a verb that is in the checkout and not in the wheel."""
-    environment = {**os.environ, "PYTHONPATH": str(site)}
-    ran = subprocess.run(
-        [sys.executable, "-P", "-c", VERBS, str(site)], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert (tmp_path / "run" / "report" / "report.html").is_file()
-    assert {file.name for file in (tmp_path / "mine").iterdir()} == {
-        "distil.yaml",
-        "distil_on_policy.yaml",
-        "run.schema.json",
-    }
-    report = (tmp_path / "gpu_check.md").read_text()
-    assert report.count("needs a checkout of the project") == 3
-
-
 def test_the_wheel_has_configurations_and_no_caches(site: Path) -> None:
     names = {str(file.relative_to(site / "nemo_opd")) for file in (site / "nemo_opd").rglob("*") if file.is_file()}
     recipes = {str(file.relative_to(ROOT)) for file in (ROOT / "configs").rglob("*") if file.is_file()}
     assert recipes <= names
     assert "py.typed" in names
     assert not [name for name in names if name.endswith((".pyc", ".nbi", ".nbc"))]
+
+
+def test_verbs_work_from_the_wheel_alone(site: Path, tmp_path: Path) -> None:
+    """Bug: a recipe, a template or code of a verb that is in the checkout and not in the wheel."""
+    # Functions of these few tokens are sooner interpreted than compiled.
+    environment = {**os.environ, "PYTHONPATH": str(site), "NUMBA_DISABLE_JIT": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", VERBS, str(site)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert (tmp_path / "run" / "report" / "report.html").is_file()
+    assert {file.name for file in (tmp_path / "mine").iterdir()} == {"distil.yaml", "run.schema.json"}
+    report = (tmp_path / "gpu_check.md").read_text()
+    assert report.count("needs a checkout of the project") == 3
