@@ -45,7 +45,7 @@ def _parser(path: Sequence[str] = (), verb: Verb | None = None) -> ArgumentParse
     for name, entry in VERBS.items():
         own = verbs.add_parser(name, help=entry.help, description=entry.help)
         if isinstance(entry, Verb):
-            parsers = {(name,): own}
+            parsers: dict[tuple[str, ...], ArgumentParser] = {(name,): own}
         else:
             inner = own.add_subparsers(metavar="VERB", required=True)
             parsers = {

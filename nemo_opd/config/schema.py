@@ -25,7 +25,7 @@ def write_schemas(config_dir: Path) -> None:
 
 def schemas(config_dir: Path) -> dict[str, str]:
     """Return file name → schema: of a run, of an evaluation, and of each group's options."""
-    whole = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
+    whole: dict[str, type[BaseModel]] = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
     found = {name: recipe_schema(model, config_dir) for name, model in whole.items()}
     for group in _groups(config_dir, RunConfig):
         if get_origin(RunConfig.model_fields[group].annotation) is tuple:

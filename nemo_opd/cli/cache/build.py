@@ -102,7 +102,7 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"--config={arguments.config} cannot be read ({error}); give a run's settings") from error
     changed = OmegaConf.merge(written, OmegaConf.from_dotlist(_quoted(arguments.settings)))
-    config = from_dict(dict(OmegaConf.to_container(changed, resolve=True)))  # type: ignore[arg-type]
+    config = from_dict(dict(OmegaConf.to_container(changed, resolve=True)))
     names = config.active_names
     name = arguments.teacher or next(iter(names), None)
     if name not in names:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -101,7 +100,8 @@ def ipc(job: Job) -> Part:
     if not torch.cuda.is_available():
         reason = obstacle("shared_memory", [(0, 0)], job.limit_s)
         return replace(_NO_GPU, facts={"shared memory": reason or "works"})
-    pairs = list(product(range(torch.cuda.device_count()), repeat=2))
+    number = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(number) for j in range(number)]
     same, other = ([pair for pair in pairs if (pair[0] == pair[1]) is is_same] for is_same in (True, False))
     tries = {"CUDA IPC, one GPU": ("cuda_ipc", same), "CUDA IPC, two GPUs": ("cuda_ipc", other)}
     tries["pinned main memory"] = ("pinned_memory", same)
