@@ -1,4 +1,4 @@
-"""How well a model answers questions that can be checked; with no arguments, the demo's student on this machine."""
+"""Evaluation on questions that can be checked; with no arguments, of the demo's student on this machine."""
 
 import re
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
 
 class Questions(Settings):
-    """How questions are asked, and answers judged."""
+    """Sampling and judging of answers."""
 
     data: ValidationSource = Field(default_factory=ValidationSource)
     """Questions, with the same columns as `data.train`; scored by `reward`."""

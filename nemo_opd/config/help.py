@@ -49,7 +49,7 @@ def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequen
             options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
             yield _entry(f"{folder.name}:", options)
     yield from ("", "Sections:", _entry("", ", ".join(each.name for each in every if not each.depth)))
-    yield from ("", "Settings, as KEY=VALUE:")
+    yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
     single = tuple(key for key in keys_of(model) if not models_in(model.model_fields[key.name].annotation))
     yield from _table("", Table("", "", single))
 

@@ -11,7 +11,7 @@ from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
-    """What student and teachers have in common."""
+    """Settings that student and teachers have in common."""
 
     model: str | None = None
     """A Hugging Face folder, hub name, or `demo:student`."""

@@ -10,7 +10,7 @@ from nemo_opd.config.base import Frozen, Settings
 
 
 class RolloutBase(Settings):
-    """What all engines have in common."""
+    """Settings that all engines have in common."""
 
     n: int = Field(4, ge=1)
     """Rollouts of each prompt; `train.global_batch_size` counts rollouts."""

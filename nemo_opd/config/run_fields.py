@@ -69,11 +69,11 @@ class RunFields(Settings):
     teachers: tuple[Teacher, ...]
     """The models that it learns from, as a list; `teachers=GROUP` swaps it, `teachers.0.weight=0.8` changes one."""
     loss: Loss = Field(default_factory=PKLLoss)
-    """What is compared with the teachers, and how much that and cross-entropy count."""
+    """Comparison with the teachers, and the weights of it and of cross-entropy."""
     aggregation: Aggregation = Field(default_factory=WeightedSum)
-    """How several teachers become one objective."""
+    """Joining of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
-    """What teachers hand over to the student, and by which memory."""
+    """Output that teachers hand over to the student, and the memory by which they do."""
     data: Data
     """Texts or prompts, and how they are read."""
     rollout: Rollouts | None = None

@@ -19,7 +19,7 @@ Settings = RunConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run has left."""
+    """Files that a run has left."""
 
     output_dir: Path
     """Directory of the run; with `run.dry_run` it is not made."""

@@ -1,4 +1,4 @@
-"""What a cache holds, as a table or JSON."""
+"""Contents of a cache, as a table or JSON."""
 
 import json
 from argparse import Namespace

@@ -21,7 +21,7 @@ from nemo_opd.handoff.obstacle import obstacle
 from nemo_opd.paths import CHECKOUT
 
 WITHIN = 0.2
-"""What the memory estimate promises."""
+"""Error that the memory estimate promises not to exceed."""
 MOST_WAITS = 2
 """Waits of the host for the device in a microbatch."""
 _NO_GPU = Part(Outcome.NOT_HERE, "PyTorch sees no GPU")
@@ -30,7 +30,7 @@ _NO_CHECKOUT = Part(Outcome.NOT_HERE, "needs a checkout of the project: the pack
 
 @dataclass(frozen=True)
 class Job:
-    """What the parts are asked for."""
+    """Arguments of the parts."""
 
     student: str
     teacher: str
@@ -93,7 +93,7 @@ def machine(job: Job) -> Part:
 
 @_timed
 def ipc(job: Job) -> Part:
-    """How another process can read buffers: by CUDA IPC, on the same GPU and on another, and in main memory.
+    """Try how another process can read buffers: by CUDA IPC, on the same GPU and on another, and in main memory.
 
     Where one is impossible the handoff takes the other, so that only main memory must work.
     """

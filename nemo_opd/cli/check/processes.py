@@ -18,7 +18,7 @@ class Done:
     status: int | None
     """Exit status; None where it ran past its limit."""
     output: str
-    """What it printed, and its errors."""
+    """Standard output and errors."""
 
     def reason(self, limit_s: float) -> str:
         """Return why it failed, in a line."""

@@ -1,4 +1,4 @@
-"""What was found on a machine, as Markdown and JSON."""
+"""Findings on a machine, as Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """What one part has found."""
+    """Findings of one part."""
 
     outcome: Outcome
     summary: str

@@ -1,4 +1,4 @@
-"""What a projection file holds, as tables, JSON or a heat map."""
+"""Contents of a projection file, as tables, JSON or a heat map."""
 
 import json
 from argparse import Namespace
