@@ -11,7 +11,7 @@ from rich.console import Console
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import CheckpointManager, Progress
-from nemo_opd.cli.checkpoint.run_settings import CONFIG, add_config, read_config, run_directory
+from nemo_opd.cli.checkpoint.run_settings import CONFIG, add_config, averages, read_config, run_directory
 from nemo_opd.cli.command import Command
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.parallelism import Parallelism
@@ -65,7 +65,7 @@ def convert(arguments: Namespace, console: Console) -> None:
             model,
             partial(build_optimizer, config.student.optimizer),
             lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
-            averages=[str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"],
+            averages=list(averages(config).values()),
         )
     if not (run / CONFIG).exists():
         write_atomically(run / CONFIG, to_yaml(config).encode())

@@ -35,3 +35,18 @@ def read_config(given: Path | None, run: Path) -> RunConfig:
         return from_yaml(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise CheckpointError(f"{file} cannot be read ({error}); give another file as --config") from error
+
+
+def averages(config: RunConfig) -> dict[str, str]:
+    """Return the names in checkpoints of the averages of the student's weights, by the teacher's name."""
+    return {each.name: str(i) for i, each in enumerate(config.active_teachers) if each.weights == "ema"}
+
+
+def average_of(config: RunConfig, teacher: str) -> str:
+    """Return the name in checkpoints of a teacher's average. Raises CheckpointError where the teacher is none."""
+    if (found := averages(config).get(teacher)) is None:
+        there = ", ".join(averages(config)) or "none"
+        raise CheckpointError(
+            f"--average={teacher}: the run's teachers with weights: ema are {there}; name one of them"
+        )
+    return found
