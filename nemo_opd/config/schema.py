@@ -8,6 +8,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.problems import models_in
 from nemo_opd.config.run import RunConfig
 from nemo_opd.files import write_atomically
 
@@ -49,8 +50,13 @@ def recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
     }
     override = {f"override {group}": choice for group, choice in options.items()}
     entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": options | override}]}
-    defaults = {"type": "array", "items": entry, "description": "An option of each group; `_self_` is this file."}
+    definitions["Defaults"] = {"type": "array", "items": entry}
+    about = "An option of each group; `_self_` stands for this file."
+    defaults = {"$ref": "#/definitions/Defaults", "description": about}
     schema["properties"] |= {"defaults": defaults, "hydra": {"type": "object", "description": "Settings of Hydra."}}
+    for group in options:  # whose options may begin with others
+        for inner in models_in(model.model_fields[group].annotation):
+            definitions[inner.__name__]["properties"]["defaults"] = defaults
     return {"$schema": _DIALECT, **schema, "definitions": definitions}
 
 

@@ -19,11 +19,15 @@ class ChosenMetric(Settings):
 
 
 class KeepBest(ChosenMetric):
+    """Checkpoints with the best values of a metric."""
+
     n: int = Field(1, ge=1)
     """Checkpoints that are kept."""
 
 
 class EarlyStopping(ChosenMetric):
+    """End of a run whose metric gets no better."""
+
     patience: int = Field(3, ge=1)
     """Values in a row that are no better than the best one before, after which the run ends."""
     min_delta: float = Field(0, ge=0)
