@@ -19,11 +19,15 @@ class ChosenMetric(Settings):
 
 
 class KeepBest(ChosenMetric):
+    """Checkpoints with the best values of a metric."""
+
     n: int = Field(1, ge=1)
     """Checkpoints that are kept."""
 
 
 class EarlyStopping(ChosenMetric):
+    """End of a run whose metric gets no better."""
+
     patience: int = Field(3, ge=1)
     """Values in a row that are no better than the best one before, after which the run ends."""
     min_delta: float = Field(0, ge=0)
@@ -31,6 +35,8 @@ class EarlyStopping(ChosenMetric):
 
 
 class Train(Settings):
+    """Steps, batches and checkpoints."""
+
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps; given by `epochs` and the data when not set."""
     epochs: int | None = Field(None, ge=1)

@@ -15,13 +15,14 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import copy_whole, size_below, write_atomically
-from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Best
+from nemo_opd.logging import ClosingTable, Loggers, build, write_report
+from nemo_opd.logging.base import STUDENT_BEFORE, Best
+from nemo_opd.logging.busy import print_line
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.best import BestSteps, Patience
-from nemo_opd.training.cli import print_line
+from nemo_opd.training.closing import closing_table
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
@@ -357,16 +358,4 @@ class Session:
 
     def closing_table(self) -> ClosingTable:
         """Return the bits per byte of student and teachers."""
-
-        def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
-            return None if bits is None else ClosingRow(name, bits, note)
-
-        teachers = [
-            row(f"teacher {teacher.name}", self.bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
-            for teacher in self.config.active_teachers
-        ]
-        return ClosingTable(
-            before=row(STUDENT_BEFORE, self.bits_per_byte.get(STUDENT_BEFORE)),
-            after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
-            teachers=tuple(teacher for teacher in teachers if teacher is not None),
-        )
+        return closing_table(self.config, self.bits_per_byte, self.student_after, self.step)

@@ -1,20 +1,19 @@
-"""What was found on a machine, as Markdown and JSON."""
+"""Findings on a machine, as Markdown and JSON."""
 
 from __future__ import annotations
 
 import json
 import platform
-import shlex
 import subprocess
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-_PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+from nemo_opd.paths import CHECKOUT
+
+_PACKAGES = ("nemo-opd", "torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Outcome(Enum):
@@ -25,7 +24,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Part:
-    """What one part has found."""
+    """Findings of one part."""
 
     outcome: Outcome
     summary: str
@@ -43,12 +42,12 @@ class Report:
     parts: dict[str, Part] = field(default_factory=dict)
 
     @staticmethod
-    def begin(command: Sequence[str]) -> Report:
+    def begin(command: str) -> Report:
         return Report(
             {
                 "commit": _commit(),
                 "date": date.today().isoformat(),
-                "command": shlex.join(command),
+                "command": command,
                 "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
                 "packages": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
             }
@@ -78,8 +77,10 @@ class Report:
 
 
 def _commit() -> str:
-    """Return the commit, with `-dirty` where files were changed; `unknown` without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7"]
+    """Return the commit, with `-dirty` where files were changed; `unknown` without git or a checkout."""
+    if CHECKOUT is None:
+        return "unknown"
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
