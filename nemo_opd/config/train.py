@@ -60,6 +60,10 @@ class Train(Settings):
     """Steps between checkpoints; after the last step in any case."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    async_save: bool = False
+    """Write the training state while training goes on, from a copy in the host's memory: 12 bytes for each trained
+    parameter on a rank, divided by the ranks that shard it. The model in Hugging Face form is written before.
+    """
     keep_best: KeepBest | None = None
     """Save a checkpoint whenever a metric is among its `n` best values, and keep those in addition to `keep_last`; at
     the end `best/` is the student of the best one.

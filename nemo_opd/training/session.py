@@ -3,8 +3,9 @@
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
@@ -39,7 +40,19 @@ from nemo_opd.types import Batch, Metrics
 
 
 class _StoppedError(Exception):
-    """Signal that the run was interrupted before its first step, when no step waits to be saved."""
+    """Signal that the run was interrupted before its first step, or that a checkpoint is given up."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    start: float
+    """Time, of the monotonic clock."""
+    stack: ExitStack
+    """Makes it a checkpoint when it is closed without an error."""
 
 
 class Session:
@@ -61,6 +74,7 @@ class Session:
         self.student_after: float | None = None
         """Bits per byte of the student at its last validation."""
         self._validated_at = -1
+        self._saving: _Saving | None = None
         self._is_best = False
 
     def __enter__(self) -> Self:
@@ -84,6 +98,7 @@ class Session:
                 self.source.start()
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
+            stack.callback(self._give_up_save)  # once no worker writes any more
             cluster = stack.enter_context(open_cluster(plan))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
@@ -137,6 +152,8 @@ class Session:
         """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
         self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
         while not self.is_complete and not self.interrupt.requested:
+            if self._saving is not None and self.models.is_saved():
+                self._end_save()
             self.step += 1
             yield self.step
 
@@ -247,7 +264,8 @@ class Session:
             raise _StoppedError
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, or begin to where it is written while training goes on."""
+        self._end_save()
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
@@ -258,17 +276,40 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        start = time.monotonic()
-        name, size = f"writing the checkpoint of step {self.step}", self.plan.checkpoint_bytes
-        with (
-            self.checkpoints.writing(progress, size) as folder,
-            working(name, size, "B", measure=lambda: size_below(folder)),
-        ):
-            self.models.save(folder)
+        start, size = time.monotonic(), self.plan.checkpoint_bytes
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.checkpoints.writing(progress, size))
+            with self._writing(self.step, folder):
+                if self.config.train.async_save:
+                    self.models.begin_save(folder)
+                else:
+                    self.models.save(folder)
+            self._saving = _Saving(self.step, folder, start, stack.pop_all())
+        if not self.config.train.async_save or self.is_complete or self.interrupt.requested:
+            self._end_save()
+
+    def _writing(self, step: int, folder: Path) -> AbstractContextManager[object]:
+        size = self.plan.checkpoint_bytes
+        return working(f"writing the checkpoint of step {step}", size, "B", measure=lambda: size_below(folder))
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with saving.stack:
+            with self._writing(saving.step, saving.folder):
+                self.models.end_save()
             # Checked before it becomes the newest checkpoint and older ones are removed.
-            require_whole(folder, self.plan.student_layout.size)
-        self.time_limit.saved(time.monotonic() - start)
-        self.callbacks.on_save(self.step, self.checkpoints.path(self.step))
+            require_whole(saving.folder, self.plan.student_layout.size)
+        self.time_limit.saved(time.monotonic() - saving.start)
+        self.callbacks.on_save(saving.step, self.checkpoints.path(saving.step))
+
+    def _give_up_save(self) -> None:
+        """Remove what a run that fails has written of a checkpoint."""
+        if self._saving is not None:
+            with suppress(_StoppedError), self._saving.stack:
+                raise _StoppedError
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
