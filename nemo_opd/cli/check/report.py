@@ -1,34 +1,34 @@
-"""What was found on a machine, as Markdown and JSON."""
+"""Findings on a machine, as Markdown and JSON."""
 
 from __future__ import annotations
 
 import json
 import platform
-import shlex
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from enum import Enum
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from nemo_opd.paths import CHECKOUT
+
 FILE, _DATA = "gpu_check.md", "gpu_check.json"
 _SAME = ("commit", "machine", "packages")
 """Facts that parts of one report share."""
-_PACKAGES = ("torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+_PACKAGES = ("nemo-opd", "torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Outcome(Enum):
     PASSED = "passed"
     FAILED = "FAILED"
-    NOT_HERE = "skipped: no GPU"
+    NOT_HERE = "skipped"
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one part has found."""
+    """Findings of one part."""
 
     outcome: Outcome
     summary: str
@@ -46,12 +46,12 @@ class Report:
     parts: dict[str, Part] = field(default_factory=dict)
 
     @staticmethod
-    def begin(command: Sequence[str], folder: Path) -> Report:
+    def begin(command: str, folder: Path) -> Report:
         """Begin with the parts that a check of the same commit, machine and packages has left in the folder."""
         facts = {
             "commit": _commit(),
             "date": date.today().isoformat(),
-            "command": shlex.join(command),
+            "command": command,
             "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
             "packages": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
         }
@@ -92,8 +92,10 @@ def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Part]:
 
 
 def _commit() -> str:
-    """Return the commit, with `-dirty` where files were changed; `unknown` without git."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=7"]
+    """Return the commit, with `-dirty` where files were changed; `unknown` without git or a checkout."""
+    if CHECKOUT is None:
+        return "unknown"
+    command = ["git", "-C", str(CHECKOUT), "describe", "--always", "--dirty", "--abbrev=7"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import wraps
-from itertools import product
 from pathlib import Path
 from shutil import disk_usage
 from typing import Any
@@ -16,20 +15,22 @@ from xml.etree import ElementTree
 
 import torch
 
+from nemo_opd.cli.check.processes import run
+from nemo_opd.cli.check.report import Outcome, Part
 from nemo_opd.handoff.obstacle import obstacle
-from tools.gpu.processes import run
-from tools.gpu.report import ROOT, Outcome, Part
+from nemo_opd.paths import CHECKOUT
 
 WITHIN = 0.2
-"""What the memory estimate promises."""
+"""Error that the memory estimate promises not to exceed."""
 MOST_WAITS = 2
 """Waits of the host for the device in a microbatch."""
 _NO_GPU = Part(Outcome.NOT_HERE, "PyTorch sees no GPU")
+_NO_CHECKOUT = Part(Outcome.NOT_HERE, "needs a checkout of the project: the package has no tests and no benchmarks")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the parts are asked for."""
+    """Arguments of the parts."""
 
     student: str
     teacher: str
@@ -69,7 +70,7 @@ def machine(job: Job) -> Part:
     shared = f"{disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     if not torch.cuda.is_available():
         return replace(_NO_GPU, facts={"/dev/shm": shared})
-    done = run([sys.executable, "-m", "tools.gpu.probe"], job.limit_s)
+    done = run([sys.executable, "-m", "nemo_opd.cli.check.probe"], job.limit_s)
     if done.status != 0:
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     found = json.loads(done.output.splitlines()[-1])
@@ -92,14 +93,15 @@ def machine(job: Job) -> Part:
 
 @_timed
 def ipc(job: Job) -> Part:
-    """How another process can read buffers: by CUDA IPC, on the same GPU and on another, and in main memory.
+    """Try how another process can read buffers: by CUDA IPC, on the same GPU and on another, and in main memory.
 
     Where one is impossible the handoff takes the other, so that only main memory must work.
     """
     if not torch.cuda.is_available():
         reason = obstacle("shared_memory", [(0, 0)], job.limit_s)
         return replace(_NO_GPU, facts={"shared memory": reason or "works"})
-    pairs = list(product(range(torch.cuda.device_count()), repeat=2))
+    number = torch.cuda.device_count()
+    pairs = [(i, j) for i in range(number) for j in range(number)]
     same, other = ([pair for pair in pairs if (pair[0] == pair[1]) is is_same] for is_same in (True, False))
     tries = {"CUDA IPC, one GPU": ("cuda_ipc", same), "CUDA IPC, two GPUs": ("cuda_ipc", other)}
     tries["pinned main memory"] = ("pinned_memory", same)
@@ -112,19 +114,30 @@ def ipc(job: Job) -> Part:
 @_timed
 def tests(job: Job) -> Part:
     """Tests marked `gpu`. A test that is skipped is listed with its reason."""
+    if CHECKOUT is None:
+        return _NO_CHECKOUT
     file = job.scratch / "tests.xml"
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "0", f"--junitxml={file}", *with_gpu_tests(job.tests)]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-m",
+        "gpu",
+        "-n",
+        "0",
+        f"--junitxml={file}",
+        *with_gpu_tests(CHECKOUT, job.tests),
+    ]
     done = run(command, job.limit_s)
     if not file.exists():
         return Part(Outcome.FAILED, done.reason(job.limit_s), text=done.end)
     return read_tests(file, done.end)
 
 
-def with_gpu_tests(paths: Sequence[str]) -> list[str]:
+def with_gpu_tests(root: Path, paths: Sequence[str]) -> list[str]:
     """Return the files of tests that have some marked `gpu`: others may need libraries that this machine lacks."""
-    files = (
-        file for path in paths for file in ([ROOT / path] if (ROOT / path).is_file() else (ROOT / path).rglob("*.py"))
-    )
+    named = [root / path for path in paths]
+    files = (file for path in named for file in ([path] if path.is_file() else path.rglob("*.py")))
     return sorted(str(file) for file in files if "pytest.mark.gpu" in file.read_text(encoding="utf-8"))
 
 
@@ -151,6 +164,8 @@ def read_tests(file: Path, end: str) -> Part:
 @_timed
 def step(job: Job) -> Part:
     """Time, MFU and memory of a training step with random weights (`benchmarks/step.py`)."""
+    if CHECKOUT is None:
+        return _NO_CHECKOUT
     output = job.scratch / "step"
     done = run(
         [
@@ -199,6 +214,8 @@ def read_step(found: dict[str, object], text: str, mfu_floor: float) -> Part:
 @_timed
 def counts(job: Job) -> Part:
     """Kernels, copies and waits of a step of tiny models, by PyTorch's profiler."""
+    if CHECKOUT is None:
+        return _NO_CHECKOUT
     device = "cuda" if torch.cuda.is_available() else "cpu"
     done = run([sys.executable, "-m", "tests.workers.profiled", device], job.limit_s)
     if done.status != 0:
@@ -217,4 +234,4 @@ def read_counts(found: dict[str, Any], device: str) -> Part:
     return Part(Outcome.PASSED if waits <= MOST_WAITS * number else Outcome.FAILED, summary, facts)
 
 
-PARTS: dict[str, _Check] = {"machine": machine, "ipc": ipc, "tests": tests, "counts": counts, "step": step}
+CHECKS: dict[str, _Check] = {"machine": machine, "ipc": ipc, "tests": tests, "counts": counts, "step": step}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_opd import commands
-from tools.gpu.report import ROOT
+from nemo_opd.paths import CHECKOUT
 
 _LAST = 40
 """Lines that are reported of what failed."""
@@ -18,7 +18,7 @@ class Done:
     status: int | None
     """Exit status; None where it ran past its limit."""
     output: str
-    """What it printed, and its errors."""
+    """Standard output and errors."""
 
     def reason(self, limit_s: float) -> str:
         """Return why it failed, in a line."""
@@ -34,5 +34,6 @@ class Done:
 
 
 def run(command: Sequence[str], limit_s: float) -> Done:
-    """Run a command in the project's root. Raises OSError where there is none of its name."""
-    return Done(*commands.run(command, limit_s, paths=[str(ROOT), os.environ.get("PYTHONPATH", "")], folder=ROOT))
+    """Run a command in the checkout, if there is one. Raises OSError where there is none of its name."""
+    paths = [*([] if CHECKOUT is None else [str(CHECKOUT)]), os.environ.get("PYTHONPATH", "")]
+    return Done(*commands.run(command, limit_s, paths=paths, folder=CHECKOUT))
