@@ -38,7 +38,10 @@ examples:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    sizes = {"student": (str, "a preset of benchmarks/step.py, or a config.json"), "teacher": (str, "likewise")}
+    sizes: dict[str, tuple[type, str]] = {
+        "student": (str, "a preset of benchmarks/step.py, or a config.json"),
+        "teacher": (str, "likewise"),
+    }
     sizes |= {"length": (int, "tokens of a text of the measured step"), "rows": (int, "texts of a step")}
     for name, (kind, meaning) in sizes.items():
         on_cpu, on_gpu = DEFAULTS[name]
