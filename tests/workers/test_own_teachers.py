@@ -207,7 +207,8 @@ LAYOUTS = {
         "student.parallelism.reshard_after_forward=false",
         "student.offload=true",
     ],
-    "copies, adapters": ["student.parallelism.replicas=2", "student.lora.rank=3"],
+    "copies": ["student.parallelism.replicas=2"],
+    "adapters": ["student.lora.rank=3"],
     "tensor parallel": ["student.parallelism.tp=2"],
     "tensor parallel, logits": ["student.parallelism={tp: 2, sequence_parallel: true}", "handoff=logits"],
 }
