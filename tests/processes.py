@@ -10,7 +10,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stdout
-from multiprocessing import resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkstemp
@@ -136,9 +135,6 @@ def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Pa
     # Also where the tests run in the background of a shell, or under nohup.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # The process it is forked from shares one, which would outlive it and keep its semaphores when it is killed.
-    tracker = resource_tracker._resource_tracker  # type: ignore[attr-defined]
-    tracker._fd = tracker._pid = None
     written = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)
     os.dup2(written, 2)

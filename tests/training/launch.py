@@ -136,17 +136,20 @@ class Run:
         """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def leftovers(self, *, folders: bool = True, within_s: float = CLEAN_S) -> list[str]:
-        """What is still there once processes had time to end: processes, shared memory, folders, half-written files."""
+    def leftovers(self, *, is_killed: bool = False, within_s: float = CLEAN_S) -> list[str]:
+        """What is still there once processes had time to end: processes, shared memory, folders, half-written files.
+
+        is_killed: folders are for the next run to remove, and semaphores for the tracker that forked commands share.
+        """
         deadline = time.monotonic() + within_s
-        while (left := self._leftovers(folders)) and time.monotonic() < deadline:
+        while (left := self._leftovers(is_killed)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
-    def _leftovers(self, folders: bool) -> list[str]:
+    def _leftovers(self, is_killed: bool) -> list[str]:
         left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
-        left += left_of(self.segments)
-        if folders:
+        left += [name for name in left_of(self.segments) if not (is_killed and "/sem.mp-" in name)]
+        if not is_killed:
             left += [str(folder) for folder in self.ray_folders if folder.exists()]
             left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
         return left

@@ -241,4 +241,4 @@ def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Pat
 
 def test_nothing_of_a_killed_run_stays(killed: Run) -> None:
     """Last, as Ray's agents try for a minute to report that the raylet has died."""
-    assert killed.leftovers(folders=False, within_s=ENOUGH_S) == []
+    assert killed.leftovers(is_killed=True, within_s=ENOUGH_S) == []
