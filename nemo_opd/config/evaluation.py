@@ -19,6 +19,8 @@ NAME = r"^[A-Za-z0-9_.-]+$"
 
 
 class Questions(Settings):
+    """Sampling and judging of answers."""
+
     data: ValidationSource = Field(default_factory=ValidationSource)
     """Questions, with the same columns as `data.train`; scored by `reward`."""
     n: int = Field(1, ge=1)
@@ -202,6 +204,8 @@ class Evaluation(QuestionSets):
 
 
 class QuestionSource(ValidationSource):
+    """Source of questions, and their columns."""
+
     text_key: str = "text"
     """The column that holds a question as a text to be continued."""
     messages_key: str | None = None
@@ -211,7 +215,7 @@ class QuestionSource(ValidationSource):
 
 
 class EvaluationConfig(QuestionSets):
-    """Evaluation of an existing model: all settings of `examples/evaluate.py`."""
+    """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
     """A Hugging Face folder, hub name, or `demo:arithmetic_student`."""

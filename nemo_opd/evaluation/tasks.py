@@ -139,8 +139,10 @@ def _answers(
 ) -> dict[int, tuple[Answer, ...]]:
     """Return the answers by the prompt's index."""
     answers: dict[int, list[Answer]] = {prompt.index: [] for prompt in prompts}
+    rollouts = collector.collect(prompts, n, step)
     judge.reward.begin()
-    for rollout in tracked(collector.collect(prompts, n, step), "judging answers", "answers", len(prompts) * n):
+    judge.reward.expect(rollouts)
+    for rollout in tracked(rollouts, "judging answers", "answers"):
         answers[rollout.prompt.index].append(judge(rollout))
     for index, own in answers.items():
         if len(own) != n:

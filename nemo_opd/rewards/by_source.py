@@ -1,6 +1,6 @@
 """The reward that a column of the row chooses."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from nemo_opd.config.reward import SourceReward
 from nemo_opd.data.record import Rollout
@@ -18,6 +18,10 @@ class RewardBySource(Compound):
     def score(self, rollout: Rollout) -> float:
         """Raises RolloutError for a source without a reward."""
         return self._of(rollout)(rollout)
+
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        for reward in self.rewards:
+            reward.expect([rollout for rollout in rollouts if self._of(rollout) is reward])
 
     def vote(self, rollout: Rollout) -> str | None:
         return self._of(rollout).vote(rollout)

@@ -18,5 +18,9 @@ class WeightedSum(Compound):
     def score(self, rollout: Rollout) -> float:
         return sum(weight * part(rollout) for weight, part in zip(self._weights, self.rewards, strict=True))
 
+    def expect(self, rollouts: Sequence[Rollout]) -> None:
+        for part in self.rewards:
+            part.expect(rollouts)
+
     def vote(self, rollout: Rollout) -> str | None:
         return None if self._voter is None else self._voter.vote(rollout)

@@ -33,16 +33,14 @@ class Evaluator:
     A failure that is none of the workers' is a warning, unless `evaluation.on_error=stop`.
     """
 
-    def __init__(self, plan: Plan, models: Models, warn: Callable[[str], None], stack: ExitStack) -> None:
+    def __init__(self, plan: Plan, models: Models, warn: Callable[[str], None], stack: ExitStack, step: int) -> None:
+        """step: that the run continues from; what is logged of later ones is dropped."""
         self._plan, self._config, self._models, self._warn = plan, plan.config, models, warn
         assert plan.config.evaluation is not None
         self._settings = plan.config.evaluation
         self._rewards = [stack.enter_context(build_reward(each.asked.reward)) for each in plan.questions]
         self._samples = SampleLog(plan.output_dir / "samples.jsonl")
         self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
-
-    def truncate_after(self, step: int) -> None:
-        """Drop what is logged of later steps, where a run continues from this one."""
         self._samples.truncate_after(step)
         self._values.truncate_after(step)
 

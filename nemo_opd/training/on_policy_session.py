@@ -1,7 +1,8 @@
 """The session of a run whose student samples its training data."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
@@ -11,6 +12,7 @@ from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.metrics import rollout_metrics
 from nemo_opd.training.engines import open_engine
+from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.health import HealthMonitor
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
@@ -24,8 +26,8 @@ class OnPolicySession(Session):
 
     source: RolloutSource
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
+        super().__init__(plan, callbacks)
         self._retried = 0
         self.health = HealthMonitor(self.config.health)
 
@@ -60,7 +62,7 @@ class OnPolicySession(Session):
             RolloutSteps(prompts.train.read, collector, prompts.from_dataset, prompts.make_sample, rewards), self.engine
         )
         if config.evaluation is not None:
-            self.evaluator = self._open_evaluator(stack)
+            self.evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack, self.step)
         if self.step:
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 

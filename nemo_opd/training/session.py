@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
@@ -14,16 +15,16 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import copy_whole, size_below, write_atomically
-from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Best, ScoreRow
+from nemo_opd.logging import Loggers, build, write_report
+from nemo_opd.logging.base import STUDENT_BEFORE, Best
+from nemo_opd.logging.busy import print_line
 from nemo_opd.logging.facts import write_hardware
-from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
-from nemo_opd.logging.question_values import read_values
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.best import BestSteps, Patience
-from nemo_opd.training.cli import print_line
+from nemo_opd.training.callbacks import Callbacks
+from nemo_opd.training.closing import closing_table
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
@@ -34,7 +35,6 @@ from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.run_directory import RunLock, checkpoints_of
-from nemo_opd.training.scores import scores
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
@@ -43,7 +43,19 @@ from nemo_opd.types import Batch, Metrics
 
 
 class _StoppedError(Exception):
-    """Signal that the run was interrupted before its first step, when no step waits to be saved."""
+    """Signal that the run was interrupted before its first step, or that a checkpoint is given up."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    start: float
+    """Time, of the monotonic clock."""
+    stack: ExitStack
+    """Makes it a checkpoint when it is closed without an error."""
 
 
 class Session:
@@ -54,9 +66,11 @@ class Session:
     evaluator: Evaluator
     """Evaluator of a run with `evaluation`."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
+        """callbacks: in addition to those of the settings."""
         self.plan = plan
         self.config = plan.config
+        self.callbacks = Callbacks(self.config.run.callbacks, callbacks)
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
         self.skipped = SkippedSteps(self.config)
@@ -68,6 +82,7 @@ class Session:
         self.student_after: float | None = None
         """Bits per byte of the student at its last validation."""
         self._validated_at = -1
+        self._saving: _Saving | None = None
         self._is_best = False
 
     def __enter__(self) -> Self:
@@ -91,6 +106,7 @@ class Session:
                 self.source.start()
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
+            stack.callback(self._give_up_save)  # once no worker writes any more
             cluster = stack.enter_context(open_cluster(plan))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
@@ -141,17 +157,14 @@ class Session:
         """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""
         if self.config.evaluation is not None:
             self.engine = stack.enter_context(open_engine(self.plan, self.models, self.step))
-            self.evaluator = self._open_evaluator(stack)
-
-    def _open_evaluator(self, stack: ExitStack) -> Evaluator:
-        evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack)
-        evaluator.truncate_after(self.step)
-        return evaluator
+            self.evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack, self.step)
 
     def steps(self) -> Iterator[int]:
         """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
         self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
         while not self.is_complete and not self.interrupt.requested:
+            if self._saving is not None and self.models.is_saved():
+                self._end_save()
             self.step += 1
             yield self.step
 
@@ -197,6 +210,8 @@ class Session:
         self.skipped.require_progress()
         self._is_best = self.best.observe(self.step, record)
         self.patience.observe(record)
+        if self.callbacks.on_step(self.step, record):
+            self.interrupt.requested = True
         if self.patience.is_over:
             self.loggers.warn(f"step {self.step}: {self.patience.reason}")
         if self.time_limit.is_up() and not self.is_complete:
@@ -214,6 +229,7 @@ class Session:
             if values := self.values_at_start():
                 self.loggers.log(0, values)
                 self.patience.observe(values)
+                self.callbacks.on_start(values)
 
     def values_at_start(self) -> dict[str, float]:
         """Return the metrics of validation and evaluation, as far as the run has them."""
@@ -283,7 +299,8 @@ class Session:
             raise _StoppedError
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, or begin to where it is written while training goes on."""
+        self._end_save()
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
@@ -294,16 +311,40 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        start = time.monotonic()
-        name, size = f"writing the checkpoint of step {self.step}", self.plan.checkpoint_bytes
-        with (
-            self.checkpoints.writing(progress, size) as folder,
-            working(name, size, "B", measure=lambda: size_below(folder)),
-        ):
-            self.models.save(folder)
+        start, size = time.monotonic(), self.plan.checkpoint_bytes
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.checkpoints.writing(progress, size))
+            with self._writing(self.step, folder):
+                if self.config.train.async_save:
+                    self.models.begin_save(folder)
+                else:
+                    self.models.save(folder)
+            self._saving = _Saving(self.step, folder, start, stack.pop_all())
+        if not self.config.train.async_save or self.is_complete or self.interrupt.requested:
+            self._end_save()
+
+    def _writing(self, step: int, folder: Path) -> AbstractContextManager[object]:
+        size = self.plan.checkpoint_bytes
+        return working(f"writing the checkpoint of step {step}", size, "B", measure=lambda: size_below(folder))
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with saving.stack:
+            with self._writing(saving.step, saving.folder):
+                self.models.end_save()
             # Checked before it becomes the newest checkpoint and older ones are removed.
-            require_whole(folder, self.plan.student_layout.size)
-        self.time_limit.saved(time.monotonic() - start)
+            require_whole(saving.folder, self.plan.student_layout.size)
+        self.time_limit.saved(time.monotonic() - saving.start)
+        self.callbacks.on_save(saving.step, self.checkpoints.path(saving.step))
+
+    def _give_up_save(self) -> None:
+        """Remove what a run that fails has written of a checkpoint."""
+        if self._saving is not None:
+            with suppress(_StoppedError), self._saving.stack:
+                raise _StoppedError
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
@@ -339,9 +380,10 @@ class Session:
         for i, teacher in enumerate(self.config.active_teachers):
             if teacher.weights == "ema":
                 export_whole(self.models, self.plan.output_dir / f"final_{teacher.name}", average_of=i)
-        best = self._export_best()
-        closing = replace(self.closing_table(), best=best)
-        write_report(self.plan.output_dir, closing)
+        folder, best = self.plan.output_dir, self._export_best()
+        closing = closing_table(self.config, folder, self.bits_per_byte, self.student_after, self.step)
+        closing = replace(closing, best=best)
+        write_report(folder, closing)
         self.loggers.summary(closing)
 
     def _export_best(self) -> Best | None:
@@ -356,27 +398,3 @@ class Session:
                 return Best(settings.metric, step, value)
         self.loggers.warn(f"there is no best/: {settings.metric} (train.keep_best) had no value of a kept checkpoint")
         return None
-
-    def closing_table(self) -> ClosingTable:
-        """Return the bits per byte of student and teachers."""
-
-        def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
-            return None if bits is None else ClosingRow(name, bits, note)
-
-        teachers = [
-            row(f"teacher {teacher.name}", self.bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
-            for teacher in self.config.active_teachers
-        ]
-        return ClosingTable(
-            before=row(STUDENT_BEFORE, self.bits_per_byte.get(STUDENT_BEFORE)),
-            after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
-            teachers=tuple(teacher for teacher in teachers if teacher is not None),
-            scores=self._scores(),
-        )
-
-    def _scores(self) -> tuple[ScoreRow, ...]:
-        settings, folder = self.config.evaluation, self.plan.output_dir
-        if settings is None:
-            return ()
-        records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
-        return scores(records, self.config.active_names, values, settings.confidence)
