@@ -251,8 +251,9 @@ def _one_process(config: RunConfig, device: str) -> LocalCluster:
 def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str) -> Group:
     """Load the teacher."""
     settings = config.active_teachers[i]
+    offload = "layers" if settings.offload == "layers" else False  # there is nobody else
     arguments = {
-        "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
+        "settings": settings.model_copy(update={"offload": offload}).with_parallelism(replicas=1),
         "key": f"teachers.{i}.model",
         "vocab_size": manifest.vocab_size,
         "device": device,

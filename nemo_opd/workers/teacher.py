@@ -98,13 +98,14 @@ def load_teacher(
             key=key,
             parallelism=parallelism,
             compute_dtype=dtype,
-            device="cpu" if settings.offload is True else device,
+            device="cpu" if settings.offload in (True, "layers") else device,
             trainable=False,
             compile_layers=settings.compile,
             fused_layers=settings.fused_layers,
             attn_implementation=settings.attn_implementation,
         )
-    residence = Residence(model, device, offload=settings.offload is True, gives_back=gives_back)
+    offload = False if settings.offload == "auto" else settings.offload
+    residence = Residence(model, device, offload=offload, gives_back=gives_back)
     logit_rows: ReadingModel
     if handoff == "hidden_states":
         logit_rows = Headless(model, key=key, mesh=mesh, parallelism=parallelism)

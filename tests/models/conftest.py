@@ -7,27 +7,27 @@ import pytest
 from torch import Tensor
 
 from tests.models import test_context_parallel, test_parallel, test_sharded_load
-from tests.models.families import save
+from tests.models.families import MIXED, save
 from tests.models.world import on_ranks
 
 
 @dataclass(frozen=True)
 class Work:
-    large: Path
+    large: dict[str, Path]
     families: dict[str, Path]
     output: Path
 
 
 @dataclass(frozen=True)
 class OfRank:
-    memory: test_sharded_load.Memory
+    memory: dict[str, test_sharded_load.Memory]
     gathered: tuple[Tensor, Tensor]
     errors: dict[str, dict[str, float]]
 
 
 def on_rank(work: Work) -> OfRank:
     # What is freed later may stay in a pool, where memory that is used again cannot be seen.
-    memory = test_sharded_load.memory_on_rank(work.large)
+    memory = {name: test_sharded_load.memory_on_rank(folder) for name, folder in work.large.items()}
     gathered = test_context_parallel.gathered_on_rank()
     return OfRank(memory, gathered, test_parallel.errors_on_rank(work.families, work.output))
 
@@ -35,6 +35,6 @@ def on_rank(work: Work) -> OfRank:
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[OfRank]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    families = {family: save(family, folder) for family in test_parallel.CUT}
+    families = {family: save(family, folder) for family in (*test_parallel.CUT, *MIXED)}
     large = test_sharded_load.save_large(folder / "large")
     return on_ranks(2, on_rank, Work(large, families, folder / "output"), folder / "ranks")

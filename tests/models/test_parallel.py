@@ -15,9 +15,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from nemo_opd.checkpoint.state import load_state, save_state
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.models.export import save_pretrained
-from tests.models.families import save
+from nemo_opd.models.head import WithHead
+from tests.models.families import MIXED, VOCABULARY, save
 from tests.models.one_update import IDS, MASKS, NORMALIZER, USED, Trained, adamw, cut, train
 from tests.models.world import on_ranks
+from tests.packings import unpadded
 
 pytestmark = pytest.mark.world
 
@@ -29,6 +31,8 @@ CUT = (
     "phi3, fused",
     "olmo2, norms of all heads",
 )
+WHOLE_ATTENTION = MIXED[2:]
+"""Families whose attention transformers' plans leave whole, so that positions cannot be shared."""
 LAYOUTS = {
     "dp": Parallelism(),
     "tp": Parallelism(tp=2),
@@ -51,8 +55,8 @@ class NoTokenizer:
 
 
 def whole(folder: Path) -> Trained:
-    """The oracle: one process, plain autograd over all logits."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    """The oracle: one process, plain autograd over all logits, of mixtures a loop over experts."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
     optimizer = adamw(model)
     logits = model(input_ids=IDS).logits
     losses = F.cross_entropy(logits[:, :-1, :USED].flatten(0, 1), IDS[:, 1:].flatten(), reduction="none")
@@ -79,18 +83,38 @@ def compared(found: Trained, wanted: Trained) -> dict[str, float]:
     }
 
 
+def layouts(family: str) -> dict[str, Parallelism]:
+    if family in WHOLE_ATTENTION:
+        return {name: each for name, each in LAYOUTS.items() if not each.sequence_parallel}
+    return LAYOUTS | (COPIES if family == FAMILY else {})
+
+
 def errors_on_rank(folders: Mapping[str, Path], output: Path) -> dict[str, dict[str, float]]:
     """Family and layout → what differs, and by how much."""
     errors: dict[str, dict[str, float]] = {}
     for family, folder in folders.items():
         wanted = whole(folder)
-        for layout, parallelism in (LAYOUTS | (COPIES if family == FAMILY else {})).items():
+        if family in MIXED:
+            errors[f"{family}/default"] = {"logits": difference(default_experts(folder).double(), wanted.logits)}
+        for layout, parallelism in layouts(family).items():
             mesh, model = cut(folder, parallelism, activation_checkpointing="positions" in layout)
+            if family in MIXED:
+                model.set_experts_implementation("batched_mm")  # the default has no float64
             found, optimizer = train(model, mesh, parallelism)
             errors[f"{family}/{layout}"] = compared(found, wanted)
             if family == FAMILY:
                 errors[f"{family}/{layout}/saved"] = saved_and_read(model, optimizer, folder, output / layout)
     return errors
+
+
+def default_experts(folder: Path) -> Tensor:
+    """Logits of the way of computing experts that transformers takes by itself, in its float32."""
+    parallelism = Parallelism(tp=2)
+    mesh, model = cut(folder, parallelism, dtype=torch.float32)
+    with_head, packing = WithHead(model, mesh=mesh, parallelism=parallelism), unpadded(IDS)
+    with torch.no_grad():
+        logits = with_head.whole(with_head(IDS, packing), packing).read(torch.arange(IDS.numel()), VOCABULARY)
+    return logits.view(*IDS.shape, -1)
 
 
 def saved_and_read(
@@ -128,6 +152,19 @@ def test_gradients_and_update(errors: dict[str, dict[str, float]], family: str, 
     """Also of tied embeddings, of what sees only its own heads, and of biases that are added once."""
     wrong = {what: error for what, error in errors[f"{family}/{layout}"].items() if not error < TOLERANCE}
     assert not wrong
+
+
+@pytest.mark.parametrize(("family", "layout"), [(family, layout) for family in MIXED for layout in layouts(family)])
+def test_gradients_and_update_of_experts(errors: dict[str, dict[str, float]], family: str, layout: str) -> None:
+    """Bugs: a token's experts on the other rank are left out, or its shared expert is added twice; a router that learns
+    from this rank's experts alone."""
+    test_gradients_and_update(errors, family, layout)
+
+
+@pytest.mark.parametrize("family", MIXED)
+def test_experts_that_a_rank_leaves_out_add_nothing(errors: dict[str, dict[str, float]], family: str) -> None:
+    """Bug: rows of tokens for other ranks' experts, which grouped products do not write, are added to the sum."""
+    assert 0 < errors[f"{family}/default"]["logits"] < 300 * 2**-24
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, *COPIES])
