@@ -67,9 +67,9 @@ def save_quantised(plain: Path, folder: Path, tensors: dict[str, Tensor], settin
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": settings}))
 
 
-def save_fp8(folder: Path) -> None:
+def save_fp8(folder: Path, **sizes: int) -> None:
     """Write a model in fp8 to `folder`/quantised, and the plain one that it stands for to `folder`/plain."""
-    tensors = save_plain(LlamaConfig(**WIDE), folder / "plain")
+    tensors = save_plain(LlamaConfig(**{**WIDE, **sizes}), folder / "plain")
     quantised = dict(tensors)
     for name, weight in tensors.items():
         if "_proj" in name:
@@ -84,9 +84,9 @@ def save_fp8(folder: Path) -> None:
     save_file(tensors, folder / "plain/model.safetensors", {"format": "pt"})
 
 
-def save_mxfp4(folder: Path) -> None:
+def save_mxfp4(folder: Path, **sizes: int) -> None:
     """The same of a gpt-oss model with experts in mxfp4: 4-bit codes, the first in the low bits, and exponents."""
-    config = GptOssConfig(**WIDE, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
+    config = GptOssConfig(**{**WIDE, **sizes}, head_dim=16, num_local_experts=2, num_experts_per_tok=1)
     tensors = save_plain(config, folder / "plain")
     quantised = dict(tensors)
     for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:

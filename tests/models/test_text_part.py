@@ -1,6 +1,7 @@
 """Of a model that reads more than text its text part alone is loaded, and says of text what the whole model says."""
 
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -79,8 +80,10 @@ def one_rank() -> Iterator[None]:
         yield
 
 
-def save(kind: str, folder: Path) -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(WHOLE[kind]).eval()
+def save(kind: str, folder: Path, **sizes: int) -> PreTrainedModel:
+    config = deepcopy(WHOLE[kind])
+    config.get_text_config().update(sizes)
+    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
