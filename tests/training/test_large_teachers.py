@@ -10,7 +10,6 @@ from tests.models import test_quantised, test_text_part
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 
-
 pytestmark = pytest.mark.world
 
 
