@@ -9,7 +9,6 @@ _SAME_LAYERS = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
-    "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Types of text parts that are no causal language model in transformers → the one with the same layers and weights.
 

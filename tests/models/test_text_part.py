@@ -18,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     Qwen2_5_VLConfig,
     Qwen3VLConfig,
-    Qwen3VLMoeConfig,
 )
 
 from nemo_opd.errors import ModelError
@@ -48,17 +47,6 @@ WHOLE: dict[str, PretrainedConfig] = {
         text_config={**TEXT, "rope_parameters": {**AXES, "mrope_interleaved": True}},
         vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         tie_word_embeddings=True,
-    ),
-    "qwen3_vl_moe": Qwen3VLMoeConfig(
-        text_config={
-            **TEXT,
-            "rope_parameters": {**AXES, "mrope_interleaved": True},
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
-        vision_config={**QWEN_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
-        tie_word_embeddings=False,
     ),
     "qwen2_5_vl": Qwen2_5_VLConfig(
         text_config={**SIZES, "rope_parameters": {**AXES, "mrope_section": [1, 1, 0]}},
