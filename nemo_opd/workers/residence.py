@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.host_copy import HostCopy, storages_of
@@ -24,22 +22,22 @@ class Residence:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         device: str,
         *,
-        offload: bool | Literal["layers"],
+        offload: bool,
         gives_back: bool,
         optimizer: Optimizer | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
-        """offload: the model leaves; it may be on the host at first. On CPU it has nowhere to go. layers: in use as
-        well, decoder layers of a frozen model are on the device one at a time (`LayerStream`).
+        """offload: the model leaves; it may be on the host at first. On CPU it has nowhere to go.
 
-        gives_back: other processes need what PyTorch caches of the device's memory.
+        gives_back: other processes need what PyTorch caches of the device's memory. stream: brings layers while the
+        model is in use, with `offload`.
         """
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._offload, self._gives_back = bool(offload), gives_back
-        self._leaves = self._offload and device == "cuda"
-        self._stream = LayerStream(model, device) if self._leaves and offload == "layers" else None
+        self._offload, self._gives_back, self._stream = offload, gives_back, stream
+        self._leaves = offload and device == "cuda"
         self._has_come = False
         self._parameters, self._state = HostCopy(), HostCopy()
 
@@ -60,10 +58,10 @@ class Residence:
 
     def _arrive(self, optimizer: bool) -> None:
         if not self._has_come:
-            if self._stream is not None:
-                self._stream.settle()
+            if self._stream is None:
+                self._model.to(self._device)
             else:
-                self._model.to(self._device)  # type: ignore[arg-type]
+                self._stream.settle()
             self._has_come = True
         self._parameters.restore()
         if optimizer:
