@@ -45,7 +45,7 @@ class TeacherBase(Model):
     and the next are on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
+    """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
     context: Context | None = None
@@ -182,7 +182,7 @@ class CachedTeacher(OwnIdsTeacher):
 
     type: Literal["cached"]
     cache: str = Field(min_length=1)
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py)."""
+    """Folder with what the teacher said of the texts (nemo-opd cache build)."""
     model: str = "none"
     """Not given: no model is loaded."""
 

@@ -91,7 +91,7 @@ class CacheReader:
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
             "other data.packing, train.max_length, data.append_eos or chat template. To add what is missing, run "
-            "tools/teacher_cache/build.py with --config of this run's settings and --model of the teacher"
+            "nemo-opd cache build with --config of this run's settings and --model of the teacher"
         )
 
 

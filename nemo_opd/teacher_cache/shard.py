@@ -26,7 +26,7 @@ OPENING = 16
 SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
-_WAY_OUT = "remove the file and run tools/teacher_cache/build.py again, which adds what is missing"
+_WAY_OUT = "remove the file and run nemo-opd cache build again, which adds what is missing"
 
 Bytes = NDArray[np.uint8]
 
