@@ -74,7 +74,8 @@ def shard(
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers in order."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    # FSDP2 makes a layer's class a subclass with another name.
+    return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:

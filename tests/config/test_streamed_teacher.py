@@ -17,10 +17,10 @@ def said_of(teacher: dict[str, Any]) -> str:
     [
         (
             {"compile": True},
-            "teachers.0: offload=layers: with compile=true, layers cannot come and go one by one; leave c",
+            "teachers.0.offload=layers: with compile=true, layers cannot come and go one by one; leave c",
         ),
         ({"parallelism": {"reshard_after_forward": False}}, "with parallelism.reshard_after_forward=false, layers"),
-        ({"model": None, "weights": "ema"}, "teachers.0: offload=layers: with weights=ema, layers"),
+        ({"model": None, "weights": "ema"}, "teachers.0.offload=layers: with weights=ema, layers"),
     ],
 )
 def test_weights_that_stay_or_are_compiled(teacher: dict[str, Any], says: str) -> None:
