@@ -151,7 +151,8 @@ def load_model(
     config = load_config(reference, key=key)
     if is_part := type(config) is not type(_whole_config(reference, key=key)):
         options["key_mapping"] = NAMES
-    if quantisation(config) is not None:
+    is_quantised = quantisation(config) is not None
+    if is_quantised:
         if quantised_on is None:
             config = dequantised(config)
         else:
@@ -166,6 +167,9 @@ def load_model(
     if is_part:  # so that names are not changed back when it is saved
         model._weight_conversions = None  # type: ignore[assignment]
     check_nothing_missing(reference, sorted(loaded[1]["missing_keys"]), key=key)
+    if is_quantised and quantisation(model.config) is None:  # dequantised in the precision of its scales
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 
