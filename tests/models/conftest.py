@@ -7,7 +7,7 @@ import pytest
 from torch import Tensor
 
 from tests.models import test_context_parallel, test_parallel, test_sharded_load
-from tests.models.families import MIXED, save
+from tests.models.families import save
 from tests.models.world import on_ranks
 
 
@@ -35,6 +35,6 @@ def on_rank(work: Work) -> OfRank:
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[OfRank]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    families = {family: save(family, folder) for family in (*test_parallel.CUT, *MIXED)}
+    families = {family: save(family, folder) for family in test_parallel.OF_FAMILY}
     large = test_sharded_load.save_large(folder / "large")
     return on_ranks(2, on_rank, Work(large, families, folder / "output"), folder / "ranks")

@@ -182,8 +182,7 @@ def test_epochs_become_steps(configure: Configure, batch: int, micro: int, epoch
     assert plan.total_steps == epochs * steps_per_epoch
 
 
-@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.world)])
-def test_epochs_of_packed_documents_are_counted(configure: Configure, num_workers: int) -> None:
+def test_epochs_of_packed_documents_are_counted(configure: Configure) -> None:
     """Rows depend on lengths, so all documents are read; each epoch has its own order, and perhaps number of rows."""
     plan = preflight(
         configure(
@@ -191,7 +190,6 @@ def test_epochs_of_packed_documents_are_counted(configure: Configure, num_worker
             "train.epochs=3",
             "train.global_batch_size=2",
             "train.max_length=20",
-            f"data.num_workers={num_workers}",
         )
     )
 
