@@ -12,7 +12,7 @@ import torch
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.models.stored_output import load_head, sparse_layout
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.training import cache_build
@@ -37,9 +37,13 @@ def texts_in(folder: Path, number: int = 3) -> Path:
 
 @pytest.fixture
 def live(tmp_path: Path) -> RunConfig:
+    return run_with("demo_single", tmp_path)
+
+
+def run_with(teachers: str, folder: Path) -> RunConfig:
     files = [f"data.{of}.arrow_files=[]" for of in ("train", "validation")]
-    files += [f"data.train.jsonl_files={texts_in(tmp_path)}", "train.validate_every=null"]
-    return compose("teachers=demo_single", *SETTINGS, *files)
+    files += [f"data.train.jsonl_files={texts_in(folder)}", "train.validate_every=null"]
+    return compose(f"teachers={teachers}", *SETTINGS, *files)
 
 
 def cached(live: RunConfig, folder: Path, **more: Any) -> RunConfig:
@@ -56,20 +60,20 @@ class Job:
 
 
 def build_all(jobs: Sequence[Job]) -> list[int]:
-    return [build_cache(job.config, 0, job.folder, job.form).segments for job in jobs]
+    return [build_cache(job.config, 1, job.folder, job.form).segments for job in jobs]
 
 
-def test_ranks_say_what_one_says(live: RunConfig, tmp_path: Path) -> None:
+def test_ranks_say_what_one_says(tmp_path: Path) -> None:
     """Catches rows of another rank's segments or of half of the vocabulary, a head in the wrong order, and ranks that
     wait for others which have no segments left.
     """
     layouts: dict[str, dict[str, Any]] = {"sharded": {}, "cut": {"tp": 2}}
-    forms = {"hidden": CacheForm(None), "some": CacheForm(8, 4)}
+    forms, live = {"hidden": CacheForm(None), "some": CacheForm(8, 4)}, run_with("demo_multi", tmp_path)
     build_all([Job(live, tmp_path / form, forms[form]) for form in forms])
     jobs = []
     for name, parallelism in layouts.items():
         settings = live.model_dump(mode="json")
-        settings["teachers"][0]["parallelism"] |= parallelism
+        settings["teachers"][1]["parallelism"] |= parallelism
         jobs += [Job(from_dict(settings), tmp_path / f"{form}_{name}", forms[form]) for form in forms]
     (numbers,) = in_world(2, build_all, [jobs], tmp_path / "world")
 
@@ -104,7 +108,7 @@ def test_a_cache_that_lacks_texts_is_filled(live: RunConfig, tmp_path: Path, mon
     content = bytearray(damaged.read_bytes())
     content[-3] ^= 1
     damaged.write_bytes(content)
-    with pytest.raises(DataError, match="on_missing"):
+    with pytest.raises(OPDError, match="on_missing"):
         curve(cached(live, folder))
     config = cached(live, folder, on_missing="ask")
     fill_caches(preflight(config))
