@@ -11,6 +11,8 @@ from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
+    """Settings that student and teachers have in common."""
+
     model: str | None = None
     """A Hugging Face folder, hub name, or `demo:student`."""
     tokenizer: str | None = None
@@ -79,6 +81,8 @@ class Model(Settings):
 
 
 class Student(Model):
+    """The model that learns."""
+
     model: str
     """A Hugging Face folder, hub name, or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

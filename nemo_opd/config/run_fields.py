@@ -36,6 +36,8 @@ _SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class Run(Settings):
+    """Name, directory and start of a run."""
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
@@ -59,13 +61,21 @@ class RunFields(Settings):
     """Keys of a run, and what follows from them; `RunConfig` adds the rules by which they fit each other."""
 
     run: Run = Field(default_factory=Run)
+    """Name, directory and start of the run."""
     train: Train
+    """Steps, batches and checkpoints."""
     student: Student
+    """The model that learns."""
     teachers: tuple[Teacher, ...]
+    """The models that it learns from, as a list; `teachers=GROUP` swaps it, `teachers.0.weight=0.8` changes one."""
     loss: Loss = Field(default_factory=PKLLoss)
+    """Comparison with the teachers, and the weights of it and of cross-entropy."""
     aggregation: Aggregation = Field(default_factory=WeightedSum)
+    """Joining of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
+    """Output that teachers hand over to the student, and the memory by which they do."""
     data: Data
+    """Texts or prompts, and how they are read."""
     rollout: Rollouts | None = None
     """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
     reward: Reward | None = None
@@ -75,8 +85,11 @@ class RunFields(Settings):
     evaluation: Evaluation | None = None
     """On-policy: questions that the student is asked now and then, and its teachers once if it says so."""
     health: Health = Field(default_factory=Health)
+    """On-policy: limits whose crossing warns or ends the run."""
     cluster: Cluster = Field(default_factory=Cluster)
+    """Machines, devices and processes."""
     logging: Logging = Field(default_factory=Logging)
+    """Destinations of metrics in addition to metrics.jsonl."""
 
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:

@@ -44,7 +44,7 @@ class TeacherBase(Model):
     does not fit otherwise, the largest teacher first.
     """
     cache: str | None = None
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
+    """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
     on_missing: Literal["stop", "ask"] = "stop"
@@ -131,6 +131,10 @@ class OwnIdsTeacher(TeacherBase):
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
     """projection=auto: entries kept in a row."""
+    projection_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the projection's weights, learned with the student on the schedule of its learning rate;
+    null: they are fixed. For loss.type=p_kl.
+    """
     roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
     """Role → the special tokens, of either side, that have it, where that is not found out:
     `{end_of_turn: ["<|stop|>", "<|eot_id|>"]}`. Tokens of one role are compared with each other; the inspect tool shows
@@ -182,7 +186,7 @@ class CachedTeacher(OwnIdsTeacher):
 
     type: Literal["cached"]
     cache: str = Field(min_length=1)
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py)."""
+    """Folder with what the teacher said of the texts (nemo-opd cache build)."""
     model: str = "none"
     """Not given: no model is loaded."""
 

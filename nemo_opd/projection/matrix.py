@@ -123,6 +123,10 @@ class ProjectionMatrix:
         students = np.flatnonzero(self.exact).astype(np.int32)
         return np.stack([students, self.indices[students].max(axis=1, initial=-1)], axis=1)
 
+    def with_weights(self, weights: ArrayLike) -> ProjectionMatrix:
+        """Return the same matrix with other weights [V, K]. Raises ProjectionError for weights that do not fit."""
+        return type(self)(**{field.name: getattr(self, field.name) for field in fields(self)} | {"weights": weights})
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""
         io.write(path, {field.name: getattr(self, field.name) for field in fields(self)})
@@ -198,7 +202,7 @@ def _check_pair(path: str | PathLike[str], side: str, expected: str, tokenizer: 
     made_for = f"fingerprint {expected[:12]}…" if expected else "no tokenizer in particular"
     raise ProjectionError(
         f"{path} was made for another {side} tokenizer ({made_for}, not {fingerprint(tokenizer)[:12]}…); "
-        "build the projection of this pair with tools/projection/build.py, or use projection: auto"
+        "build the projection of this pair with nemo-opd projection build, or use projection: auto"
     )
 
 

@@ -1,5 +1,7 @@
 """Off-policy distillation: the student learns its teachers' distributions on a corpus."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
@@ -16,21 +18,23 @@ from nemo_opd.training.summary import print_plan
 from nemo_opd.workers.student import POSITIONS
 
 
-def distil(config: RunConfig) -> None:
-    """Run to the end, or to a checkpoint when interrupted. Raises an OPDError where the run fails."""
+def distil(config: RunConfig) -> Path | None:
+    """Run to the end, or to a checkpoint when interrupted; return the run's directory, None where another rank drives.
+
+    Raises an OPDError where the run fails.
+    """
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
-        if is_driver:
-            drive(config)
+        return drive(config) if is_driver else None
 
 
-def drive(config: RunConfig) -> None:
-    """Check the settings, then train in this process."""
+def drive(config: RunConfig) -> Path:
+    """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
-        return
+        return plan.output_dir
     fill_caches(plan)
     with lost_workers(), Session(plan) as session:
         session.measure_start()
@@ -40,12 +44,13 @@ def drive(config: RunConfig) -> None:
                 record |= session.validate()
             session.loggers.log(step, record)
             session.watch(record)
-            if session.is_due(config.train.save_every) or session.interrupt.requested:
+            if session.is_to_be_saved:
                 session.save()
         if session.is_complete:
             session.finish()
         else:
             session.print_how_to_continue()
+    return plan.output_dir
 
 
 def train_step(session: Session) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """On-policy distillation: the student learns its teachers' distributions on its own samples (methods.md §10)."""
 
+from pathlib import Path
+
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
@@ -12,24 +14,23 @@ from nemo_opd.training.preflight import preflight
 from nemo_opd.training.summary import print_plan
 
 
-def distil(config: RunConfig) -> None:
-    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted.
+def distil(config: RunConfig) -> Path | None:
+    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted; return as off-policy.
 
     Raises an OPDError where the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
-        if is_driver:
-            drive(config)
+        return drive(config) if is_driver else None
 
 
-def drive(config: RunConfig) -> None:
-    """Check the settings, then train in this process."""
+def drive(config: RunConfig) -> Path:
+    """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
-        return
+        return plan.output_dir
     with OnPolicySession(plan) as session:
         session.measure_start()
         for step in session.steps():
@@ -40,9 +41,10 @@ def drive(config: RunConfig) -> None:
                 record |= session.evaluate()
             session.loggers.log(step, record)
             session.watch(record)
-            if session.is_due(config.train.save_every) or session.interrupt.requested:
+            if session.is_to_be_saved:
                 session.save()
         if session.is_complete:
             session.finish()
         else:
             session.print_how_to_continue()
+    return plan.output_dir

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.aggregation import Divisor, build_parts
-from nemo_opd.checkpoint.state import load_state, save_state
+from nemo_opd.checkpoint.background import BackgroundWriter
+from nemo_opd.checkpoint.state import load_state, read_state, save_state
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
@@ -43,6 +44,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum
 from nemo_opd.workers.exports import Exports
+from nemo_opd.workers.learned_projections import LearnedProjections
 from nemo_opd.workers.memory import (
     ARRIVALS,
     BACKWARD,
@@ -128,8 +130,9 @@ class StudentWorker:
         own_teachers: as for `OwnTeachers`.
         """
         self.config = config
+        self.learned = LearnedProjections(config, projections, device)
         self.parts = build_parts(
-            config, projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
+            config, self.learned.projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
         )
         self.vocab_size = vocab_size
         self.device = device
@@ -170,6 +173,7 @@ class StudentWorker:
             self.model, device, offload=offload, gives_back=gives_back, optimizer=self.optimizer
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
+        self._background = BackgroundWriter()
         self.end_ids = end_ids
         self.own_teachers = OwnTeachers(own_teachers or {}, self.model, mesh, self.logit_rows, self._residence)
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
@@ -197,19 +201,23 @@ class StudentWorker:
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, _OBJECTIVES)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
-            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm)
+            of_projections = self.learned.sum_gradients(self.averaged_over)
+            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, of_projections)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(self.scheduler.get_last_lr()[0])
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics[IS_TAKEN] = Last(is_taken)
+        metrics |= self.learned.metrics()
         # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
         metrics = on_host(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
+                self.learned.update(float(self.scheduler.get_last_lr()[0]))
                 self.scheduler.step()
                 self.own_teachers.update()
             self.optimizer.zero_grad(set_to_none=True)
+            self.learned.zero_grad()
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
         return metrics | self.phases.take()
 
@@ -353,17 +361,40 @@ class StudentWorker:
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
+        self.learned.save(folder / "state")
         self.export(folder / "student")
+
+    def begin_save(self, folder: Path) -> None:
+        """Do what `save` does, but write the sharded state in the background, until `end_save`."""
+        with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
+            state = read_state(self.model, self.optimizer, self.scheduler, averages)
+            self._background.begin(folder / "state", state)
+        self.learned.save(folder / "state")
+        self.export(folder / "student")
+
+    def is_saved(self) -> bool:
+        """Return whether this rank has written what `begin_save` has begun, or could not."""
+        return self._background.is_done()
+
+    def end_save(self) -> None:
+        """Wait until this rank has written. Raises CheckpointError where the disk did not take it."""
+        self._background.end()
 
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
+        self.learned.load(folder / "state")
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Call `Exports.write`; average_of: a teacher whose average is written in place of the student's weights."""
+        """Call `Exports.write`, and write the learned projections for users.
+
+        average_of: a teacher whose average is written in place of the student's weights.
+        """
         with self._residence.use(), self.own_teachers.averaged(average_of):
             self.exports.write(folder, served_as)
+        if served_as is None:
+            self.learned.export(folder)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
         """Call `Exports.hold`; `release_weights` ends it."""
@@ -383,7 +414,8 @@ class StudentWorker:
             self.links.receive(by_teacher)
 
     def close(self) -> None:
-        """Release held weights, and unmap the teachers' buffers so that their owners can free them."""
+        """Wait for a checkpoint, release held weights, and unmap the teachers' buffers so that owners can free them."""
+        self._background.close()
         self.exports.release()
         self.links.close()
         self.receiver.close()

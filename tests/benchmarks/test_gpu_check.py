@@ -11,11 +11,11 @@ import psutil
 import pytest
 import torch
 
+from nemo_opd.cli.check.parts import read_counts, read_step, read_tests, with_gpu_tests
+from nemo_opd.cli.check.processes import run
+from nemo_opd.cli.check.report import Outcome
 from tests.composition import ROOT
 from tests.waiting import wait_until
-from tools.gpu.parts import read_counts, read_step, read_tests, with_gpu_tests
-from tools.gpu.processes import run
-from tools.gpu.report import Outcome
 
 PASSED, FAILED, SKIPPED = (
     '<testcase classname="a" name="right"/>',
@@ -86,8 +86,8 @@ def test_a_host_that_waits_for_the_gpu_often_fails_the_counts() -> None:
 
 def test_files_without_gpu_tests_are_not_imported() -> None:
     """Bug: no test runs where a library is missing that one of another kind needs."""
-    found = with_gpu_tests(["tests"])
-    assert found == with_gpu_tests(found)
+    found = with_gpu_tests(ROOT, ["tests"])
+    assert found == with_gpu_tests(ROOT, found)
     names = {Path(file).name for file in found}
     assert {"test_gpu.py", "test_transport_contract.py", "test_link.py", "test_profiled.py"} <= names
     assert not any(name.startswith("test_server") for name in names)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from nemo_opd.cli.main import main
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError
@@ -23,7 +24,6 @@ from tests.composition import compose
 from tests.teacher_cache.test_run import TEXTS, curve
 from tests.training.templates import STUDENT, TEACHER
 from tests.workers.local import RTOL, in_world
-from tools.teacher_cache import build as build_tool
 
 pytestmark = pytest.mark.world
 SETTINGS = ("train.max_steps=2", "train.global_batch_size=4", "train.max_length=48", "loss=gold", "data.cache=false")
@@ -176,5 +176,5 @@ def test_the_command_is_for_one_process_too(
     """Catches a second world in a process that has driven one."""
     files = ["--model", "demo:teacher_same", "--data", str(texts_in(tmp_path)), "--output", str(tmp_path / "c")]
     for said in ("0 were there", "0 segments of 0 tokens added"):
-        assert build_tool.main([*files, "--top-k", "4"]) == 0
+        assert main(["cache", "build", *files, "--top-k", "4"]) == 0
         assert said in capsys.readouterr().out
