@@ -1,7 +1,7 @@
 """Keys of a whole run."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -48,6 +48,16 @@ class Run(Settings):
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False
     """Stop after the checks and print what would run."""
+
+    callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    """Your code in the loop, `package.module:Class` or `package.module:function` each; what they see is in
+    docs/command.md.
+    """
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def one_callback_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("output_dir", mode="before")
     @classmethod

@@ -37,11 +37,12 @@ class Finished:
         return read(file) if file.exists() else []
 
 
-def distil(config: Settings, overrides: Sequence[str] = ()) -> Finished:
+def distil(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:
     """Distil on a corpus, as `nemo-opd distil` does, and return what the run has left.
 
     config: settings as a nested dict or a `RunConfig`; or the path of a YAML file or the name of a recipe, to which
-    `overrides` such as `train.max_steps=100` apply. `cluster.launcher: local` keeps all in this process.
+    `overrides` such as `train.max_steps=100` apply. `cluster.launcher: local` keeps all in this process. callbacks:
+    objects with methods of `nemo_opd.Callback`, or functions of a step and its metrics.
 
     Raises an OPDError where the settings are wrong or the run fails.
     """
@@ -49,16 +50,16 @@ def distil(config: Settings, overrides: Sequence[str] = ()) -> Finished:
     check_inputs(settings, on_policy=False)
     from nemo_opd.training import off_policy  # imported once the settings are known to be right
 
-    return _finished(off_policy.distil(settings))
+    return _finished(off_policy.distil(settings, callbacks))
 
 
-def distil_on_policy(config: Settings, overrides: Sequence[str] = ()) -> Finished:
+def distil_on_policy(config: Settings, overrides: Sequence[str] = (), *, callbacks: Sequence[Any] = ()) -> Finished:
     """Distil on the student's own samples, as `nemo-opd distil-on-policy` does; otherwise as `distil`."""
     settings = _validated(config, overrides)
     check_inputs(settings, on_policy=True)
     from nemo_opd.training import on_policy
 
-    return _finished(on_policy.distil(settings))
+    return _finished(on_policy.distil(settings, callbacks))
 
 
 def _validated(config: Settings, overrides: Sequence[str]) -> RunConfig:

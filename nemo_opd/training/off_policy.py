@@ -1,6 +1,8 @@
 """Off-policy distillation: the student learns its teachers' distributions on a corpus."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -18,17 +20,17 @@ from nemo_opd.training.summary import print_plan
 from nemo_opd.workers.student import POSITIONS
 
 
-def distil(config: RunConfig) -> Path | None:
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
     """Run to the end, or to a checkpoint when interrupted; return the run's directory, None where another rank drives.
 
     Raises an OPDError where the run fails.
     """
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
-        return drive(config) if is_driver else None
+        return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig) -> Path:
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
     """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
@@ -36,7 +38,7 @@ def drive(config: RunConfig) -> Path:
         print_plan(plan, Console())
         return plan.output_dir
     fill_caches(plan)
-    with lost_workers(), Session(plan) as session:
+    with lost_workers(), Session(plan, callbacks) as session:
         session.measure_start()
         for step in session.steps():
             record = train_step(session)

@@ -1,6 +1,8 @@
 """On-policy distillation: the student learns its teachers' distributions on its own samples (methods.md §10)."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -14,24 +16,24 @@ from nemo_opd.training.preflight import preflight
 from nemo_opd.training.summary import print_plan
 
 
-def distil(config: RunConfig) -> Path | None:
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
     """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted; return as off-policy.
 
     Raises an OPDError where the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
-        return drive(config) if is_driver else None
+        return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig) -> Path:
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
     """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
         return plan.output_dir
-    with OnPolicySession(plan) as session:
+    with OnPolicySession(plan, callbacks) as session:
         session.measure_start()
         for step in session.steps():
             record = train_step(session) | session.rollout_values()

@@ -2,11 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
@@ -22,6 +22,7 @@ from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.best import BestSteps, Patience
+from nemo_opd.training.callbacks import Callbacks
 from nemo_opd.training.closing import closing_table
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
@@ -57,9 +58,11 @@ class _Saving:
 class Session:
     """Cluster, models, data, loggers and checkpoints of one run, all closed at its exit, also after an error."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
+        """callbacks: in addition to those of the settings."""
         self.plan = plan
         self.config = plan.config
+        self.callbacks = Callbacks(self.config.run.callbacks, callbacks)
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
         self.skipped = SkippedSteps(self.config)
@@ -196,6 +199,8 @@ class Session:
         self.skipped.require_progress()
         self._is_best = self.best.observe(self.step, record)
         self.patience.observe(record)
+        if self.callbacks.on_step(self.step, record):
+            self.interrupt.requested = True
         if self.patience.is_over:
             self.loggers.warn(f"step {self.step}: {self.patience.reason}")
         if self.time_limit.is_up() and not self.is_complete:
@@ -213,6 +218,7 @@ class Session:
             if values := self.values_at_start():
                 self.loggers.log(0, values)
                 self.patience.observe(values)
+                self.callbacks.on_start(values)
 
     def values_at_start(self) -> dict[str, float]:
         """Validate student and teachers and return val/*, if there are validation data."""
@@ -297,6 +303,7 @@ class Session:
             # Checked before it becomes the newest checkpoint and older ones are removed.
             require_whole(saving.folder, self.plan.student_layout.size)
         self.time_limit.saved(time.monotonic() - saving.start)
+        self.callbacks.on_save(saving.step, self.checkpoints.path(saving.step))
 
     def _give_up_save(self) -> None:
         """Remove what a run that fails has written of a checkpoint."""
