@@ -141,8 +141,9 @@ class OwnIdsTeacher(TeacherBase):
     what is found out.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; what is longer is cut, and the student learns nothing of the rest from
-    this teacher. When not given it reads all of the student's text, as far as its model has positions.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
+    windows that every model can read. Other texts are read up to it, and the student learns nothing of the rest from
+    this teacher.
     """
     equal_history: EqualHistory = "text"
     """Text that the student and the teacher must both have read before a chunk that is compared. Their templates and

@@ -1,12 +1,8 @@
-"""Calls on several ranks: results by rank, the first failure at once, time limits, and no process left at the end.
-
-One Ray session with few processes, which take seconds to start.
-"""
+"""Calls on several ranks: results by rank, the first failure at once, time limits, and no process left at the end."""
 
 import os
 import socket
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,35 +21,12 @@ from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.errors import ClusterError, WorkerError
 from nemo_opd.progress import current
 from nemo_opd.workers.teacher import TeacherWorker
+from tests.cluster.ray.shared.conftest import TWO_GROUPS
 from tests.cluster.toy import HANG_S, Toy
 from tests.tiny import Tiny
 from tests.waiting import CLEAN_S, wait_until
 
 pytestmark = pytest.mark.ray
-TWO_GROUPS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=1)
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[RayCluster]:
-    folders = set(Path("/tmp").glob("opd_*/owner.lock"))
-    children = set(psutil.Process().children(recursive=True))
-    with RayCluster(Cluster(timeout_s=120), device="cpu", placement=TWO_GROUPS) as cluster:
-        yield cluster
-        assert cluster.session._folder is not None
-        own = cluster.session._folder.path
-        assert own / "owner.lock" not in folders
-        started = set(psutil.Process().children(recursive=True)) - children
-        assert any("raylet" in process.name() for process in started)
-    assert not own.exists()
-    _, alive = psutil.wait_procs(started, timeout=CLEAN_S)
-    assert not alive, "processes that outlive the cluster"
-
-
-@pytest.fixture(scope="module")
-def group(cluster: RayCluster) -> Iterator[RayGroup]:
-    with RayGroup(cluster, "toys", Toy, {}, TWO_GROUPS.student) as group:
-        group.cluster.gather([group.ready])
-        yield group
 
 
 def test_results_are_by_rank_and_ranks_share_a_world(group: RayGroup) -> None:

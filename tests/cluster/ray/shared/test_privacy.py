@@ -4,7 +4,6 @@ import os
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,41 +11,17 @@ import psutil
 import pytest
 import ray
 
-from nemo_opd.cluster.placement import Placement
 from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
 from nemo_opd.cluster.ray.privacy import MODE, TOKEN, TOKEN_PATH, VARIABLES
-from nemo_opd.config.cluster import Cluster
-from tests.cluster.toy import Toy
 
 pytestmark = pytest.mark.ray
-TWO_RANKS = Placement.colocated(num_nodes=1, ranks_per_node=2, num_teachers=0)
 JOIN = """
 import sys
-from nemo_opd.cluster.placement import Placement
-from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
-from nemo_opd.cluster.ray.session import probe
-from nemo_opd.config.cluster import Cluster
-one = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=0)
+from nemo_opd.cluster.ray.session import RaySession, probe
 if sys.argv[2] == "only ask":
     sys.exit(probe(sys.argv[1]))
-RayCluster(Cluster(address=sys.argv[1]), device="cpu", placement=one)
+RaySession(sys.argv[1], num_cpus=1)
 """
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Create a home folder without a token."""
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
-def cluster(home: Path) -> Iterator[RayCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        for name in VARIABLES:
-            patch.delenv(name, raising=False)
-        with RayCluster(Cluster(timeout_s=300), device="cpu", placement=TWO_RANKS) as cluster:
-            yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -56,18 +31,16 @@ def token(cluster: RayCluster) -> str:
     return raylet.environ()[TOKEN]
 
 
-def test_every_port_is_on_loopback(cluster: RayCluster) -> None:
+def test_every_port_is_on_loopback(cluster: RayCluster, group: RayGroup) -> None:
     """Ports of Ray, of the driver, of the ranks' store and of gloo."""
     assert cluster.session._folder is not None
-    with RayGroup(cluster, "toys", Toy, {}, TWO_RANKS.student) as group:
-        group.cluster.gather([group.ready])
-        group.call("sum_of_ranks", [(1,)] * 2)
-        listening = {
-            (process.name(), socket.laddr.ip.removeprefix("::ffff:"))
-            for process in (psutil.Process(), *cluster.session._folder.processes())
-            for socket in process.net_connections("inet")
-            if socket.status == psutil.CONN_LISTEN
-        }
+    group.call("sum_of_ranks", [(1,)] * 2)
+    listening = {
+        (process.name(), socket.laddr.ip.removeprefix("::ffff:"))
+        for process in (psutil.Process(), *cluster.session._folder.processes())
+        for socket in process.net_connections("inet")
+        if socket.status == psutil.CONN_LISTEN
+    }
     assert {"gcs_server", "raylet", "ray::RankActor"} <= {name for name, _ in listening}
     assert {ip for _, ip in listening} == {"127.0.0.1"}, listening
 
