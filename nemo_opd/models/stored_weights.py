@@ -35,7 +35,7 @@ _COMPARED_ROWS = 1024
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 """Types, as named by safetensors, of weights that are not quantised."""
 _AS_IT_IS = ""
-"""In the place of the pattern of a tensor that no converter takes."""
+"""Key of a tensor that no converter takes, among the patterns of converters."""
 
 
 class NotPiecewiseError(Exception):
