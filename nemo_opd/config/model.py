@@ -50,8 +50,8 @@ class Model(Settings):
         tp = self.parallelism.tp
         if self.compile and tp > 1:
             raise ValueError(
-                f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
-                "share, for sequences of every length; set compile=false or parallelism.tp=1"
+                f"compile=true with parallelism.tp={tp}: torch.compile fails on tensor-parallel layers for sequences "
+                "of any length; set compile=false or parallelism.tp=1"
             )
         return self
 

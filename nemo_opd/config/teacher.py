@@ -47,6 +47,11 @@ class TeacherBase(Model):
     """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
+    on_missing: Literal["stop", "ask"] = "stop"
+    """A text that the cache does not have, or not as it was written. stop: the run ends and names it. ask: before the
+    first step the model that the cache was built from, under the name that it had then, is asked about every such text,
+    and the cache keeps its answers.
+    """
     context: Context | None = None
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
     response; null: it reads the student's.
@@ -87,13 +92,27 @@ class TeacherBase(Model):
         return self
 
     @model_validator(mode="after")
-    def cached_answers_are_of_frozen_weights_and_the_students_prompt(self) -> Self:
-        if self.cache is not None and (self.is_student or self.context is not None):
-            name = "context" if self.context is not None else f"weights={self.weights}"
+    def cached_answers_are_of_frozen_weights(self) -> Self:
+        if self.cache is not None and self.is_student:
             raise ValueError(
-                f"{name}: the answers in cache={self.cache} are those of a frozen teacher that reads what the student "
-                "reads; leave it out, or leave cache out for a teacher that is asked in the run"
+                f"weights={self.weights}: the answers in cache={self.cache} are those of a frozen teacher; leave it "
+                "out, or leave cache out for a teacher that is asked in the run"
             )
+        return self
+
+    @model_validator(mode="after")
+    def cached_answers_are_behind_one_prompt(self) -> Self:
+        if self.cache is not None and self.context is not None and self.context.gap_every is not None:
+            raise ValueError(
+                f"context.gap_every={self.context.gap_every}: the answers in cache={self.cache} are those with the "
+                "context alone, and the gap needs those without; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def caches_miss_texts(self) -> Self:
+        if self.cache is None and self.on_missing != "stop":
+            raise ValueError(f"on_missing={self.on_missing} is about a cache; name one in cache, or leave it out")
         return self
 
 
@@ -122,8 +141,9 @@ class OwnIdsTeacher(TeacherBase):
     what is found out.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; what is longer is cut, and the student learns nothing of the rest from
-    this teacher. When not given it reads all of the student's text, as far as its model has positions.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
+    windows that every model can read. Other texts are read up to it, and the student learns nothing of the rest from
+    this teacher.
     """
     equal_history: EqualHistory = "text"
     """Text that the student and the teacher must both have read before a chunk that is compared. Their templates and

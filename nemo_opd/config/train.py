@@ -89,10 +89,9 @@ class Train(Settings):
         """`micro_batch_tokens`, or its default."""
         return self.micro_batch_tokens or self.micro_batch_size * self.max_length
 
-    @property
-    def longest_at_a_time(self) -> int:
-        """Number of sequences of `max_length` that have as many tokens as a microbatch at most."""
-        return -(-self.tokens_at_a_time // self.max_length)
+    def longest_at_a_time(self, data_parallel: int) -> int:
+        """Return the sequences of `max_length` in a microbatch: at most those that a rank has of a global batch."""
+        return min(-(-self.tokens_at_a_time // self.max_length), -(-self.global_batch_size // data_parallel))
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from enum import Enum
@@ -13,13 +14,16 @@ from pathlib import Path
 
 from nemo_opd.paths import CHECKOUT
 
+FILE, _DATA = "gpu_check.md", "gpu_check.json"
+_SAME = ("commit", "machine", "packages")
+"""Facts that parts of one report share."""
 _PACKAGES = ("nemo-opd", "torch", "transformers", "ray", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 
 
 class Outcome(Enum):
     PASSED = "passed"
     FAILED = "FAILED"
-    NOT_HERE = "not on this machine"
+    NOT_HERE = "skipped"
 
 
 @dataclass(frozen=True)
@@ -42,16 +46,16 @@ class Report:
     parts: dict[str, Part] = field(default_factory=dict)
 
     @staticmethod
-    def begin(command: str) -> Report:
-        return Report(
-            {
-                "commit": _commit(),
-                "date": date.today().isoformat(),
-                "command": command,
-                "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-                "packages": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
-            }
-        )
+    def begin(command: str, folder: Path) -> Report:
+        """Begin with the parts that a check of the same commit, machine and packages has left in the folder."""
+        facts = {
+            "commit": _commit(),
+            "date": date.today().isoformat(),
+            "command": command,
+            "machine": f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
+            "packages": ", ".join(f"{name} {found}" for name in _PACKAGES if (found := _version(name))),
+        }
+        return Report(facts, parts_before(folder, facts))
 
     def markdown(self) -> str:
         lines = ["# GPU check", "", *(f"* {label}: {value}" for label, value in self.facts.items()), ""]
@@ -70,10 +74,21 @@ class Report:
     def write(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         parts = {name: {**asdict(part), "outcome": part.outcome.value} for name, part in self.parts.items()}
-        (folder / "gpu_check.md").write_text(self.markdown(), encoding="utf-8")
-        (folder / "gpu_check.json").write_text(
+        (folder / FILE).write_text(self.markdown(), encoding="utf-8")
+        (folder / _DATA).write_text(
             json.dumps({"facts": self.facts, "parts": parts}, indent=1) + "\n", encoding="utf-8"
         )
+
+
+def parts_before(folder: Path, facts: Mapping[str, str]) -> dict[str, Part]:
+    """Return the parts of a report in the folder that has the same commit, machine and packages; else none."""
+    try:
+        before = json.loads((folder / _DATA).read_text(encoding="utf-8"))
+        if any(before["facts"][name] != facts[name] for name in _SAME):
+            return {}
+        return {name: Part(**each | {"outcome": Outcome(each["outcome"])}) for name, each in before["parts"].items()}
+    except (OSError, ValueError, KeyError, TypeError):  # nothing is there, or a report of another version
+        return {}
 
 
 def _commit() -> str:
