@@ -37,7 +37,7 @@ FREE: dict[type[BaseModel], str] = {
     ),
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
-    TeacherBase: "offload micro_batch_tokens",
+    TeacherBase: "offload micro_batch_tokens on_missing",
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",

@@ -39,13 +39,19 @@ class TeacherBase(Model):
     """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
     longest sequence of this teacher.
     """
-    offload: Literal[True, False, "auto"] = "auto"
+    offload: Literal[True, False, "auto", "layers"] = "auto"
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
-    does not fit otherwise, the largest teacher first.
+    does not fit otherwise, the largest teacher first. layers: keep decoder layers there, of which the one that computes
+    and the next are on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
     """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
+    """
+    on_missing: Literal["stop", "ask"] = "stop"
+    """A text that the cache does not have, or not as it was written. stop: the run ends and names it. ask: before the
+    first step the model that the cache was built from, under the name that it had then, is asked about every such text,
+    and the cache keeps its answers.
     """
     context: Context | None = None
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
@@ -73,6 +79,20 @@ class TeacherBase(Model):
         return self if self.is_student else super().with_parallelism(**changes)
 
     @model_validator(mode="after")
+    def streamed_layers_are_frozen_and_come_and_go(self) -> Self:
+        reasons = {
+            f"weights={self.weights}": self.is_student,
+            "compile=true": self.compile,
+            "parallelism.reshard_after_forward=false": not self.parallelism.frees_gathered,
+        }
+        if self.offload == "layers" and (wrong := next((name for name, holds in reasons.items() if holds), None)):
+            raise ValueError(
+                f"offload=layers: with {wrong}, layers cannot come and go one by one; leave {wrong.partition('=')[0]} "
+                "out, or write offload: true"
+            )
+        return self
+
+    @model_validator(mode="after")
     def frozen_weights_are_of_a_model(self) -> Self:
         if self.is_student and self.model is not None and self.cache is None:
             raise ValueError(
@@ -87,13 +107,27 @@ class TeacherBase(Model):
         return self
 
     @model_validator(mode="after")
-    def cached_answers_are_of_frozen_weights_and_the_students_prompt(self) -> Self:
-        if self.cache is not None and (self.is_student or self.context is not None):
-            name = "context" if self.context is not None else f"weights={self.weights}"
+    def cached_answers_are_of_frozen_weights(self) -> Self:
+        if self.cache is not None and self.is_student:
             raise ValueError(
-                f"{name}: the answers in cache={self.cache} are those of a frozen teacher that reads what the student "
-                "reads; leave it out, or leave cache out for a teacher that is asked in the run"
+                f"weights={self.weights}: the answers in cache={self.cache} are those of a frozen teacher; leave it "
+                "out, or leave cache out for a teacher that is asked in the run"
             )
+        return self
+
+    @model_validator(mode="after")
+    def cached_answers_are_behind_one_prompt(self) -> Self:
+        if self.cache is not None and self.context is not None and self.context.gap_every is not None:
+            raise ValueError(
+                f"context.gap_every={self.context.gap_every}: the answers in cache={self.cache} are those with the "
+                "context alone, and the gap needs those without; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def caches_miss_texts(self) -> Self:
+        if self.cache is None and self.on_missing != "stop":
+            raise ValueError(f"on_missing={self.on_missing} is about a cache; name one in cache, or leave it out")
         return self
 
 

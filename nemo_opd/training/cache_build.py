@@ -7,22 +7,18 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint
-from nemo_opd.cluster.base import Group
-from nemo_opd.cluster.local import LocalCluster
-from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import made_of_all
@@ -30,21 +26,18 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.disk import storage_errors
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import settle
-from nemo_opd.logits.sparse import SparseLayout
 from nemo_opd.models.fingerprint import weights_fingerprint
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
-from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
 from nemo_opd.progress import tracked
 from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
+from nemo_opd.training.cache_asking import Asker
 from nemo_opd.training.cached_teachers import settle_cached
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
-from nemo_opd.training.ranks import resolve_device
-from nemo_opd.types import TokenRows
-from nemo_opd.workers.asked_teacher import AskedTeacher
+from nemo_opd.training.ranks import resolve_device, resolve_layout
 
 _TOKENS_AT_A_TIME = 8192
 """Tokens of a forward pass where the teacher's settings name no number."""
@@ -59,6 +52,11 @@ class CacheForm:
     """Tokens; None: hidden states."""
     value_bytes: int = 3
     """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
+
+    @classmethod
+    def of(cls, manifest: CacheManifest) -> CacheForm:
+        """Return the form of a cache that is there."""
+        return cls(None) if manifest.form == "hidden_states" else cls(manifest.top_k, manifest.value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +95,10 @@ def build_cache(
     cannot be asked, or the folder is a cache of other answers.
     """
     device = resolve_device(config.cluster)
+    parallelism = _parallelism(config, i)
+    layout = resolve_layout(f"teachers.{i}", Processes.started().size, parallelism)
     config = settle_cached(_uncut(config), device)
-    settings = config.active_teachers[i]
+    settings = config.active_teachers[i].model_copy(update={"parallelism": parallelism})
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
     if settings.is_student:
@@ -106,26 +106,34 @@ def build_cache(
             f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with "
             "weights: frozen"
         )
-    if settings.context is not None:
-        raise ConfigError(
-            f"teachers.{i}.context: a cache has what a teacher says of the student's texts; leave the context out, or "
-            "ask this teacher in the run"
-        )
     student = read_model_info(config.student, "student", device)
-    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
+    active = [settings if index == i else each for index, each in enumerate(config.active_teachers)]
+    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(active)]
     manifest = _manifest(config, i, student, teachers[i], form, device)
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
-    layout = sparse_layout(manifest) if manifest.form == "top_k" else None
-    missing = _Missing(corpus, config, i, reader, part)
-    with _one_process(config, device) as cluster, CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer:
-        group = _group(cluster, config, i, manifest, device)
-        tokens = 0
-        for ids in _grouped(missing, settings.micro_batch_tokens or _TOKENS_AT_A_TIME):
-            tokens += sum(map(len, ids))
-            _ask(group, ids, layout, folder, writer)
+    missing, tokens = Missing(corpus, config, i, reader, part), 0
+    groups = _grouped(missing, settings.micro_batch_tokens or _TOKENS_AT_A_TIME)
+    if (first := next(groups, None)) is None:
+        return CacheBuilt(0, 0, missing.there)
+    with (
+        CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer,
+        Asker(config.cluster, device, settings, f"teachers.{i}.model", manifest, layout, config.handoff.type) as asker,
+    ):
+        every = chain([first], groups)
+        while of_ranks := list(islice(every, layout.dp)):
+            for ids, rows in asker.ask(of_ranks, folder):
+                tokens += len(ids)
+                writer.add(ids, rows)
     return CacheBuilt(missing.number, tokens, missing.there)
+
+
+def _parallelism(config: RunConfig, i: int) -> Parallelism:
+    """Return how the teacher is cut over several processes; one process has all of it, whatever the run does."""
+    if Processes.started().size == 1:
+        return Parallelism()
+    return config.active_teachers[i].parallelism.model_copy(update={"replicas": 1})
 
 
 def _uncut(config: RunConfig) -> RunConfig:
@@ -161,7 +169,7 @@ def _template(
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Return the tokenizer whose template renders what the teacher reads, and the template's arguments."""
     settings = config.active_teachers[i]
-    if settings.type == "same_tokenizer":
+    if settings.type == "same_tokenizer" and settings.context is None:
         return student.tokenizer, dict(config.student.chat_template_kwargs)
     return teacher.tokenizer, dict(settings.chat_template_kwargs)
 
@@ -193,10 +201,10 @@ def _describe(
         )
 
 
-class _Missing:
-    """Segments of a run's texts that a cache does not have, each once."""
+class Missing:
+    """Segments of a run's texts that a cache does not have as they were written, each once."""
 
-    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part) -> None:
+    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part = Part()) -> None:
         self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part
         self.number = self.there = 0
 
@@ -208,7 +216,7 @@ class _Missing:
             if sample.route not in (None, self._i) or len(ids) < 2 or key in seen or not self._part.has(key):
                 continue
             seen.add(key)
-            if key in self._reader:
+            if self._reader.has(ids):
                 self.there += 1
             else:
                 self.number += 1
@@ -228,7 +236,7 @@ class _Missing:
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 
-def _grouped(segments: Iterator[_Ids] | _Missing, budget: int) -> Iterator[list[_Ids]]:
+def _grouped(segments: Iterator[_Ids] | Missing, budget: int) -> Iterator[list[_Ids]]:
     """Group consecutive segments of up to `budget` tokens, or one that is longer."""
     group: list[_Ids] = []
     for ids in segments:
@@ -238,41 +246,3 @@ def _grouped(segments: Iterator[_Ids] | _Missing, budget: int) -> Iterator[list[
         group.append(ids)
     if group:
         yield group
-
-
-_ALONE = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
-
-
-def _one_process(config: RunConfig, device: str) -> LocalCluster:
-    """Return the cluster that is this process."""
-    return LocalCluster(config.cluster.model_copy(update={"launcher": "local"}), device=device, placement=_ALONE)
-
-
-def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str) -> Group:
-    """Load the teacher."""
-    settings = config.active_teachers[i]
-    arguments = {
-        "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
-        "key": f"teachers.{i}.model",
-        "vocab_size": manifest.vocab_size,
-        "device": device,
-        "transport": "shared_memory",
-        "handoff": "hidden_states" if manifest.form == "hidden_states" else config.handoff.type,
-        "shares_process": True,
-    }
-    group = cluster.group(f"teacher {settings.name}", AskedTeacher, arguments, _ALONE.teachers[0])
-    cluster.gather([group.ready])
-    return group
-
-
-def _ask(
-    group: Group, segments: Sequence[_Ids], layout: SparseLayout | None, folder: Path, writer: CacheWriter
-) -> None:
-    ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
-    nothing = torch.zeros(ids.shape, dtype=torch.int32)
-    tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
-    ((answers, head),) = group.call("answers", [(tokens, (slice(0, len(segments)),), layout)])
-    if head is not None and not has_head(folder):
-        save_head(folder, head)
-    for own, rows in zip(segments, answers, strict=True):
-        writer.add(own, rows.numpy())

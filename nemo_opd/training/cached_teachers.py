@@ -41,14 +41,15 @@ def settle_cached(config: RunConfig, device: str) -> RunConfig:
 def _settled(config: RunConfig, i: int, settings: CachedTeacher, student: ModelInfo, device: str) -> dict[str, Any]:
     """Return the settings of a teacher whose model's folder is the cache."""
     manifest = require_cache(settings.cache, f"teachers.{i}.cache")
-    is_chat = config.data.messages_key is not None
+    is_chat, reads_own_prompt = config.data.messages_key is not None, settings.context is not None
     as_model = settings.model_copy(update={"model": settings.cache, "dtype": manifest.dtype})
+    kwargs = manifest.chat_template_kwargs if is_chat else {}
     if _reads_students_ids(config, i, as_model, manifest, student, device):
         _require_no_alignment(settings, i)
         return as_model.model_dump(mode="json", include={*TeacherBase.model_fields, "loss"}) | {
-            "type": "same_tokenizer"
+            "type": "same_tokenizer",
+            "chat_template_kwargs": kwargs if reads_own_prompt else {},
         }
-    kwargs = manifest.chat_template_kwargs if is_chat else {}
     return as_model.model_dump(mode="json") | {"type": "cross_tokenizer", "chat_template_kwargs": kwargs}
 
 
@@ -66,9 +67,9 @@ def _require_no_alignment(settings: CachedTeacher, i: int) -> None:
 def _reads_students_ids(
     config: RunConfig, i: int, settings: CachedTeacher, manifest: CacheManifest, student: ModelInfo, device: str
 ) -> bool:
-    """Return whether the teacher's tokens of a text are the student's."""
+    """Return whether the teacher's tokens of a text, behind the prompt where it has its own, are the student's."""
     teacher = read_model_info(settings, f"teachers.{i}", device)
-    if config.data.messages_key is not None:
+    if config.data.messages_key is not None and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, manifest.chat_template_kwargs):
             return False

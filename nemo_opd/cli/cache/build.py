@@ -10,9 +10,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from nemo_opd.cli.command import Command
+from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher
 from nemo_opd.errors import ConfigError
 
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
@@ -27,14 +27,16 @@ on how texts are cut: with --config they are those of the run, whatever its stud
 read whole, or in windows of --max-length where it is longer; a student with the teacher's tokenizer and that length
 reads the same, and so does any student of texts that are shorter.
 
-A run that is killed loses 256 MB of answers at most; the same command adds what is missing, and --part I/N shares the
-work among processes, which may run at the same time.
+A run that is killed loses 256 MB of answers at most; the same command adds what is missing or damaged, and --part I/N
+shares the work among processes, which may run at the same time. A teacher that is too large for one GPU is sharded over
+those of torchrun, or cut as --config says in its `parallelism`.
 
 examples:
   nemo-opd cache build --model Qwen/Qwen3-4B --data 'texts/*.parquet' --output qwen --top-k 64
   nemo-opd distil teachers=qwen3_4b --cfg job --resolve > run.yaml
   nemo-opd cache build --config run.yaml --output qwen --hidden-states
   CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
+  torchrun --nproc-per-node 4 -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
 
 Then give the run the folder in the place of the model:
   teachers:
@@ -76,6 +78,14 @@ def build(arguments: Namespace, console: Console) -> None:
     """Build the cache and say what was added. Raises an OPDError."""
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
+    from nemo_opd.training.launch import driving
+
+    with driving(Cluster(launcher="local")) as is_driver:
+        if is_driver:
+            _drive(arguments, console)
+
+
+def _drive(arguments: Namespace, console: Console) -> None:
     from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 
     form = CacheForm(arguments.top_k, 4 if arguments.float32 else 3)
@@ -108,26 +118,17 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     if name not in names:
         raise ConfigError(f"--teacher={name}: the run's teachers are {', '.join(names) or 'none'}; name one of them")
     i = names.index(name)
-    return (config if arguments.model is None else _asked_again(config, i, arguments.model)), i
+    if arguments.model is None:
+        return config, i
+    from nemo_opd.training.cache_fill import asked_again
+
+    return asked_again(config, i, arguments.model), i
 
 
 def _quoted(settings: Sequence[str]) -> list[str]:
     if wrong := [each for each in settings if "=" not in each]:
         raise ConfigError(f"{wrong[0]}: settings are written KEY=VALUE")
     return list(settings)
-
-
-def _asked_again(config: RunConfig, i: int, model: str) -> RunConfig:
-    """Return the settings of a run with a model in the place of teacher i's cache, whose tokenizer it keeps."""
-    was_cached = isinstance(config.active_teachers[i], CachedTeacher)
-    from nemo_opd.training.cached_teachers import settle_cached
-    from nemo_opd.training.ranks import resolve_device
-
-    config = settle_cached(config, resolve_device(config.cluster))
-    settings = config.model_dump(mode="json")
-    tokenizer = {"tokenizer": config.active_teachers[i].cache} if was_cached else {}
-    settings["teachers"][i] |= {"model": model, "cache": None} | tokenizer
-    return from_dict(settings)
 
 
 def _of_files(arguments: Namespace) -> RunConfig:
