@@ -55,6 +55,8 @@ class Questions(Settings):
 
 
 class SetSource(ValidationSource):
+    """Source of the questions of a set, and their columns."""
+
     text_key: str | None = None
     """The column that holds a question as a text to be continued; by default `data.text_key`."""
     messages_key: str | None = None

@@ -138,6 +138,8 @@ class _CompoundReward(RewardBase):
 
 
 class WeightedPart(Settings):
+    """Term of a weighted sum of rewards."""
+
     weight: float = 1.0
     """Factor of this reward in the sum; may be negative."""
     reward: OneReward
