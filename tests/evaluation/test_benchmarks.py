@@ -49,9 +49,10 @@ generation_kwargs: {until: [" "], max_gen_toks: 8}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """,
 }
+# No text repeats itself: of equal windows lm-eval's own backend scores some at the wrong positions.
 ROWS = [
     {"question": f"def {name}(self):\n    return", "choices": [" self.x", f" {name} + 1", "\n\n"], "answer": i % 3}
-    | {"text": f"import {name}\n\nclass {name.title()}:\n    pass\n" * (1 + 4 * i)}
+    | {"text": "".join(f"import {name}\n\nclass {name.title()}{j}:\n    pass\n" for j in range(1 + 4 * i))}
     for i, name in enumerate(("os", "path", "value", "naïve", "数字"))
 ]
 
