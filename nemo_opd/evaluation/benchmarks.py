@@ -68,7 +68,7 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
     """
     if not settings.benchmarks:
         return ()
-    with quiet():
+    with _quiet():
         manager = _manager(settings, prefix)
         benchmarks = tracked(settings.benchmarks, "reading the data of benchmarks", "benchmarks")
         return tuple(_load(each, manager, settings, f"{prefix}benchmarks.{i}") for i, each in enumerate(benchmarks))
@@ -140,7 +140,7 @@ def run_benchmark(
     """
     benchmark = loaded.settings
     try:
-        with quiet():
+        with _quiet():
             results = evaluate(
                 lm=model,
                 task_dict=loaded.tasks,
@@ -213,14 +213,12 @@ def _by_error(value: float, error: object, confidence: float) -> Estimate:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Silence lm-eval's log and bars inside: its errors are raised, and the run shows its own progress."""
+def _quiet() -> Iterator[None]:
+    """Silence lm-eval's log inside: its errors are raised, and the run shows its own progress."""
     log = logging.getLogger("lm_eval")
-    level, bars = log.level, os.environ.get("TQDM_DISABLE")
+    level = log.level
     log.setLevel(logging.ERROR)
-    os.environ["TQDM_DISABLE"] = "1"
     try:
         yield
     finally:
         log.setLevel(level)
-        os.environ.pop("TQDM_DISABLE") if bars is None else os.environ.update(TQDM_DISABLE=bars)

@@ -87,6 +87,10 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not there f
             )
         )
 
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
+
     def _loglikelihood_tokens(self, requests: Sequence[_Pair], **_: Any) -> list[tuple[float, bool]]:
         limit = self.max_length + 1  # the last token is predicted and not read
         rows = [

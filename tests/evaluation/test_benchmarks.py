@@ -123,13 +123,16 @@ def test_each_request_is_answered_as_by_lm_evals_own_backend(
     )
 
 
-def test_figures_are_those_of_lm_eval_with_an_interval_over_questions(folder: Path, ours: LanguageModel) -> None:
-    """Bug: figures of another filter, or of answers in another order than the questions."""
+def test_figures_are_those_of_lm_eval_with_an_interval_over_questions(
+    folder: Path, ours: LanguageModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bug: figures of another filter, or of answers in another order than the questions; a bar of lm-eval's own."""
     benchmark = loaded(folder, "choices")
     found = run_benchmark(benchmark, ours, 0.95, allows_code=False)
     again = run_benchmark(benchmark, ours, 0.95, allows_code=False)
     right = sum(found.values["acc"])
 
+    assert "Tokenizing" not in capsys.readouterr().err
     assert found == again
     assert found.num_questions == len(ROWS)
     assert found.estimates["acc"] == wilson(right, len(ROWS), 0.95)
