@@ -34,6 +34,7 @@ ORDER = (
     "logging",
     "rewards",
     "rollout",
+    "served",
     "evaluation",
     "workers",
     "cluster",

@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -20,11 +21,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint
-from nemo_opd.cluster.base import Group
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.data.loader import made_of_all
 from nemo_opd.data.samples import Sample
 from nemo_opd.disk import storage_errors
@@ -35,14 +36,15 @@ from nemo_opd.models.fingerprint import weights_fingerprint
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
 from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
 from nemo_opd.progress import tracked
+from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import key_of
+from nemo_opd.teacher_cache.shard import Bytes, key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
-from nemo_opd.training.cached_teachers import settle_cached
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device
+from nemo_opd.training.teachers_without_model import settle_tokenizers
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.asked_teacher import AskedTeacher
 
@@ -97,7 +99,7 @@ def build_cache(
     cannot be asked, or the folder is a cache of other answers.
     """
     device = resolve_device(config.cluster)
-    config = settle_cached(_uncut(config), device)
+    config = _asking_for(settle_tokenizers(_uncut(config), device), i, form)
     settings = config.active_teachers[i]
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
@@ -111,21 +113,50 @@ def build_cache(
             f"teachers.{i}.context: a cache has what a teacher says of the student's texts; leave the context out, or "
             "ask this teacher in the run"
         )
-    student = read_model_info(config.student, "student", device)
     teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
+    # Where the texts are for no student, it stands for the teacher, of which servers have no folder.
+    is_same = settings.served is not None and config.student.model == settings.model
+    student = teachers[i] if is_same else read_model_info(config.student, "student", device)
     manifest = _manifest(config, i, student, teachers[i], form, device)
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
     layout = sparse_layout(manifest) if manifest.form == "top_k" else None
     missing = _Missing(corpus, config, i, reader, part)
-    with _one_process(config, device) as cluster, CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer:
-        group = _group(cluster, config, i, manifest, device)
-        tokens = 0
-        for ids in _grouped(missing, settings.micro_batch_tokens or _TOKENS_AT_A_TIME):
+    tokens = 0
+    with ExitStack() as stack:
+        writer = stack.enter_context(CacheWriter(folder, manifest.vocab_size, shard_bytes))
+        if settings.served is not None:
+            assert layout is not None
+            ask = _server(settings, i, layout)
+        else:
+            ask = _model(stack.enter_context(_one_process(config, device)), config, i, manifest, device, folder)
+        for ids in _grouped(missing, _tokens_at_a_time(settings)):
             tokens += sum(map(len, ids))
-            _ask(group, ids, layout, folder, writer)
+            for own, rows in zip(ids, ask(ids), strict=True):
+                writer.add(own, rows)
     return CacheBuilt(missing.number, tokens, missing.there)
+
+
+def _asking_for(config: RunConfig, i: int, form: CacheForm) -> RunConfig:
+    """Return the settings where a served teacher is asked for what is stored."""
+    endpoint = config.active_teachers[i].served
+    if endpoint is None:
+        return config
+    if form.top_k is None:
+        raise ConfigError(
+            f"--hidden-states: the servers of teachers.{i} ({config.active_teachers[i].name}) give log-probabilities "
+            "alone; write --top-k"
+        )
+    changed = {"served": endpoint.model_copy(update={"logprobs": form.top_k})}
+    teachers = (each.model_copy(update=changed) if j == i else each for j, each in enumerate(config.teachers))
+    return config.model_copy(update={"teachers": tuple(teachers)})
+
+
+def _tokens_at_a_time(settings: Teacher) -> int:
+    if settings.served is not None:
+        return _TOKENS_AT_A_TIME * settings.served.concurrency
+    return settings.micro_batch_tokens or _TOKENS_AT_A_TIME
 
 
 def _uncut(config: RunConfig) -> RunConfig:
@@ -144,9 +175,14 @@ def _manifest(
     of_form: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
     if form.top_k is not None:
         of_form = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
+    if settings.served is None:
+        weights = weights_fingerprint(settings.reference, key=f"teachers.{i}.model")
+    else:
+        weights = hashlib.sha256(f"served as {settings.reference}".encode()).hexdigest()
+        of_form |= {"is_served": True, "positions": teacher.positions}
     return CacheManifest(
         teacher=settings.reference,
-        weights=weights_fingerprint(settings.reference, key=f"teachers.{i}.model"),
+        weights=weights,
         tokenizer=fingerprint(teacher.tokenizer),
         template=hashlib.sha256(template.encode()).hexdigest(),
         vocab_size=teacher.vocab_size,
@@ -171,13 +207,14 @@ def _describe(
 ) -> None:
     """Write the teacher's configuration and tokenizer, and then the manifest, or compare it with the one there."""
     if not has_manifest(folder):
-        model = config.active_teachers[i].reference
+        settings = config.active_teachers[i]
         temporary = folder / f".{uuid.uuid4().hex}"
         with storage_errors(folder, instead="choose another --output"):
             temporary.mkdir(parents=True)
             try:
-                load_config(model, key=f"teachers.{i}.model").save_pretrained(temporary)
-                tokenizer = load_tokenizer(config.active_teachers[i].tokenizer_source[1], key=f"teachers.{i}")
+                if settings.served is None:
+                    load_config(settings.reference, key=f"teachers.{i}.model").save_pretrained(temporary)
+                tokenizer = load_tokenizer(settings.tokenizer_source[1], key=f"teachers.{i}")
                 tokenizer.chat_template = _template(config, i, student, teacher)[0].chat_template
                 tokenizer.save_pretrained(temporary)
                 settle(temporary)
@@ -248,8 +285,21 @@ def _one_process(config: RunConfig, device: str) -> LocalCluster:
     return LocalCluster(config.cluster.model_copy(update={"launcher": "local"}), device=device, placement=_ALONE)
 
 
-def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str) -> Group:
-    """Load the teacher."""
+_Ask = Callable[[Sequence[_Ids]], Iterable[Bytes]]
+"""Function from sequences of ids [N] to what is stored of each, uint8 [N, R]."""
+
+
+def _server(settings: Teacher, i: int, layout: SparseLayout) -> _Ask:
+    """Return what asks a teacher's servers."""
+    assert settings.served is not None
+    answers = EndpointAnswers(settings.served, settings.reference, layout, key=f"teachers.{i}")
+    return lambda ids: (segment.rows for segment in answers.segments(ids))
+
+
+def _model(
+    cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str, folder: Path
+) -> _Ask:
+    """Load a teacher and return what asks it; its head is written with the first of its hidden states."""
     settings = config.active_teachers[i]
     arguments = {
         "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
@@ -262,17 +312,15 @@ def _group(cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheMani
     }
     group = cluster.group(f"teacher {settings.name}", AskedTeacher, arguments, _ALONE.teachers[0])
     cluster.gather([group.ready])
-    return group
+    layout = sparse_layout(manifest) if manifest.form == "top_k" else None
 
+    def ask(segments: Sequence[_Ids]) -> Iterator[Bytes]:
+        ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
+        nothing = torch.zeros(ids.shape, dtype=torch.int32)
+        tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
+        ((answers, head),) = group.call("answers", [(tokens, (slice(0, len(segments)),), layout)])
+        if head is not None and not has_head(folder):
+            save_head(folder, head)
+        return (rows.numpy() for rows in answers)
 
-def _ask(
-    group: Group, segments: Sequence[_Ids], layout: SparseLayout | None, folder: Path, writer: CacheWriter
-) -> None:
-    ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
-    nothing = torch.zeros(ids.shape, dtype=torch.int32)
-    tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
-    ((answers, head),) = group.call("answers", [(tokens, (slice(0, len(segments)),), layout)])
-    if head is not None and not has_head(folder):
-        save_head(folder, head)
-    for own, rows in zip(segments, answers, strict=True):
-        writer.add(own, rows.numpy())
+    return ask

@@ -35,7 +35,7 @@ from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
-from nemo_opd.workers.cached_teacher import CachedTeacherWorker
+from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -325,7 +325,9 @@ def _separate(plan: Plan) -> list[int]:
 def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     """Start the group of a teacher that has processes of its own."""
     settings = plan.config.active_teachers[i]
-    worker = TeacherWorker if settings.cache is None else CachedTeacherWorker
+    worker: type[TeacherWorker] = TeacherWorker
+    if not settings.is_computed:
+        worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
     return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
 
 
