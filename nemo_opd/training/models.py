@@ -2,7 +2,7 @@
 
 import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +68,8 @@ class ScoredBatch:
     """Time of each teacher's slowest rank."""
     positions: tuple[int, ...]
     """Positions, padding included, that each teacher has read."""
+    retried: dict[str, int]
+    """Requests sent again for each served teacher, by its name."""
     about: str
 
 
@@ -162,7 +164,8 @@ class Models:
             sum(by_rank[rank].positions for rank in leads(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
-        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, in_flight.about)
+        retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
+        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, retried, in_flight.about)
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
         """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
@@ -282,6 +285,12 @@ class Models:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
+    """Add the requests that were sent again over the ranks of each teacher that has servers."""
+    numbers = {name: [each.retried for each in by_rank] for name, by_rank in by_teacher.items()}
+    return {name: sum(filter(None, own)) for name, own in numbers.items() if own[0] is not None}
 
 
 def _beside(batch: Batch, k: int) -> Batch:

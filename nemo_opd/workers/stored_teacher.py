@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import Mean, TokenRows
-from nemo_opd.workers.teacher import ReadingModel, TeacherSource, TeacherWorker, Writer
+from nemo_opd.workers.teacher import ReadingModel, TeacherOutput, TeacherSource, TeacherWorker, Writer
 
 
 class StoredTeacherWorker(TeacherWorker):
@@ -73,6 +74,12 @@ class ServedTeacherWorker(StoredTeacherWorker):
     def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **given: Any) -> None:
         assert settings.served is not None
         layout = served_layout(settings.served, vocab_size)
-        answers = EndpointAnswers(settings.served, settings.reference, layout, key=key.removesuffix(".model"))
-        stored = StoredTopK(answers, layout, device)
+        self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=key.removesuffix(".model"))
+        stored = StoredTopK(self._answers, layout, device)
         super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **given)
+
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
+        """Ask about `tokens`, a microbatch after the other; the output replaces the slot's. Raises EndpointError."""
+        before = self._answers.retried
+        made = super().forward(tokens, micro_batches, slot)
+        return replace(made, retried=self._answers.retried - before)

@@ -177,7 +177,9 @@ def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> N
         asked = len(servers.asked["cross"])
         distil(config)
         assert len(servers.asked["cross"]) - asked == 4 + 1  # and what preflight tries
-    assert [record["step"] for record in read(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert {record["perf/retried/cross"] for record in records} == {0}
 
 
 def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path) -> None:
