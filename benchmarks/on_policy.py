@@ -5,14 +5,17 @@ uv run benchmarks/on_policy.py       # writes on_policy.{md,json} in benchmarks/
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -96,16 +99,16 @@ def teachers_samples(folder: Path, number: int) -> Path:
     return file
 
 
-def run_once(setting: str, seed: int, samples: Path, extra: list[str]) -> Outcome:
-    overrides = [*SETTINGS[setting], f"run.seed={seed}", *extra]
-    if setting in OFF_POLICY:
-        overrides.append(f"data.train.jsonl_files={samples}")
+def run_once(setting: str, arguments: Sequence[str], measures: Sequence[str], seed: int) -> Outcome:
+    """Run the example; measures: of an evaluation, NaN where its step has none."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
                 sys.executable,
                 str(ROOT / "examples/run_on_policy_distillation.py"),
-                *overrides,
+                *arguments,
+                f"run.seed={seed}",
+                "evaluation.teachers=false",
                 f"run.output_dir={folder}/run",
             ],
             check=True,
@@ -114,14 +117,31 @@ def run_once(setting: str, seed: int, samples: Path, extra: list[str]) -> Outcom
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         asked = [record for record in read(Path(folder) / "run" / "metrics.jsonl") if MEASURES[0] in record]
-    scores = {measure: [record[measure] for record in asked] for measure in MEASURES}
+    scores = {measure: [record.get(measure, math.nan) for record in asked] for measure in measures}
     return Outcome(setting, seed, [int(record["step"]) for record in asked], scores)
+
+
+def run_all(
+    settings: Mapping[str, Sequence[str]], seeds: Iterable[int], jobs: int, measures: Sequence[str] = MEASURES
+) -> list[Outcome]:
+    """Run each setting, by its arguments, with each seed; `jobs` runs at a time, each on a core of its own."""
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in range(jobs):
+        cores.put(core)
+    runs = [partial(run_once, name, own, measures, seed) for seed in seeds for name, own in settings.items()]
+    with ThreadPoolExecutor(jobs, initializer=lambda: pin(cores.get())) as pool:
+        return list(track(pool.map(lambda run: run(), runs), "runs", total=len(runs)))
+
+
+def by_setting(outcomes: list[Outcome]) -> dict[str, list[Outcome]]:
+    """Group outcomes, in the order of the settings, by seed."""
+    names = dict.fromkeys(each.setting for each in outcomes)
+    return {name: sorted((o for o in outcomes if o.setting == name), key=lambda each: each.seed) for name in names}
 
 
 def table(outcomes: list[Outcome]) -> str:
     lines = ["| run | greedy, by seed | mean | sampled, by seed | mean |", "|---|---|---|---|---|"]
-    for setting in SETTINGS:
-        own = sorted((each for each in outcomes if each.setting == setting), key=lambda each: each.seed)
+    for setting, own in by_setting(outcomes).items():
         cells = []
         for measure in MEASURES:
             ends = [outcome.scores[measure][-1] for outcome in own]
@@ -137,11 +157,9 @@ def plot(outcomes: list[Outcome], file: Path) -> None:
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    for setting in SETTINGS:
-        own = [outcome.scores["eval/pass@1"] for outcome in outcomes if outcome.setting == setting]
-        steps = next(outcome.steps for outcome in outcomes if outcome.setting == setting)
-        style = "--" if setting in OFF_POLICY else "-"
-        axes.plot(steps, [statistics.mean(each) for each in zip(*own, strict=True)], style, marker="o", label=setting)
+    for setting, own in by_setting(outcomes).items():
+        means = [statistics.mean(each) for each in zip(*(one.scores["eval/pass@1"] for one in own), strict=True)]
+        axes.plot(own[0].steps, means, "--" if setting in OFF_POLICY else "-", marker="o", label=setting)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1)
     axes.set_xlabel("step")
@@ -160,16 +178,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="settings for every run, such as train.max_steps=20")
     options = parser.parse_args()
     facts = {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": COMMAND}
-    pairs = [(setting, seed) for seed in options.seeds for setting in SETTINGS]
-    cores: SimpleQueue[int] = SimpleQueue()
-    for core in range(options.jobs):
-        cores.put(core)
     with tempfile.TemporaryDirectory() as folder:
-        samples = teachers_samples(Path(folder), 4096)
-        with ThreadPoolExecutor(options.jobs, initializer=lambda: pin(cores.get())) as pool:
-            extra = ["evaluation.every=10", "evaluation.teachers=false", *options.overrides]
-            runs = pool.map(lambda pair: run_once(*pair, samples, extra), pairs)
-            outcomes = list(track(runs, "on-policy runs", total=len(pairs)))
+        of_teacher = [f"data.train.jsonl_files={teachers_samples(Path(folder), 4096)}"]
+        settings = {
+            name: [*own, "evaluation.every=10", *options.overrides, *(of_teacher if name in OFF_POLICY else [])]
+            for name, own in SETTINGS.items()
+        }
+        outcomes = run_all(settings, options.seeds, options.jobs)
     first = outcomes[0]
     start = " and ".join(f"{first.scores[measure][0]:.1%} ({measure.removeprefix('eval/')})" for measure in MEASURES)
     text = "\n".join(

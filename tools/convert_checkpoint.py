@@ -45,8 +45,9 @@ FIRST = "step_000000"
 EPILOG = """\
 A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. to-hf puts them together for
 AutoModelForCausalLM.from_pretrained, as the run does itself in the checkpoint's `student`; in another precision with
---dtype. from-hf makes of weights the first checkpoint of a run, with the optimizer and the data at their beginning: a
-run that continues from it starts with these weights in place of those of student.model.
+--dtype; with --average the moving average that a teacher computes with. from-hf makes of weights the first checkpoint
+of a run, with the optimizer and the data at their beginning: a run that continues from it starts with these weights in
+place of those of student.model.
 
 Where a run learns adapters (student.lora), to-hf writes what student.lora.export says, and from-hf reads a folder for
 peft. Memory: to-hf holds the model once in the precision that it writes, from-hf once in fp32.
@@ -71,6 +72,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--checkpoint", required=True, type=Path, metavar="FOLDER", help="such as RUN/checkpoints/step_000100"
     )
     there.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new folder, or an empty one")
+    there.add_argument("--average", metavar="NAME", help="write the average of the teacher NAME, of weights: ema")
     there.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of student.model)")
     back = commands.add_parser("from-hf", help="a Hugging Face folder becomes the first checkpoint of a run")
     back.add_argument("--model", required=True, metavar="MODEL", help="folder or hub name of the weights")
@@ -100,8 +102,27 @@ def to_hf(arguments: argparse.Namespace) -> str:
             f"--dtype={dtype}: student.lora.export=adapter writes adapters, which are float32; leave --dtype out, or "
             "give a --config with student.lora.export: merged"
         )
-    written = to_hugging_face(checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype))
-    return f"wrote {output}: the student after step {progress.step:,}, in {str(written).removeprefix('torch.')}"
+    average = None if arguments.average is None else average_of(config, arguments.average)
+    written = to_hugging_face(
+        checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype), average
+    )
+    what = "student" if average is None else f"average {arguments.average}"
+    return f"wrote {output}: the {what} after step {progress.step:,}, in {str(written).removeprefix('torch.')}"
+
+
+def averages(config: RunConfig) -> dict[str, str]:
+    """Names in checkpoints of the averages of the student's weights, by the teacher's name."""
+    return {each.name: str(i) for i, each in enumerate(config.active_teachers) if each.weights == "ema"}
+
+
+def average_of(config: RunConfig, teacher: str) -> str:
+    """Raises CheckpointError where the teacher is no average."""
+    if (found := averages(config).get(teacher)) is None:
+        there = ", ".join(averages(config)) or "none"
+        raise CheckpointError(
+            f"--average={teacher}: the run's teachers with weights: ema are {there}; name one of them"
+        )
+    return found
 
 
 def from_hf(arguments: argparse.Namespace) -> str:
@@ -122,7 +143,7 @@ def from_hf(arguments: argparse.Namespace) -> str:
             model,
             partial(build_optimizer, config.student.optimizer),
             lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
-            averages=[str(i) for i, teacher in enumerate(config.active_teachers) if teacher.weights == "ema"],
+            averages=list(averages(config).values()),
         )
     if not (run / CONFIG).exists():
         write_atomically(run / CONFIG, to_yaml(config).encode())

@@ -33,8 +33,8 @@ from nemo_opd.models.folder import first_line, resolve
 from nemo_opd.models.load import build_on_meta, load_config, load_model, stored_dtype, tokenizer_of
 from nemo_opd.models.lora import NAME, PEFT_PREFIX, Adapters, adapter_parameters, keep_adapters_only
 
-_MODEL = "model"
-"""Key of the weights in a sharded state."""
+_WEIGHTS: tuple[str, ...] = ("model",)
+"""Keys of the weights in a sharded state."""
 _ADAPTER_CONFIG = "adapter_config.json"
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _NOT_COMPUTED_WITH = {
@@ -76,28 +76,33 @@ def _adapters(student: Student) -> Adapters | None:
     return None if student.lora is None else Adapters(student.lora, student.model, seed=0)
 
 
-def to_hugging_face(checkpoint: Path, student: Student, output: Path, dtype: torch.dtype | None = None) -> torch.dtype:
+def to_hugging_face(
+    checkpoint: Path, student: Student, output: Path, dtype: torch.dtype | None = None, average: str | None = None
+) -> torch.dtype:
     """Write what a checkpoint of this student has learned as a Hugging Face folder, and return the dtype written.
 
     The folder is what the run itself exports: a whole model with its tokenizer or, where `student.lora.export` is
     adapter, a folder for `peft`. dtype: of a whole model, by default that of `student.model`; adapters are fp32.
+    average: name in the state of an average, which is written in place of the weights.
     `output` is whole or absent. Holds the model once, in `dtype`, and one tensor of the state. Raises CheckpointError
     for a state that is incomplete, damaged, not finite or of another student and an output that is in use, and
     ModelError where `student.model` cannot be read.
     """
     state, model = checkpoint / STATE, trained_part(student)
-    _require_fit(shapes_in(state), _shapes_of(model), what=str(checkpoint), student=student)
+    keys = _WEIGHTS if average is None else ("averages", average)
+    expected = _shapes_of(model) if average is None else _trained_shapes(model)
+    _require_fit(shapes_in(state, keys), expected, what=str(checkpoint), student=student)
     tokenizer = tokenizer_of(student, key="student")
     adapters = _adapters(student)
     dtype = dtype or stored_dtype(student.model, key="student.model")
     with _new_folder(output) as folder:
         if adapters is None:
             whole = load_model(student.model, dtype, key="student.model")
-            _read_weights(state, whole.state_dict())
+            _read_weights(state, keys, {name: value for name, value in whole.state_dict().items() if name in expected})
             _require_finite(checkpoint, whole.state_dict(), dtype)
         else:
             learned = {name: torch.empty(parameter.shape) for name, parameter in adapter_parameters(model)}
-            _read_weights(state, learned)
+            _read_weights(state, keys, learned)
             _require_finite(checkpoint, learned, torch.float32)
             if adapters.settings.export == "adapter":
                 adapters.save(learned, model, folder)
@@ -122,16 +127,20 @@ def _require_finite(checkpoint: Path, weights: Mapping[str, Tensor], dtype: torc
         )
 
 
-def shapes_in(state: Path) -> dict[str, torch.Size]:
-    """Return the shapes of the weights in a sharded state. Raises CheckpointError where it is absent or damaged."""
+def shapes_in(state: Path, keys: Sequence[str] = _WEIGHTS) -> dict[str, torch.Size]:
+    """Return the shapes of the weights, or of an average, below these keys of a sharded state.
+
+    Raises CheckpointError where it is absent or damaged.
+    """
+    below = ".".join((*keys, ""))
     try:
         entries = read_metadata(state).state_dict_metadata
     except (OSError, MetadataError) as error:
         raise _unreadable(state, error) from error
     return {
-        name.removeprefix(f"{_MODEL}."): entry.size
+        name.removeprefix(below): entry.size
         for name, entry in entries.items()
-        if name.startswith(f"{_MODEL}.") and isinstance(entry, TensorStorageMetadata)
+        if name.startswith(below) and isinstance(entry, TensorStorageMetadata)
     }
 
 
@@ -139,10 +148,19 @@ def _shapes_of(model: nn.Module) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in model.state_dict().items()}
 
 
-def _read_weights(state: Path, into: Mapping[str, Tensor]) -> None:
-    """Copy whole weights out of a sharded state, each to its own dtype. Raises CheckpointError where it is damaged."""
+def _trained_shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    """Return the shapes of the parameters, tied ones once, as averages have them."""
+    trained = {name: each.shape for name, each in model.named_parameters() if each.requires_grad}
+    return {name: shape for name, shape in trained.items() if name not in model.all_tied_weights_keys}
+
+
+def _read_weights(state: Path, keys: Sequence[str], into: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors out of a sharded state, each to its own dtype. Raises CheckpointError where it is damaged."""
+    nested: dict[str, Any] = dict(into)
+    for key in reversed(keys):
+        nested = {key: nested}
     try:
-        read_sharded({_MODEL: dict(into)}, state, no_dist=True)
+        read_sharded(nested, state, no_dist=True)
     except Exception as error:
         raise _unreadable(state, error) from error
 
@@ -316,7 +334,7 @@ def save_start(
     optimizer = build_optimizer(model)
     scheduler = build_scheduler(optimizer)
     _, optimizer_state = get_state_dict(model, optimizer)
-    means = {each: dict(weights) for each in averages}
+    means = {each: {name: weights[name] for name in _trained_shapes(model)} for each in averages}
     write_sharded(
         sharded_state(dict(weights), _before_first_step(optimizer_state), means), folder / STATE, no_dist=True
     )

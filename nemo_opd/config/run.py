@@ -10,7 +10,7 @@ from nemo_opd.config.effects import check_effects
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
-from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
 
 
 class RunConfig(RunFields):
@@ -66,6 +66,17 @@ class RunConfig(RunFields):
                     f"{key}={term.type} compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "
                     f"cross_tokenizer; use loss=p_kl, write teachers.{i}.loss.type=p_kl, or type: same_tokenizer if it "
                     "has the student's tokenizer"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def learned_projections_have_a_loss_that_reads_weights(self) -> Self:
+        for i, teacher in enumerate(self.active_teachers):
+            if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type != "p_kl":
+                raise ValueError(
+                    f"teachers.{i}.projection_lr={teacher.projection_lr:g}: loss.type={self.term(i).type} does not "
+                    "depend on the weights of the projection, so nothing would be learned; write "
+                    f"teachers.{i}.loss.type=p_kl, or leave projection_lr out"
                 )
         return self
 

@@ -130,6 +130,10 @@ class OwnIdsTeacher(TeacherBase):
     """A projection file, or auto: built once for the pair and cached."""
     top_k: int = Field(4, ge=1)
     """projection=auto: entries kept in a row."""
+    projection_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the projection's weights, learned with the student on the schedule of its learning rate;
+    null: they are fixed. For loss.type=p_kl.
+    """
     roles: Frozen[str, tuple[str, ...]] = Field(default_factory=dict)
     """Role → the special tokens, of either side, that have it, where that is not found out:
     `{end_of_turn: ["<|stop|>", "<|eot_id|>"]}`. Tokens of one role are compared with each other; the inspect tool shows

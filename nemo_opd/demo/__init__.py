@@ -7,7 +7,7 @@ from nemo_opd.errors import ModelError
 DEMO_PREFIX = "demo:"
 MODEL_NAMES = ("student", "teacher_same", "teacher_cross")
 """Models of the demo corpus."""
-ARITHMETIC_MODEL_NAMES = ("arithmetic_student", "arithmetic_teacher", "arithmetic_teacher_cross")
+ARITHMETIC_MODEL_NAMES = ("arithmetic_student", "arithmetic_reader", "arithmetic_teacher", "arithmetic_teacher_cross")
 """Models of the demo's sums."""
 
 

@@ -78,6 +78,11 @@ class Sum:
         return f"{self.left} + {self.right} = ?\n"
 
     @property
+    def worked_prompt(self) -> str:
+        """The prompt behind the same sum with its response: `{prompt}{response}\\n{prompt}`."""
+        return f"{self.prompt}{self.response}\n{self.prompt}"
+
+    @property
     def answer(self) -> str:
         return str(self.left + self.right)
 

@@ -260,9 +260,12 @@ class Models:
     def load(self, folder: Path) -> None:
         self._on_each_student("load", folder.resolve())
 
-    def export(self, folder: Path, served_as: str | None = None) -> None:
-        """Export the student; served_as: name of the dtype for a server, or by default the form for users."""
-        self._on_each_student("export", folder.resolve(), served_as)
+    def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
+        """Export the student; served_as: name of the dtype for a server, or by default the form for users.
+
+        average_of: index of a teacher whose average of the student's weights is exported in their place.
+        """
+        self._on_each_student("export", folder.resolve(), served_as, average_of)
 
     def _on_each_student(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of every rank of the student with the same arguments."""
@@ -311,12 +314,12 @@ def _continued(
     return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
 
-def export_whole(models: Models, folder: Path, served_as: str | None = None) -> None:
-    """Replace the student's Hugging Face folder atomically. served_as: as for `Models.export`."""
+def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
+    """Replace the student's Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
     temporary = folder.with_name(f".{folder.name}.incomplete")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        models.export(temporary, served_as)
+        models.export(temporary, served_as, average_of)
         require_whole_export(temporary)
         with storage_errors(folder):
             shutil.rmtree(folder, ignore_errors=True)

@@ -21,6 +21,7 @@ from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
+from nemo_opd.training.learned_rows import write_learned_rows
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
@@ -242,7 +243,7 @@ class Session:
         )
 
     def finish(self) -> None:
-        """Export the student, write the report and print the closing table.
+        """Export the student and averages of its weights, write the report and print the closing table.
 
         Raises NotFiniteError for a student that has diverged.
         """
@@ -255,7 +256,12 @@ class Session:
                 f"{self.step - self.skipped.in_a_row}; it may have diverged"
             )
         self.loggers.phase("writing the model and the report")
-        export_whole(self.models, self.plan.output_dir / "final")
+        final = self.plan.output_dir / "final"
+        export_whole(self.models, final)
+        write_learned_rows(self.plan, final)
+        for i, teacher in enumerate(self.config.active_teachers):
+            if teacher.weights == "ema":
+                export_whole(self.models, self.plan.output_dir / f"final_{teacher.name}", average_of=i)
         closing = self.closing_table()
         write_report(self.plan.output_dir, closing)
         self.loggers.summary(closing)

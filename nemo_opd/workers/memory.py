@@ -59,6 +59,14 @@ def loading_teacher(key: str, name: str) -> Task:
     )
 
 
+def averaging(key: str, name: str) -> Task:
+    """Return the task of making a teacher's average; key: `teachers.0`, as in the settings."""
+    return Task(
+        f"making the average of the teacher {name} ({key}.weights=ema)",
+        (f"set {key}.offload=true", _OFFLOAD_TEACHERS, _OFFLOAD_STUDENT, _TP_OF_STUDENT),
+    )
+
+
 def teacher_forward(key: str, name: str) -> Task:
     return Task(
         f"the forward pass of the teacher {name}",

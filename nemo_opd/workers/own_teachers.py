@@ -14,6 +14,7 @@ from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.average import Average
+from nemo_opd.workers.memory import averaging, needs_memory
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.teacher import ReadingModel, TeacherModel, TeacherWorker
 
@@ -44,7 +45,7 @@ class OwnTeachers:
     def _weights(self, i: int, settings: TeacherBase, device: str) -> Callable[[], AbstractContextManager[None]]:
         """Return the context in which the module has the teacher's weights."""
         if settings.weights == "ema":
-            with self._residence.use():
+            with self._residence.use(), needs_memory(averaging(f"teachers.{i}", settings.name)):
                 leaves = settings.offload is True and device == "cuda"
                 self._averages[i] = Average(self._model, settings.ema_decay, leaves=leaves)
             return self._averages[i].in_model
@@ -72,6 +73,10 @@ class OwnTeachers:
         """Have the averages follow the student's weights, after an update of these and with them on the device."""
         for average in self._averages.values():
             average.update()
+
+    def averaged(self, teacher: int | None) -> AbstractContextManager[None]:
+        """Return the context in which the module, on the device and sharded, has a named teacher's average."""
+        return nullcontext() if teacher is None else self._averages[teacher].in_model()
 
     @contextmanager
     def state(self) -> Iterator[dict[str, dict[str, Tensor]]]:

@@ -191,6 +191,22 @@ def test_there_and_back_is_the_same(world: World, tmp_path: Path) -> None:
     assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
 
 
+def test_an_average_begins_with_the_weights(
+    world: World, tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a start, converted back by its teacher's name; bug: tied weights twice, which no run's average has."""
+    average = "teachers=[{name: mean, type: same_tokenizer, weights: ema}]"
+    models = [override for override in tiny.overrides(*TRAIN) if not override.startswith("teachers")]
+    config, start = tmp_path / "run.yaml", tmp_path / "run" / "checkpoints" / "step_000000"
+    config.write_text(to_yaml(plan_of([*models, average]).config))
+    assert main(["from-hf", f"--model={world.weights}", f"--output={start}", f"--config={config}"]) == 0
+    assert to_hf(start, tmp_path / "out", "--average=mean") == 0
+
+    assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
+    message = refused(capsys, "to-hf", f"--checkpoint={start}", f"--output={tmp_path / 'no'}", "--average=student")
+    assert "--average=student: the run's teachers with weights: ema are mean" in message
+
+
 def test_trained_weights_there_and_back(world: World, tmp_path: Path) -> None:
     """Untied and in bf16, from two ranks."""
     checkpoint = world.checkpoints["two ranks"]

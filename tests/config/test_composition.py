@@ -9,7 +9,7 @@ import yaml
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
 from tests.composition import CONFIGS, DEMO, PRODUCTION, compose
 
-RUNS = sorted(file.stem for file in CONFIGS.glob("o*_policy_*.yaml"))
+RUNS = sorted(file.stem for file in CONFIGS.glob("*.yaml") if not file.stem.startswith("evaluation"))
 EVALUATIONS = sorted(file.stem for file in CONFIGS.glob("evaluation*.yaml"))
 OPTIONS = sorted(f"{file.parent.name}={file.stem}" for file in CONFIGS.glob("*/*.yaml"))
 DEMOS = ("off_policy_demo", "on_policy_demo")
@@ -40,7 +40,7 @@ OF_A_RECIPE = {
     "off_policy": {
         **{option: ["teachers.0.loss.type=p_kl"] for option in OF_ONE_TOKENIZER},
         "data=arithmetic": ["data.response_key=null"],
-        "teachers=arithmetic_context": ["data.messages_key=messages"],
+        **{f"teachers=arithmetic_{kind}": ["data.messages_key=messages"] for kind in ("context", "self")},
     },
     "on_policy": {
         **{f"aggregation={kind}": ["teachers=demo_multi", "loss=p_kl"] for kind in ("routed", "select_teacher")},

@@ -60,7 +60,7 @@ class FakeModels:
     held: list[str] = field(default_factory=list)
     is_cut: bool = False
 
-    def export(self, folder: Path, served_as: str) -> None:
+    def export(self, folder: Path, served_as: str, average_of: int | None = None) -> None:
         assert served_as == "float32"
         folder.mkdir(parents=True)
         save_file({"weights": torch.ones(3)}, folder / "model.safetensors")

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from nemo_opd.checkpoint.convert import to_hugging_face
 from nemo_opd.distributed.shards import gathered
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch
@@ -267,6 +269,35 @@ def test_a_live_teacher_of_two_ranks_teaches_nothing(laid_out: dict[str, tuple[L
     for layout in LAYOUTS:
         for record in laid_out[layout][1].curve:
             assert abs(record["kd/live"]) <= (1e-6 if "tensor" in layout else 0)
+
+
+@pytest.mark.parametrize("name", ["copies", "tensor parallel", "adapters"])
+def test_an_average_becomes_a_model(
+    laid_out: dict[str, tuple[Learned, Learned]], tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, name: str
+) -> None:
+    """Exported by the run and from its checkpoint, the same bits; bug: the student's weights, or these after it."""
+    saved, exported = next(tmp_path_factory.getbasetemp().glob("layouts*")) / name, tmp_path_factory.mktemp("average")
+    options = [*without_layout(LAYOUTS[name]), *(["student.lora.export=adapter"] if name == "adapters" else [])]
+    run = job(tiny, [cross(tiny), EMA, LIVE], *options)
+    with opened(run.plan) as models:
+        models.load(saved)
+        models.export(exported / "run", average_of=1)
+        torch.testing.assert_close(weights(models), laid_out[name][1].weights[-1], rtol=0, atol=0)
+    to_hugging_face(saved, run.plan.config.student, exported / "converted", average="1")
+
+    file = "adapter_model.safetensors" if name == "adapters" else "model.safetensors"
+    written, converted = (load_file(exported / each / file) for each in ("run", "converted"))
+    torch.testing.assert_close(converted, written, rtol=0, atol=0)
+    average = laid_out[name][1].averages[-1]
+    assert len(written) == len(average)
+    for key, value in average.items():
+        torch.testing.assert_close(written[in_file(key)], value, rtol=0, atol=0)
+
+
+def in_file(name: str) -> str:
+    """Return the name that a parameter, perhaps of an adapter, has in its file."""
+    owner, adapter, rest = name.partition(".default.")
+    return f"base_model.model.{owner}.{rest}" if adapter else name
 
 
 def test_other_ranks_read_what_two_have_saved(

@@ -20,6 +20,8 @@ class ArithmeticRecipe:
     """Of the carries that are due, how many are left out."""
     invented: float = 0.0
     """Of the columns without a carry, but for the units, how many get one."""
+    worked: float = 0.0
+    """Of the texts, how many begin with the sum and its right response, which then never slips."""
 
 
 ARITHMETIC_RECIPES = {
@@ -69,5 +71,25 @@ ARITHMETIC_RECIPES = {
         forgotten=0.6,
         invented=0.25,
     ),
+    "arithmetic_reader": ArithmeticRecipe(
+        ModelRecipe(
+            STUDENT_BPE,
+            96,
+            layers=2,
+            heads=3,
+            kv_heads=3,
+            mlp_width=256,
+            steps=600,
+            batch=64,
+            learning_rate=3e-3,
+            warmup=50,
+            head_multiple=1,
+        ),
+        forgotten=0.6,
+        invented=0.25,
+        worked=0.5,
+    ),
 }
-"""The student knows how an answer is written and adds columns, but its carries slip."""
+"""The student knows how an answer is written and adds columns, but its carries slip. So do those of the reader, but
+where the worked sum stands in front.
+"""
