@@ -39,7 +39,7 @@ FREE: dict[type[BaseModel], str] = {
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens",
     # Where servers are and how they are reached. The program is bound, as for rollouts.
-    Endpoint: "urls request_timeout_s retries concurrency",
+    Endpoint: "urls api_key request_timeout_s retries concurrency",
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",

@@ -35,6 +35,8 @@ class Endpoint(Settings):
     """Likeliest tokens that are asked for at each position, besides the one that came. vLLM allows as many as it was
     started with, --max-logprobs, 20 by default.
     """
+    api_key: str | None = None
+    """Key that the servers ask for, sent as a bearer token; as `${oc.env:NAME}` it is read from the environment."""
     request_timeout_s: float = Field(300, gt=0)
     """Seconds for the answer to one sequence."""
     retries: int = Field(3, ge=0)
@@ -58,3 +60,8 @@ class Endpoint(Settings):
             if url in urls[:i]:
                 raise ValueError(f"{url} is there twice; name each server once")
         return urls
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Headers of every request."""
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}

@@ -42,6 +42,7 @@ class EndpointAnswers:
             trust_env=True,
             key=key,
             error=EndpointError,
+            headers=endpoint.headers,
         )
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.secrets import without_secrets
 from nemo_opd.errors import EndpointError
 from nemo_opd.rollout.server.http import Http
 from nemo_opd.served.answers import EndpointAnswers, served_layout
@@ -32,8 +31,9 @@ def check_endpoint(endpoint: Endpoint, model: str, *, key: str, vocab_size: int,
 def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:
     """Return the longest sequence that a server can be asked about: one position is for the token that it samples."""
     url = endpoint.urls[i]
-    where = f"{key}.urls.{i}={without_secrets(url)}"
-    http = Http(url.rstrip("/"), min(_LISTED_S, endpoint.request_timeout_s), trust_env=True, error=EndpointError)
+    where = f"{key}.urls.{i}={url}"
+    timeout_s = min(_LISTED_S, endpoint.request_timeout_s)
+    http = Http(url.rstrip("/"), timeout_s, trust_env=True, error=EndpointError, headers=endpoint.headers)
     try:
         listed = http.get("/v1/models")
     except EndpointError as error:

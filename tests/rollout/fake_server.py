@@ -75,22 +75,24 @@ class Handler(BaseHTTPRequestHandler):
 CARDS = [{"id": "student", "root": "/models/student"}]
 
 
-def make_server(port: int, says: Says, refuses: str = "", cards: list[Json] = CARDS) -> ThreadingHTTPServer:
+def make_server(
+    port: int, says: Says, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+) -> ThreadingHTTPServer:
     own = {"says": staticmethod(says), "refuses": refuses, "cards": cards, "calls": []}
-    server = ThreadingHTTPServer(("127.0.0.1", port), type("Said", (Handler,), own))
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Said", (handler,), own))
     server.daemon_threads = True
     return server
 
 
 @contextmanager
 def fake_server(
-    says: Says = fine, refuses: str = "", cards: list[Json] = CARDS
+    says: Says = fine, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
 ) -> Iterator[tuple[str, list[tuple[str, Json]]]]:
     """Its address, and the paths and bodies of what was posted to it.
 
     refuses: a path that it has an error for. cards: models that it lists.
     """
-    server = make_server(0, says, refuses, cards)
+    server = make_server(0, says, refuses, cards, handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", server.RequestHandlerClass.calls  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_opd.models.folder import resolve
-from tests.rollout.fake_server import Json, Says, fake_server
+from tests.rollout.fake_server import Handler, Json, Says, fake_server
 
 Scores = Callable[[list[int]], Tensor]
 """Ids [N] → log-probabilities [N, W] of what comes after each."""
@@ -85,7 +85,9 @@ def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
 
 
 @contextmanager
-def endpoint(says: Says, model: str = MODEL, limit: int | None = LIMIT) -> Iterator[tuple[str, list[Json]]]:
+def endpoint(
+    says: Says, model: str = MODEL, limit: int | None = LIMIT, handler: type[Handler] = Handler
+) -> Iterator[tuple[str, list[Json]]]:
     """A server's address and the bodies of what it was asked."""
     bodies: list[Json] = []
 
@@ -93,5 +95,5 @@ def endpoint(says: Says, model: str = MODEL, limit: int | None = LIMIT) -> Itera
         bodies.append(body)
         return says(body)
 
-    with fake_server(noting, cards=[{"id": model, "max_model_len": limit}]) as (url, _):
+    with fake_server(noting, cards=[{"id": model, "max_model_len": limit}], handler=handler) as (url, _):
         yield url, bodies

@@ -16,7 +16,7 @@ from nemo_opd.logits.sparse import SparseRows
 from nemo_opd.rollout.server.spread import Spread
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.served.check import check_endpoint
-from tests.rollout.fake_server import Json, Says
+from tests.rollout.fake_server import Handler, Json, Says
 from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
 
 VOCAB = 50
@@ -254,6 +254,21 @@ def test_servers_that_say_too_little_are_refused(says: Says, reason: str) -> Non
     with endpoint(says) as (url, bodies), pytest.raises(EndpointError, match=reason):
         checked(url)
     assert len(bodies) == 1
+
+
+def test_the_key_is_sent() -> None:
+    """Catches a server that refuses everything since it was started with --api-key."""
+    seen: list[str | None] = []
+
+    class Noting(Handler):
+        def _reply(self, status: int, body: Json) -> None:
+            seen.append(self.headers.get("Authorization"))
+            super()._reply(status, body)
+
+    with endpoint(fine, handler=Noting) as (url, _):
+        checked(url, api_key="a-key")
+        checked(url)
+    assert seen == ["Bearer a-key", "Bearer a-key", None, None]
 
 
 def test_nobody_there() -> None:

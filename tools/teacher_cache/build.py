@@ -8,6 +8,7 @@ if sys.path[0] == __file__.rpartition("/")[0]:
     sys.path[0] = __file__.rpartition("/tools/")[0]
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -58,7 +59,9 @@ Then give the run the folder in the place of the model:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = make_parser(__doc__, EPILOG)
     parser.add_argument("--model", metavar="MODEL", help="folder or hub name of the teacher")
-    parser.add_argument("--urls", nargs="+", metavar="URL", help="running servers that are asked, of --model by name")
+    parser.add_argument(
+        "--urls", nargs="+", metavar="URL", help="running servers of --model, by name; key: $OPENAI_API_KEY"
+    )
     parser.add_argument("--tokenizer", metavar="TOKENIZER", help="with --urls: its folder or hub name (default: MODEL)")
     programs = get_args(Endpoint.model_fields["program"].annotation)
     parser.add_argument("--program", choices=programs, default="vllm", help="of the servers (default vllm)")
@@ -147,7 +150,8 @@ def _served(arguments: argparse.Namespace) -> dict[str, Any]:
     if not arguments.urls:
         return {}
     tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
-    return {"served": {"urls": arguments.urls, "program": arguments.program}} | tokenizer
+    served = {"urls": arguments.urls, "program": arguments.program, "api_key": os.environ.get("OPENAI_API_KEY")}
+    return {"served": served} | tokenizer
 
 
 def _of_files(arguments: argparse.Namespace) -> RunConfig:

@@ -1,7 +1,7 @@
 """Concurrent requests to servers, each with its retries."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -40,6 +40,7 @@ class Client(Generic[Answer]):
     key: str = "rollout"
     """Section of the settings, for messages."""
     error: type[OPDError] = RolloutError
+    headers: Mapping[str, str] = field(default_factory=dict)
     max_bytes: int | None = None
     """Limit of an answer's size; None: `http.MAX_BYTES`."""
     retried: int = 0
@@ -82,7 +83,7 @@ class Client(Generic[Answer]):
 
         with working("asking the server", len(bodies), "requests") as work:
             async with (
-                httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self.trust_env) as http,
+                httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self.trust_env, headers=self.headers) as http,
                 asyncio.TaskGroup() as group,
             ):
                 checks = group.create_task(check_regularly())

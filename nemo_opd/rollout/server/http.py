@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
@@ -73,6 +74,7 @@ class Http:
     hint: str = ""
     """End of the message about a call that is answered with an error."""
     error: type[OPDError] = RolloutError
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
         """Return the content of the answer. Raises `error`."""
@@ -108,7 +110,8 @@ class Http:
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
         # A client's own limits are for each part of an answer, of which there may be any number.
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=None, trust_env=self.trust_env) as client:
+        client = httpx2.AsyncClient(timeout=None, trust_env=self.trust_env, headers=self.headers)
+        async with asyncio.timeout(timeout_s), client:
             return await fetch(client, method, self.url + path, body)
 
 
