@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from nemo_opd.models.folder import resolve
+from nemo_opd.models.load import load_tokenizer
 from tests.rollout.fake_server import Handler, Json, Says, fake_server
 
 Scores = Callable[[list[int]], Tensor]
@@ -21,13 +22,14 @@ _LOCK = threading.Lock()
 
 @cache
 def scores_of(model: str) -> Scores:
-    """Of a model's folder, in fp32."""
+    """Of a model's folder, in fp32, without rows of the head that are no tokens, which a teacher never hands over."""
     loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32)
+    size = len(load_tokenizer(model, key="model"))
 
     @torch.no_grad()
     def scores(ids: list[int]) -> Tensor:
         with _LOCK:
-            return loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
+            return loaded(torch.tensor([ids])).logits[0, :, :size].log_softmax(-1)
 
     return scores
 
