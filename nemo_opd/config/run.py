@@ -5,6 +5,7 @@ from typing import Self
 from pydantic import field_validator, model_validator
 
 from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, WeightedSum
+from nemo_opd.config.chosen_metrics import check_chosen_metrics
 from nemo_opd.config.contexts import check_contexts
 from nemo_opd.config.effects import check_effects
 from nemo_opd.config.loss import GRPOLoss
@@ -214,4 +215,9 @@ class RunConfig(RunFields):
     @model_validator(mode="after")
     def settings_have_an_effect(self) -> Self:
         check_effects(self)
+        return self
+
+    @model_validator(mode="after")
+    def chosen_metrics_are_measured(self) -> Self:
+        check_chosen_metrics(self)
         return self

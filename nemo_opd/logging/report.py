@@ -62,6 +62,8 @@ def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
     for row in closing.scores[:1]:
         before = "" if row.before is None else f", was {row.before.value:.1%}"
         yield _Tile(f"{row.measure}{before}", f"{row.after.value:.1%}")
+    if (best := closing.best) is not None:
+        yield _Tile(f"best {best.metric}, of step {best.step:,}", f"{best.value:.4g}")
     after = closing.after
     if after is not None and after.bits_per_byte is not None:
         yield _Tile("bits per byte", f"{after.bits_per_byte:.4f}")

@@ -1,6 +1,5 @@
 """The driver's interface to the student and its teachers."""
 
-import shutil
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -22,9 +21,8 @@ from nemo_opd.aggregation import (
 from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.files import sync
+from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -316,17 +314,9 @@ def _continued(
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
     """Replace the student's Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
-    temporary = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with replacing(folder) as temporary:
         models.export(temporary, served_as, average_of)
         require_whole_export(temporary)
-        with storage_errors(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
-            sync(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _separate(plan: Plan) -> list[int]:

@@ -10,6 +10,7 @@ from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.run_fields import Run
+from nemo_opd.config.sandbox import SandboxSettings
 from nemo_opd.config.teacher import (
     CachedTeacher,
     CrossTokenizerTeacher,
@@ -54,6 +55,8 @@ BOUND: dict[type[BaseModel], str] = {
     reward.ExactReward: "type ignore_case",
     reward.NumericReward: "type tolerance",
     reward.MathReward: "type timeout_s",
+    reward.CodeReward: "type",
+    SandboxSettings: "timeout_s memory_mb processes scratch_mb output_kb",
     reward.EnvironmentReward: "type",
     reward.FunctionReward: "type function",
     environment.EnvironmentBase: "max_turns max_response_tokens",
