@@ -7,7 +7,7 @@ import yaml
 
 from nemo_opd.config import secrets
 from nemo_opd.config.endpoint import Endpoint
-from nemo_opd.config.load import from_yaml, run_settings_with_hydra, to_yaml
+from nemo_opd.config.load import from_dict, from_yaml, run_settings_with_hydra, to_yaml
 from nemo_opd.config.logging import Wandb
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
@@ -18,6 +18,7 @@ from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.wandb import WandbLogger
 from nemo_opd.training.cli import main
 from tests.composition import CONFIGS, command_line, compose, configured
+from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING
 
 VALUE = "hunter2-hunter2"
@@ -96,11 +97,12 @@ def test_a_reference_to_the_environment_is_kept_and_repeats_the_run(
 def test_a_served_teachers_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its settings have been moved, as soon as its tokenizer is known."""
     monkeypatch.setenv("THE_KEY", VALUE)
-    teacher = "{name: big, type: served, urls: ['http://u:%s@x'], model: m, api_key: %s}"
-    for key, shown in (("'${oc.env:THE_KEY}'", "${oc.env:THE_KEY}"), (VALUE, MASK)):
-        config = composed(f"teachers=[{teacher % (VALUE, key)}]", "evaluation=null")
-        (given,) = config.teachers
-        moved = config.model_copy(update={"teachers": (_settled(given),)})
+    teacher = {"name": "big", "type": "served", "urls": [f"http://u:{VALUE}@x"], "model": "m"}
+    for key, shown in (("${oc.env:THE_KEY}", "${oc.env:THE_KEY}"), (VALUE, MASK)):
+        resolved = VALID | {"teachers": [teacher | {"api_key": VALUE}]}
+        secrets.remember(VALID | {"teachers": [teacher | {"api_key": key}]}, resolved)
+        config = from_dict(resolved)
+        moved = config.model_copy(update={"teachers": (_settled(config.teachers[0]),)})
         for each, section in ((config, ()), (moved, ("served",))):
             text = written(each, tmp_path)
             assert VALUE not in text
@@ -109,6 +111,7 @@ def test_a_served_teachers_key_is_none(tmp_path: Path, monkeypatch: pytest.Monke
                 found = found[part]
             assert found["api_key"] == shown
             assert found["urls"] == [f"http://{MASK}@x"]
+        secrets._references.clear()
 
 
 def _settled(teacher: Teacher) -> Teacher:
