@@ -117,7 +117,7 @@ def tokenizer_info(settings: Teacher, key: str, *, positions: int | None = None)
     try:
         tokenizer, pieces = _read_tokenizer(settings, key)
     except ModelError as error:
-        if settings.served is None or settings.tokenizer is not None:
+        if settings.cache is not None or settings.tokenizer is not None:
             raise
         raise ModelError(
             f"{error}; where {settings.reference} is a name of the servers alone, name the folder or hub name of its "

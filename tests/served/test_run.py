@@ -191,7 +191,7 @@ def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path)
     def turns_wrong(body: Json) -> tuple[int, Json]:
         calls.append(body)
         if len(calls) > 2:
-            body = {**body, "prompt": [*body["prompt"][:-1], body["prompt"][-1] - 1]}
+            body = {**body, "prompt": [*body["prompt"][:-1], (body["prompt"][-1] + 1) % 300]}
         return right(body)
 
     with endpoint(turns_wrong, name) as (url, _):
