@@ -3,9 +3,10 @@
 import errno
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from nemo_opd.disk import storage_errors
@@ -30,6 +31,31 @@ def write_atomically(path: Path, content: bytes) -> None:
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yield a path for a folder that replaces `folder` at the end, at once; an error inside leaves the old one.
+
+    Raises StorageError where that cannot be done.
+    """
+    temporary = folder.with_name(f".{folder.name}.incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        yield temporary
+        with storage_errors(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+            sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def copy_whole(source: Path, folder: Path) -> None:
+    """Replace a folder by a copy of another. Raises StorageError where it cannot be written."""
+    with replacing(folder) as temporary, storage_errors(folder):
+        shutil.copytree(source, temporary)
+        settle(temporary)
 
 
 def write_synced(path: Path, content: bytes) -> None:

@@ -19,6 +19,7 @@ ORDER = (
     "extras",
     "teacher_cache",
     "users_code",
+    "sandbox",
     "alignment",
     "projection",
     "distributed",
@@ -34,6 +35,7 @@ ORDER = (
     "logging",
     "rewards",
     "rollout",
+    "served",
     "evaluation",
     "workers",
     "cluster",
@@ -43,7 +45,7 @@ ORDER = (
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()}
 HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}, "wandb": {"logging"}}
 """Library → the only packages that import it."""
-WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "alignment"}
+WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "sandbox", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}
 
 

@@ -16,6 +16,7 @@ from nemo_opd.logits.combined import AveragedLogits
 from nemo_opd.logits.planned import PlannedLoss
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.build import TermLoss, build
+from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.reduction import count_label_tokens, label_mask, sampled_mask
 from nemo_opd.losses.rollout_statistics import plan_rollout_statistics
 from nemo_opd.projection import ProjectionMatrix
@@ -217,7 +218,7 @@ def kd_of(metrics: Mapping[str, Metric]) -> float:
 
 def build_parts(
     config: RunConfig,
-    projections: Sequence[ProjectionMatrix | None],
+    projections: Sequence[ProjectionMatrix | LearnedProjection | None],
     *,
     student_vocab_size: int,
     teacher_vocab_sizes: Sequence[int],
@@ -245,6 +246,7 @@ def build_parts(
             student_vocab_size=sizes[0],
             teacher_vocab_size=sizes[1],
         )
-        compared = Overlap(None, *sizes) if is_same else Overlap.across(projection, *sizes)
+        matrix = projection.start if isinstance(projection, LearnedProjection) else projection
+        compared = Overlap(None, *sizes) if is_same else Overlap.across(matrix, *sizes)
         parts.append(Part(teacher.name, factor, term, i, itemgetter(i), compared))
     return Parts(tuple(parts), count_together=rule.counts_together)

@@ -14,6 +14,7 @@ from nemo_opd.config import environment, handoff, reward, rollout
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
 from nemo_opd.config.lora import Lora
@@ -21,6 +22,7 @@ from nemo_opd.config.model import Model, Student
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.run_fields import Run
+from nemo_opd.config.sandbox import SandboxSettings
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.config.train import Train
 from nemo_opd.errors import CheckpointError
@@ -31,12 +33,14 @@ FREE: dict[type[BaseModel], str] = {
     Data: "validation num_workers cache",
     Run: "name output_dir resume dry_run",
     Train: (
-        "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last compile_losses "
-        "max_skipped_steps"
+        "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
+        "early_stopping save_before compile_losses max_skipped_steps"
     ),
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens on_missing",
+    # Where servers are and how they are reached. The program is bound, as for rollouts.
+    Endpoint: "urls api_key request_timeout_s retries concurrency",
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",
@@ -48,6 +52,7 @@ FREE: dict[type[BaseModel], str] = {
         "weights_folder"
     ),
     reward.FunctionReward: "call_timeout_s",
+    SandboxSettings: "isolation workers",
     environment.EnvironmentBase: "call_timeout_s",
     Health: "action patience max_length_growth max_truncation_rate min_entropy max_repetition max_mismatch",
     Cluster: ("device launcher num_nodes gpus_per_node cpu_ranks placement teacher_ranks prefetch address timeout_s"),

@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -30,6 +30,17 @@ _NUM_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
+class Chosen:
+    """Values of a metric by which is chosen what is best, or when a run ends."""
+
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid", strict=True)
+
+    by: str = ""
+    """The metric, and whether larger or smaller is better; empty where nothing was chosen."""
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """The driver's part of a checkpoint."""
 
@@ -46,6 +57,10 @@ class Progress:
     """Counts of skipped steps: in total, and in a row up to now; empty before the first step."""
     bits_per_byte: Mapping[str, float] = field(default_factory=dict)
     """Values of the student before training and of each teacher, for the closing table."""
+    best: Chosen = Chosen()
+    """Steps with the best values, which are kept; the best first."""
+    stopping: Chosen = Chosen()
+    """State of early stopping."""
     format: Annotated[int, Field(ge=1, le=_WITH_MANIFEST)] = field(default=1, compare=False)
     """Format as it was read; 1 has no manifest."""
 
@@ -90,9 +105,9 @@ class CheckpointManager:
         """Yield a temporary folder for the workers' part, which becomes the checkpoint of `progress.step` at the end.
 
         estimate: bytes that are needed at least; the size of the newest checkpoint is needed as well. An error inside
-        leaves no trace. Afterwards only the newest `keep_last` checkpoints remain, unless the last step was skipped:
-        then the student may have diverged, and an older one may be needed. Raises CheckpointError where it cannot be
-        written.
+        leaves no trace. Afterwards only the newest `keep_last` and the best ones remain, unless the last step was
+        skipped: then the student may have diverged, and an older one may be needed. Raises CheckpointError where it
+        cannot be written.
         """
         target = self.path(progress.step)
         temporary = self.folder / f"{TEMPORARY}{target.name}"
@@ -111,12 +126,12 @@ class CheckpointManager:
                 temporary.rename(target)
                 sync(self.folder)
                 if not progress.skipped_steps.get("in_a_row"):
-                    self._keep_the_newest()
+                    self._keep_the_newest(best={int(step) for step in progress.best.values})
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
-    def _keep_the_newest(self) -> None:
-        for step in self.steps()[: -self.keep_last]:
+    def _keep_the_newest(self, best: Container[int]) -> None:
+        for step in (step for step in self.steps()[: -self.keep_last] if step not in best):
             # Renamed first, so that what cannot be removed (files in use on NFS) is no checkpoint any more. One that
             # cannot be renamed either stays, since it is no reason to end a run that has just saved.
             with suppress(OSError):

@@ -10,7 +10,7 @@ from nemo_opd.errors import CheckpointError
 from nemo_opd.models.folder import damage, safetensors_files
 
 STATE = "state"
-_STUDENT = "student"
+STUDENT = "student"
 
 
 def require_whole(checkpoint: Path, num_ranks: int) -> None:
@@ -19,7 +19,7 @@ def require_whole(checkpoint: Path, num_ranks: int) -> None:
     num_ranks: number of ranks that wrote it. Reads indices and lengths alone: values are checked in memory.
     """
     problems = (*wrong_shards(checkpoint / STATE), *_wrong_rank_files(checkpoint / STATE, num_ranks))
-    _require_none(checkpoint, [*problems, *_wrong_safetensors(checkpoint / _STUDENT)])
+    _require_none(checkpoint, [*problems, *_wrong_safetensors(checkpoint / STUDENT)])
 
 
 def require_whole_export(folder: Path) -> None:

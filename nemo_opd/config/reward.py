@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from nemo_opd.config.base import YEAR_S, Settings
+from nemo_opd.config.sandbox import SandboxSettings
 
 
 class RewardBase(Settings):
@@ -43,6 +44,16 @@ class MathReward(AnswerReward):
     """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
 
 
+class CodeReward(AnswerReward):
+    """1 where the Python program of the last turn passes the row's tests in a sandbox, else 0 (docs/sandbox.md)."""
+
+    type: Literal["code"] = "code"
+    answer_key: str = "test"
+    """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
+    sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
+    """Limits of a program, and how it is kept apart."""
+
+
 class EnvironmentReward(RewardBase):
     """The reward that the environment gave."""
 
@@ -60,5 +71,6 @@ class FunctionReward(RewardBase):
 
 
 Reward = Annotated[
-    ExactReward | NumericReward | MathReward | EnvironmentReward | FunctionReward, Field(discriminator="type")
+    ExactReward | NumericReward | MathReward | CodeReward | EnvironmentReward | FunctionReward,
+    Field(discriminator="type"),
 ]

@@ -5,12 +5,13 @@ from typing import Self
 from pydantic import field_validator, model_validator
 
 from nemo_opd.config.aggregation import AveragedLogits, Routed, SelectTeacher, WeightedSum
+from nemo_opd.config.chosen_metrics import check_chosen_metrics
 from nemo_opd.config.contexts import check_contexts
 from nemo_opd.config.effects import check_effects
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.on_policy import check_off_policy, check_on_policy
 from nemo_opd.config.run_fields import ONE_VOCABULARY_TERMS, RunFields
-from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
+from nemo_opd.config.teacher import CrossTokenizerTeacher, OwnIdsTeacher, Teacher
 
 
 class RunConfig(RunFields):
@@ -47,6 +48,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def served_teachers_answer_no_questions(self) -> Self:
+        served = (each.name for each in self.active_teachers if not each.is_computed)
+        if self.evaluation is not None and self.evaluation.teachers and (name := next(served, None)):
+            raise ValueError(
+                f"evaluation.teachers=true: {name} is served, and its servers are asked for log-probabilities alone; "
+                "write evaluation.teachers=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
@@ -56,6 +67,17 @@ class RunConfig(RunFields):
                     f"{key}={term.type} compares equal vocabularies, but teachers.{i} ({teacher.name}) is of type "
                     f"cross_tokenizer; use loss=p_kl, write teachers.{i}.loss.type=p_kl, or type: same_tokenizer if it "
                     "has the student's tokenizer"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def learned_projections_have_a_loss_that_reads_weights(self) -> Self:
+        for i, teacher in enumerate(self.active_teachers):
+            if isinstance(teacher, OwnIdsTeacher) and teacher.projection_lr and self.term(i).type != "p_kl":
+                raise ValueError(
+                    f"teachers.{i}.projection_lr={teacher.projection_lr:g}: loss.type={self.term(i).type} does not "
+                    "depend on the weights of the projection, so nothing would be learned; write "
+                    f"teachers.{i}.loss.type=p_kl, or leave projection_lr out"
                 )
         return self
 
@@ -193,4 +215,9 @@ class RunConfig(RunFields):
     @model_validator(mode="after")
     def settings_have_an_effect(self) -> Self:
         check_effects(self)
+        return self
+
+    @model_validator(mode="after")
+    def chosen_metrics_are_measured(self) -> Self:
+        check_chosen_metrics(self)
         return self

@@ -1,8 +1,33 @@
 """The training loop."""
 
+from datetime import timedelta
+from typing import Annotated, Literal
+
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Settings
+
+
+class ChosenMetric(Settings):
+    metric: str
+    """Metric of validation or evaluation as it is logged, such as `val/bits_per_byte` or `eval/pass@1`."""
+    mode: Literal["max", "min"]
+    """Whether larger or smaller values are better."""
+
+    def is_better(self, value: float, than: float) -> bool:
+        return value > than if self.mode == "max" else value < than
+
+
+class KeepBest(ChosenMetric):
+    n: int = Field(1, ge=1)
+    """Checkpoints that are kept."""
+
+
+class EarlyStopping(ChosenMetric):
+    patience: int = Field(3, ge=1)
+    """Values in a row that are no better than the best one before, after which the run ends."""
+    min_delta: float = Field(0, ge=0)
+    """Smallest difference that counts as better."""
 
 
 class Train(Settings):
@@ -29,6 +54,16 @@ class Train(Settings):
     """Steps between checkpoints; after the last step in any case."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_best: KeepBest | None = None
+    """Save a checkpoint whenever a metric is among its `n` best values, and keep those in addition to `keep_last`; at
+    the end `best/` is the student of the best one.
+    """
+    early_stopping: EarlyStopping | None = None
+    """End the run, as after its last step, when a metric has not become better for a while."""
+    save_before: Annotated[timedelta, Field(gt=timedelta())] | None = None
+    """Time since the start of the job, as `03:45:00`, before which the run saves a checkpoint and ends, with exit
+    status 0. Steps, evaluations and checkpoints are expected to take as long as the longest until then.
+    """
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest norm of the gradient."""
     compile_losses: bool | None = None

@@ -85,6 +85,14 @@ class ScoreRow:
         return before | {STUDENT_AFTER: self.after} | teachers
 
 
+class Best(NamedTuple):
+    """The checkpoint with the best value of a metric."""
+
+    metric: str
+    step: int
+    value: float
+
+
 @dataclass(frozen=True, slots=True)
 class ClosingTable:
     """The result of a run: the student before and after, and its teachers."""
@@ -94,6 +102,8 @@ class ClosingTable:
     teachers: tuple[ClosingRow, ...] = ()
     scores: tuple[ScoreRow, ...] = ()
     """One row for each measure; empty where no questions were asked."""
+    best: Best | None = None
+    """The checkpoint in `best/`; None without `train.keep_best`."""
 
     @property
     def rows(self) -> tuple[ClosingRow, ...]:

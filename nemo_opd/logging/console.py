@@ -265,6 +265,9 @@ class ConsoleLogger(Logger):
         done = Table.grid(padding=(0, 2))
         done.add_row("[dim]done[/]", f"step {progression.step:,}, {tokens} student tokens, {elapsed}")
         done.add_row("[dim]model[/]", Text(str(output_dir / "final"), overflow="fold"))
+        if (best := closing.best) is not None:
+            of = f", of step {best.step:,} with {best.metric} {best.value:.4g}"
+            done.add_row("[dim]best[/]", Text(f"{output_dir / 'best'}{of}", overflow="fold"))
         done.add_row("[dim]report[/]", Text(str(output_dir / "report" / "report.html"), overflow="fold"))
         self._print(Padding(done, (0, 0, 0, 1)))
 

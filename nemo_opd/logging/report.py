@@ -14,6 +14,7 @@ from nemo_opd.logging.formats import amount, clock, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import PLOTS
+from nemo_opd.logging.projections import read_projections
 from nemo_opd.logging.samples import answers_by_question, read_samples
 
 
@@ -48,6 +49,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         charts=charts,
         questions=answers_by_question(read_samples(samples) if samples.exists() else []),
         correct_reward=correct_reward(config),
+        moved_rows=read_projections(output_dir),
         teachers=teacher_facts(config, records),
         facts=run_facts(config, read_hardware(output_dir), records),
         config_text=config_text,
@@ -60,6 +62,8 @@ def _result_tiles(closing: ClosingTable) -> Iterable[_Tile]:
     for row in closing.scores[:1]:
         before = "" if row.before is None else f", was {row.before.value:.1%}"
         yield _Tile(f"{row.measure}{before}", f"{row.after.value:.1%}")
+    if (best := closing.best) is not None:
+        yield _Tile(f"best {best.metric}, of step {best.step:,}", f"{best.value:.4g}")
     after = closing.after
     if after is not None and after.bits_per_byte is not None:
         yield _Tile("bits per byte", f"{after.bits_per_byte:.4f}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,16 +29,17 @@ class BlockwiseSum:
 
 
 def blockwise_sum(source: TrainableRows, terms: Sequence[Term], coefficients: Sequence[float]) -> BlockwiseSum:
-    """Compute Σ coefficient · term over terms, with a gradient for the leaves of `source` only (methods.md §8.1).
+    """Compute Σ coefficient · term over terms (methods.md §8.1).
 
-    Rows that several terms need are made once, and their gradients with respect to the rows are added before they are
-    led on: from hidden states, the products with the head are formed once for all terms. All that is saved for backward
-    are the gradients, of the type and shape of the leaves; backward scales them where they are, and copies them only if
-    the graph is retained. Without a gradient to form (validation) not even they are made. No units give a zero that is
-    still connected to the leaves.
+    The leaves of `source` and what terms learn get a gradient. Rows that several terms need are made once, and their
+    gradients with respect to the rows are added before they are led on: from hidden states, the products with the head
+    are formed once for all terms. All that is saved for backward are the gradients, of the type and shape of the
+    leaves; backward scales them where they are, and copies them only if the graph is retained. Without a gradient to
+    form (validation) not even they are made. No units give a zero that is still connected to the leaves.
     """
-    if torch.is_grad_enabled() and source.needs_gradient:
-        return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves))
+    learned = [term.learned for term in terms if term.learned is not None]
+    if torch.is_grad_enabled() and (source.needs_gradient or learned):
+        return BlockwiseSum(*_BlockwiseSum.apply(source, terms, coefficients, *source.leaves, *learned))
     with torch.no_grad():
         sums = _zeros(source, terms)
         for block in blocks(source, terms):
@@ -99,25 +100,32 @@ def _sums_and_gradients(
 ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     sums, gradients = _zeros(source, terms), source.gradients()
     joint = JointTerms(source, terms, gradients)
+    learned = {i: torch.zeros_like(term.learned) for i, term in enumerate(terms) if term.learned is not None}
     for block in blocks(source, terms):
-        of_block = _BlockGradient(terms, block, gradients, compute_dtype(source), joint)
+        of_block = _BlockGradient(terms, block, gradients, compute_dtype(source), joint, learned)
         logits = _read(source, terms, block)
         for step in block.steps:
             for i, found in of_block.add_step(coefficients, step, logits):
                 sums[i] += found
         gradients.add(block.rows, of_block.total(), onto=block.overlaps)
-    return sums, gradients.sums()
+    return sums, (*gradients.sums(), *learned.values())
 
 
 class _BlockGradient:
     """Gradient with respect to the rows of a block [R, X], while it is put together."""
 
     def __init__(
-        self, terms: Sequence[Term], block: Block, gradients: Gradients, dtype: torch.dtype, joint: JointTerms
+        self,
+        terms: Sequence[Term],
+        block: Block,
+        gradients: Gradients,
+        dtype: torch.dtype,
+        joint: JointTerms,
+        learned: Mapping[int, Tensor],
     ) -> None:
-        """dtype: that in which gradients are computed."""
+        """dtype: that in which gradients are computed. learned: sums of gradients, by term, to be added to."""
         self._shape, self._gradients, self._dtype = (len(block.rows), width_of(terms)), gradients, dtype
-        self._terms, self._joint = terms, joint
+        self._terms, self._joint, self._learned = terms, joint, learned
         is_alone = len(terms) == 1
         self._first = terms[0] if not joint and (is_alone or _first_covers(terms, block)) else None
         """Term that puts what others add to, so that no zeros are needed."""
@@ -134,10 +142,11 @@ class _BlockGradient:
         for i, (part, places) in enumerate(step):
             if i not in self._joint:
                 own = logits.narrow(1, 0, self._terms[i].width)
-                yield i, self._add_alone(self._terms[i], coefficients[i], part, places, own)
+                yield i, self._add_alone(i, coefficients[i], part, places, own)
 
-    def _add_alone(self, term: Term, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
+    def _add_alone(self, i: int, coefficient: float, part: slice, places: slice | Tensor, logits: Tensor) -> Tensor:
         """Add the gradient of coefficient · a term's units, and return their sums [2]."""
+        term = self._terms[i]
         is_first = term is self._first
         if self._is_direct(term):
             columns = self._columns(logits)
@@ -147,7 +156,9 @@ class _BlockGradient:
                 rows = Rows(logits, places)
             return term.add_gradient(rows, part, coefficient, columns, is_first=is_first)
         own = logits[places].to(self._dtype)
-        sums, gradient = term.sums_and_gradient(own, part, coefficient)
+        sums, gradient, of_learned = term.sums_and_gradients(own, part, coefficient)
+        if of_learned is not None:
+            self._learned[i].add_(of_learned)
         self._add(places, self._gradients.pull_back(own, gradient), is_first=is_first)
         return sums
 

@@ -98,6 +98,8 @@ class Term:
     """Computes loss and gradient at once, where a unit has one row; None: the gradient is formed by autograd."""
     row_loss: RowLoss | None = None
     """The same for kernels, which compute several terms together."""
+    learned: Tensor | None = None
+    """A tensor that `loss_of` reads and that gets a gradient too; such a term has no closed form and no kernel."""
 
     @property
     def num_units(self) -> int:
@@ -121,7 +123,7 @@ class Term:
         return torch.stack([total, unweighted]) * self.factor
 
     def add_gradient(self, rows: Rows, part: slice, coefficient: float, total: Tensor, *, is_first: bool) -> Tensor:
-        """Return sums [2], and add the gradient of `sums_and_gradient` to that of a block [R, X] by the closed form."""
+        """Return sums [2], and add their gradient to that of a block [R, X] by the closed form."""
         assert self.closed_form is not None
         factors = self.factors(part, coefficient, torch.promote_types(rows.of_block.dtype, torch.float32)).unsqueeze(1)
         return self.sums_of(self.closed_form(rows, part, Onto(total, rows.places, factors, is_first)), part)
@@ -133,16 +135,19 @@ class Term:
             return torch.full((part.stop - part.start,), factor, dtype=dtype, device=self.rows.device)
         return factor * self.weights[part].to(dtype)
 
-    def sums_and_gradient(self, logits: Tensor, part: slice, coefficient: float) -> tuple[Tensor, Tensor]:
-        """Sums [2], and the gradient of coefficient · the first with respect to logits [R, X].
+    def sums_and_gradients(
+        self, logits: Tensor, part: slice, coefficient: float
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums [2], and the gradients of coefficient · the first with respect to logits [R, X] and to `learned`.
 
         A caller's saved-tensor hooks (offloading, accounting) are for what outlives forward; they do not see a block.
         """
         with torch.enable_grad(), saved_tensors_hooks(_same, _same):
             leaf = logits.detach().requires_grad_()
             sums = self.sums(leaf, part)
-            (gradient,) = torch.autograd.grad(sums[0] * coefficient, leaf)
-        return sums.detach(), gradient
+            leaves = (leaf,) if self.learned is None else (leaf, self.learned)
+            gradient, *of_learned = torch.autograd.grad(sums[0] * coefficient, leaves)
+        return sums.detach(), gradient, of_learned[0] if of_learned else None
 
 
 def width_of(terms: Sequence[Term]) -> int:

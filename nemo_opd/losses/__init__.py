@@ -5,6 +5,7 @@ from nemo_opd.losses.byte_prefix import byte_prefix
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.gold import gold
 from nemo_opd.losses.h_kl import h_kl
+from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.p_kl import p_kl
 from nemo_opd.losses.policy_gradient import grpo
 from nemo_opd.losses.rollout_weights import confidence_weights, group_advantages, reward_weights
@@ -17,6 +18,7 @@ from nemo_opd.losses.tcad import tcad
 from nemo_opd.losses.uld import uld
 
 __all__ = [
+    "LearnedProjection",
     "alm",
     "byte_prefix",
     "confidence_weights",

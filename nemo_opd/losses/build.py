@@ -32,6 +32,7 @@ from nemo_opd.losses.uld import uld
 from nemo_opd.types import SampledRows, TeacherRows, TokenRows
 
 if TYPE_CHECKING:
+    from nemo_opd.losses.learned_projection import LearnedProjection
     from nemo_opd.projection import ProjectionMatrix
 
 Arguments = dict[str, Tensor]
@@ -95,7 +96,7 @@ class TermLoss:
 
 def build(
     term: LossTerm,
-    projection: ProjectionMatrix | None = None,
+    projection: ProjectionMatrix | LearnedProjection | None = None,
     *,
     across_tokenizers: bool = False,
     student_vocab_size: int | None = None,
@@ -193,11 +194,13 @@ def _count_scored_sequences(arguments: Arguments) -> Tensor:
     return (_count_scored_tokens(arguments) > 0).long()
 
 
-def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | None = None) -> Tensor:
+def _count_chunks(arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None) -> Tensor:
     return count_chunks(arguments["student_chunk_id"], arguments["teacher_chunk_id"])
 
 
-def _count_tokens_in_chunks(arguments: Arguments, projection: ProjectionMatrix | None = None) -> Tensor:
+def _count_tokens_in_chunks(
+    arguments: Arguments, projection: ProjectionMatrix | LearnedProjection | None = None
+) -> Tensor:
     student, teacher = arguments["student_chunk_id"], arguments["teacher_chunk_id"]
     has_no_predictor = (student == student[:, :1]) | (student == teacher[:, :1])
     return ((student >= 0) & ~has_no_predictor).sum(1)

@@ -29,6 +29,7 @@ from nemo_opd.losses.reduction import ChunkUnits, chunk_units
 from nemo_opd.losses.truncated import require_whole
 
 if TYPE_CHECKING:
+    from nemo_opd.losses.learned_projection import LearnedProjection
     from nemo_opd.projection import ProjectionMatrix
 
 
@@ -112,7 +113,7 @@ class ChunkInputs:
         student_chunk_id: Tensor,
         teacher_chunk_id: Tensor,
         temperature: float,
-        projection: ProjectionMatrix | None = None,
+        projection: ProjectionMatrix | LearnedProjection | None = None,
         sequence_weights: Tensor | None = None,
         normalizer: float | None = None,
         student_vocab_size: int | None = None,

@@ -21,6 +21,7 @@ from nemo_opd.losses.continuation import chunk_loss
 from nemo_opd.losses.divergence import Divergence, compare_logits
 from nemo_opd.losses.fused import fused, taken_once
 from nemo_opd.losses.kernel_cells import covered_columns
+from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.merge import Merge
 from nemo_opd.losses.softmax import log_sum_exp, softmax
 from nemo_opd.losses.sparse_projection import SparseProjection, project, pull_back
@@ -36,7 +37,7 @@ def p_kl(
     student_logits: Tensor | LogitRows,
     teacher_logits: Tensor | LogitRows,
     *,
-    projection: ProjectionMatrix,
+    projection: ProjectionMatrix | LearnedProjection,
     divergence: str = "forward_kl",
     temperature: float = 1.0,
     beta: float = 0.5,
@@ -55,9 +56,9 @@ def p_kl(
     the largest teacher logits of this call and on one cell for the others, by default column by column. merge=mean, for
     parity: p is the arithmetic and q the geometric mean over the rows of all tokens of a chunk; by default "first".
     coverage_coef: by default 1. continuation_weight: of the chunk's `alm` term, where it has several tokens on a side.
-    compat="nemo_rl": merge "mean", no coverage term, and no cell but those of the vocab_topk columns, which are chosen
-    over all of the teacher's positions and normalised before the mean. Raises ConfigError for shapes, sizes or names
-    that do not fit.
+    projection: a `LearnedProjection` gets a gradient too. compat="nemo_rl": merge "mean", no coverage term, and no
+    cell but those of the vocab_topk columns, which are chosen over all of the teacher's positions and normalised before
+    the mean. Raises ConfigError for shapes, sizes or names that do not fit.
     """
     check_compat(compat, ("nemo_rl",))
     how = Merge(fixed_by(compat, "merge", merge, "mean", "first"), arithmetic_student=True)
@@ -73,7 +74,12 @@ def p_kl(
     if vocab_topk is not None:
         require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)
-    sparse = SparseProjection.of(projection, inputs.student_size, inputs.teacher_size, inputs.device)
+    sizes = inputs.student_size, inputs.teacher_size
+    is_learned = isinstance(projection, LearnedProjection)
+    if isinstance(projection, LearnedProjection):
+        matrix, sparse = projection.start, projection.sparse(*sizes, inputs.device)
+    else:
+        matrix, sparse = projection, SparseProjection.of(projection, *sizes, inputs.device)
     cells = _Cells.of(inputs, None if compat == "nemo_rl" else how, sparse.columns, vocab_topk)
 
     def unit_loss(student: Tensor, teacher: Tensor, part: slice) -> Tensor:
@@ -100,9 +106,9 @@ def p_kl(
         how = replace(how, teacher_columns=cells.take_kept(sparse.columns.unsqueeze(0)).squeeze(0))
 
     def for_kernels() -> CellMap:
-        return covered_columns(projection, inputs.student_size, inputs.teacher_size, inputs.device)
+        return covered_columns(matrix, *sizes, inputs.device)
 
-    is_on_all = compat is None and cells.kept is None
+    is_on_all = compat is None and cells.kept is None and not is_learned
     term = how.term(
         inputs,
         unit_loss if compat is None else kept_only,
@@ -110,6 +116,8 @@ def p_kl(
         compare_onto=unit_loss_onto if is_on_all else None,
         on_cells=OnCells(compare, for_kernels, coverage) if is_on_all else None,
     )
+    if sparse.block.log_weight.requires_grad:
+        term = replace(term, learned=sparse.block.log_weight)
     return chunk_loss(inputs, term, continuation_weight=continuation_weight)
 
 

@@ -34,8 +34,10 @@ class Block:
     """int64 [Z]: student tokens, in the order of `by_token`; those that reach nothing are among them."""
     student: Tensor
     """int64 [M]: student token of a cell; any where it is padding."""
+    entry: Tensor
+    """int64 [M]: its place among the entries that the matrix was made from; −1 where it is padding."""
     log_weight: Tensor
-    """float64 [M]: −inf where it is padding."""
+    """float64 [M]: −inf where it is padding. Where it is learned, it has a gradient."""
     by_column: Segments
     by_token: Segments
     """Its entries are cells of `by_column`; its padding, too, is that of `by_column`."""
@@ -110,24 +112,25 @@ class SparseProjection:
 
         Sums run in a fixed order, so repeated calls agree to the bit on every device.
         """
-        return _LogProject.apply(log_mass, self)
+        return _LogProject.apply(log_mass, self.block.log_weight, self)
 
 
 class _LogProject(torch.autograd.Function):
     """A copy of pairs and, over it, a log-sum-exp over the entries of each column of the block."""
 
     @staticmethod
-    def forward(ctx: Any, log_mass: Tensor, sparse: SparseProjection) -> Tensor:
-        log_covered, shares = project(Rows(log_mass, None), sparse, ctx.needs_input_grad[0])
+    def forward(ctx: Any, log_mass: Tensor, log_weight: Tensor, sparse: SparseProjection) -> Tensor:
+        log_covered, shares = project(Rows(log_mass, None), sparse, any(ctx.needs_input_grad))
         ctx.save_for_backward(shares)
         ctx.sparse = sparse
         return log_covered
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor | None, None]:
         (shares,) = ctx.saved_tensors
-        return pull_back(grad_output, shares, ctx.sparse), None
+        of_weights = _sum_of_cells(grad_output, shares, ctx.sparse) if ctx.needs_input_grad[1] else None
+        return pull_back(grad_output, shares, ctx.sparse), of_weights, None
 
 
 @fused
@@ -151,11 +154,23 @@ def project(rows: Rows, sparse: SparseProjection, has_shares: bool = True) -> tu
 def pull_back(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
     """Turn the gradient with respect to log-mass of columns [U, X] into that of tokens [U, V]."""
     block = sparse.block
+    of_cells = _of_cells(gradient, shares, block)
+    of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
+    return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, of_tokens)
+
+
+@fused
+def _sum_of_cells(gradient: Tensor, shares: Tensor, sparse: SparseProjection) -> Tensor:
+    """Turn the gradient with respect to log-mass of columns [U, X] into that of the log-weights, float64 [M]."""
+    return _of_cells(gradient, shares, sparse.block).sum(0, dtype=torch.float64)
+
+
+def _of_cells(gradient: Tensor, shares: Tensor, block: Block) -> Tensor:
+    """Multiply the shares of cells in their columns [U, M] with the gradient of the columns [U, X]."""
     of_cells = shares.clone()
     for own, of_column in block.by_column.each(of_cells, gradient.index_select(1, block.columns)):
         own.mul_(of_column.unsqueeze(1))
-    of_tokens = block.by_token.sum(of_cells.index_select(1, block.by_token.entries))
-    return gradient.index_select(1, sparse.target).index_copy_(1, block.tokens, of_tokens)
+    return of_cells
 
 
 @fused
@@ -171,14 +186,22 @@ def entries_within(
 
     Raises ProjectionError where there is none.
     """
-    indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
-    student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
+    student, slot = slots_within(indices, weights, student_vocab_size, teacher_vocab_size)
     if not len(student):
         raise ProjectionError(
             f"the projection has no entry within {student_vocab_size} student and {teacher_vocab_size} teacher tokens; "
             "it belongs to another pair of tokenizers, or they have nothing in common"
         )
     return student, indices[student, slot].astype(np.int64), weights[student, slot].astype(np.float64)
+
+
+def slots_within(
+    indices: np.ndarray, weights: np.ndarray, student_vocab_size: int, teacher_vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the row and the slot of the entries that `entries_within` returns, in its order."""
+    indices, weights = indices[:student_vocab_size], weights[:student_vocab_size]
+    student, slot = np.nonzero((indices >= 0) & (indices < teacher_vocab_size) & (weights > 0))
+    return student, slot
 
 
 def _block(
@@ -194,7 +217,8 @@ def _block(
     columns, first = np.unique(column[entries], return_index=True)
     by_column = Segments.of(np.append(first, len(entries)))
     cells = by_column.entries.numpy()
-    student, weight = np.append(student[entries], -1)[cells], np.append(weight[entries], 0)[cells]
+    entry = np.append(entries, -1)[cells]
+    student, weight = np.append(student, -1)[entry], np.append(weight, 0)[entry]
     of_tokens = np.flatnonzero(student >= 0)
     of_tokens = of_tokens[np.argsort(student[of_tokens], kind="stable")]
     by_token = Segments.of(np.append(np.searchsorted(student[of_tokens], tokens), len(of_tokens)))
@@ -203,6 +227,7 @@ def _block(
         torch.from_numpy(columns)[by_column.order],
         torch.from_numpy(tokens)[by_token.order],
         torch.from_numpy(np.maximum(student, 0)),
+        torch.from_numpy(entry),
         torch.from_numpy(weight).log(),
         by_column,
         by_token,

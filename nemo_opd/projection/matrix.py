@@ -123,6 +123,10 @@ class ProjectionMatrix:
         students = np.flatnonzero(self.exact).astype(np.int32)
         return np.stack([students, self.indices[students].max(axis=1, initial=-1)], axis=1)
 
+    def with_weights(self, weights: ArrayLike) -> ProjectionMatrix:
+        """Return the same matrix with other weights [V, K]. Raises ProjectionError for weights that do not fit."""
+        return type(self)(**{field.name: getattr(self, field.name) for field in fields(self)} | {"weights": weights})
+
     def save(self, path: str | PathLike[str]) -> None:
         """Write one safetensors file, complete or not at all. Raises ProjectionError where that is impossible."""
         io.write(path, {field.name: getattr(self, field.name) for field in fields(self)})

@@ -53,12 +53,19 @@ def samples(
     student, teacher = pieces_of(student_tokenizer), pieces_of(teacher_tokenizer)
 
     def sample(kind: str, token_id: int) -> Sample:
-        row = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
-        entries = (Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
+        entries = entries_of(matrix, token_id, teacher_tokenizer, teacher)
         token = shown_token(student_tokenizer, student, token_id)
-        return Sample(kind, token_id, token, bool(matrix.exact[token_id]), tuple(entries))
+        return Sample(kind, token_id, token, bool(matrix.exact[token_id]), entries)
 
     return [sample(kind, i) for kind, ids in _sample_ids(matrix, student, count).items() for i in ids]
+
+
+def entries_of(
+    matrix: ProjectionMatrix, token_id: int, teacher_tokenizer: PreTrainedTokenizerBase, teacher: Pieces
+) -> tuple[Entry, ...]:
+    """Return the entries of a student token's row."""
+    row = zip(matrix.indices[token_id].tolist(), matrix.weights[token_id].tolist(), strict=True)
+    return tuple(Entry(t, shown_token(teacher_tokenizer, teacher, t), weight) for t, weight in row if t >= 0)
 
 
 def _sample_ids(matrix: ProjectionMatrix, pieces: Pieces, count: int) -> Mapping[str, Sequence[int]]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 from nemo_opd.config.reward import (
     AnswerReward,
+    CodeReward,
     EnvironmentReward,
     ExactReward,
     FunctionReward,
@@ -15,6 +16,7 @@ from nemo_opd.config.reward import (
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import DataError
 from nemo_opd.rewards.base import RewardFunction
+from nemo_opd.rewards.code import CodePasses
 from nemo_opd.rewards.environment import EnvironmentPay
 from nemo_opd.rewards.exact import ExactMatch
 from nemo_opd.rewards.function import UserFunction
@@ -25,6 +27,7 @@ REWARDS: dict[type[RewardBase], type[RewardFunction]] = {
     ExactReward: ExactMatch,
     NumericReward: NumericMatch,
     MathReward: MathMatch,
+    CodeReward: CodePasses,
     EnvironmentReward: EnvironmentPay,
     FunctionReward: UserFunction,
 }

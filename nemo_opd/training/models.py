@@ -1,8 +1,7 @@
 """The driver's interface to the student and its teachers."""
 
-import shutil
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +21,8 @@ from nemo_opd.aggregation import (
 from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.disk import storage_errors
 from nemo_opd.distributed.layout import Layout
-from nemo_opd.files import sync
+from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -35,7 +33,7 @@ from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
-from nemo_opd.workers.cached_teacher import CachedTeacherWorker
+from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -68,6 +66,8 @@ class ScoredBatch:
     """Time of each teacher's slowest rank."""
     positions: tuple[int, ...]
     """Positions, padding included, that each teacher has read."""
+    retried: dict[str, int]
+    """Requests sent again for each served teacher, by its name."""
     about: str
 
 
@@ -162,7 +162,8 @@ class Models:
             sum(by_rank[rank].positions for rank in leads(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
-        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, in_flight.about)
+        retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
+        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, retried, in_flight.about)
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
         """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
@@ -287,6 +288,12 @@ class Models:
         self.close()
 
 
+def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
+    """Add the requests that were sent again over the ranks of each teacher that has servers."""
+    numbers = {name: [each.retried for each in by_rank] for name, by_rank in by_teacher.items()}
+    return {name: sum(filter(None, own)) for name, own in numbers.items() if own[0] is not None}
+
+
 def _beside(batch: Batch, k: int) -> Batch:
     """Return a batch of the same responses where teachers read them behind the other prompt k, if they have one."""
     teachers = (
@@ -307,17 +314,9 @@ def _continued(
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
     """Replace the student's Hugging Face folder atomically. served_as, average_of: as for `Models.export`."""
-    temporary = folder.with_name(f".{folder.name}.incomplete")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with replacing(folder) as temporary:
         models.export(temporary, served_as, average_of)
         require_whole_export(temporary)
-        with storage_errors(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            temporary.rename(folder)
-            sync(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _separate(plan: Plan) -> list[int]:
@@ -328,7 +327,9 @@ def _separate(plan: Plan) -> list[int]:
 def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     """Start the group of a teacher that has processes of its own."""
     settings = plan.config.active_teachers[i]
-    worker = TeacherWorker if settings.cache is None else CachedTeacherWorker
+    worker: type[TeacherWorker] = TeacherWorker
+    if not settings.is_computed:
+        worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
     return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
 
 

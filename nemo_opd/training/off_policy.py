@@ -40,7 +40,7 @@ def drive(config: RunConfig) -> None:
                 record |= session.validate()
             session.loggers.log(step, record)
             session.watch(record)
-            if session.is_due(config.train.save_every) or session.interrupt.requested:
+            if session.is_to_be_saved:
                 session.save()
         if session.is_complete:
             session.finish()
@@ -72,5 +72,6 @@ def train_step(session: Session) -> dict[str, float]:
         **session.plan.utilization.values(scored.batch, seconds),
         **useful_positions(scored, positions, session.config.active_names),
         **times,
+        **{f"perf/retried/{name}": number for name, number in scored.retried.items()},
         "perf/peak_memory_gb": peak_memory,
     }

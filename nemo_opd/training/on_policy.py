@@ -40,7 +40,7 @@ def drive(config: RunConfig) -> None:
                 record |= session.evaluate()
             session.loggers.log(step, record)
             session.watch(record)
-            if session.is_due(config.train.save_every) or session.interrupt.requested:
+            if session.is_to_be_saved:
                 session.save()
         if session.is_complete:
             session.finish()

@@ -1,26 +1,30 @@
 """The resources of a run, and its progress."""
 
 import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
-from nemo_opd.checkpoint.verify import require_whole
+from nemo_opd.checkpoint.verify import STUDENT, require_whole
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
-from nemo_opd.files import size_below, write_atomically
+from nemo_opd.files import copy_whole, size_below, write_atomically
 from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE
+from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Best
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
+from nemo_opd.training.best import BestSteps, Patience
 from nemo_opd.training.cli import print_line
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
+from nemo_opd.training.learned_rows import write_learned_rows
 from nemo_opd.training.lookahead import BatchSource, Lookahead
 from nemo_opd.training.models import Models, export_whole
 from nemo_opd.training.plan import Plan
@@ -28,6 +32,7 @@ from nemo_opd.training.run_directory import RunLock, checkpoints_of
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
+from nemo_opd.training.time_limit import TimeLimit
 from nemo_opd.types import Batch, Metrics
 
 
@@ -44,11 +49,15 @@ class Session:
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
         self.skipped = SkippedSteps(self.config)
+        self.best = BestSteps(self.config.train.keep_best)
+        self.patience = Patience(self.config.train.early_stopping)
         self.checkpoints = checkpoints_of(self.config, plan.output_dir)
         self.bits_per_byte: dict[str, float] = {}
         """Bits per byte of the student before training, and of each teacher."""
         self.student_after: float | None = None
         """Bits per byte of the student at its last validation."""
+        self._validated_at = -1
+        self._is_best = False
 
     def __enter__(self) -> Self:
         plan, config, progress = self.plan, self.config, self.plan.progress
@@ -106,6 +115,8 @@ class Session:
         self.step = progress.step
         self.kd_scale.load_state_dict(progress.kd_scale)
         self.skipped.load_state_dict(progress.skipped_steps)
+        self.best.load_state(progress.best)
+        self.patience.load_state(progress.stopping)
         self.bits_per_byte = dict(progress.bits_per_byte)
         self.source.load_state_dict(progress.loader)
 
@@ -119,14 +130,20 @@ class Session:
         """Open further resources, closed by `stack`, after the models are loaded and before the first batch."""
 
     def steps(self) -> Iterator[int]:
-        """Yield the remaining steps, until the last or an interrupt."""
-        while self.step < self.plan.total_steps and not self.interrupt.requested:
+        """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
+        self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
+        while not self.is_complete and not self.interrupt.requested:
             self.step += 1
             yield self.step
 
     @property
     def is_complete(self) -> bool:
-        return self.step == self.plan.total_steps
+        return self.step == self.plan.total_steps or self.patience.is_over
+
+    @property
+    def is_to_be_saved(self) -> bool:
+        """Whether the step gets a checkpoint."""
+        return self.is_due(self.config.train.save_every) or self.interrupt.requested or self._is_best
 
     def is_due(self, every: int | None) -> bool:
         """Return whether an action is due that is made every `every` steps and after the last."""
@@ -154,8 +171,21 @@ class Session:
             self.loggers.warn(warning)
 
     def watch(self, record: Mapping[str, float]) -> None:
-        """Check the step's record after it is logged. Raises NotFiniteError after too many skipped steps."""
+        """Check the step's record after it is logged, and decide whether the run ends or the step is among the best.
+
+        Raises NotFiniteError after too many skipped steps.
+        """
         self.skipped.require_progress()
+        self._is_best = self.best.observe(self.step, record)
+        self.patience.observe(record)
+        if self.patience.is_over:
+            self.loggers.warn(f"step {self.step}: {self.patience.reason}")
+        if self.time_limit.is_up() and not self.is_complete:
+            self.loggers.warn(
+                f"step {self.step}: another step might leave no time to save before train.save_before="
+                f"{self.config.train.save_before}; saving and ending"
+            )
+            self.interrupt.requested = True
 
     def measure_start(self) -> None:
         """Log metrics of student and teachers before the first step of a new run, unless it is interrupted."""
@@ -164,6 +194,7 @@ class Session:
         with suppress(_StoppedError):
             if values := self.values_at_start():
                 self.loggers.log(0, values)
+                self.patience.observe(values)
 
     def values_at_start(self) -> dict[str, float]:
         """Validate student and teachers and return val/*, if there are validation data."""
@@ -183,7 +214,7 @@ class Session:
         """Validate the student with its current weights and return val/*."""
         metrics = validate(self.models, self._validation_batches("validating the student"))
         named = objective_values(self.config, metrics, self.kd_scale.value, "val")
-        self.student_after = named["val/bits_per_byte"]
+        self.student_after, self._validated_at = named["val/bits_per_byte"], self.step
         self._warn_of_not_finite(named)
         return named
 
@@ -216,8 +247,11 @@ class Session:
             kd_scale=self.kd_scale.state_dict(),
             skipped_steps=self.skipped.state_dict(),
             bits_per_byte=self.bits_per_byte,
+            best=self.best.state(),
+            stopping=self.patience.state(),
             settings=identity(self.config),
         )
+        start = time.monotonic()
         name, size = f"writing the checkpoint of step {self.step}", self.plan.checkpoint_bytes
         with (
             self.checkpoints.writing(progress, size) as folder,
@@ -226,6 +260,7 @@ class Session:
             self.models.save(folder)
             # Checked before it becomes the newest checkpoint and older ones are removed.
             require_whole(folder, self.plan.student_layout.size)
+        self.time_limit.saved(time.monotonic() - start)
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
@@ -246,8 +281,8 @@ class Session:
 
         Raises NotFiniteError for a student that has diverged.
         """
-        if self.student_after is None and self.plan.data.validation is not None:
-            self.validate()  # a finished run, started again
+        if self._validated_at < self.step and self.plan.data.validation is not None:
+            self.validate()  # a finished run, started again, or one that ended early
         self.skipped.require_sound_end(self.student_after)
         if self.skipped.in_a_row:
             self.loggers.warn(
@@ -255,13 +290,29 @@ class Session:
                 f"{self.step - self.skipped.in_a_row}; it may have diverged"
             )
         self.loggers.phase("writing the model and the report")
-        export_whole(self.models, self.plan.output_dir / "final")
+        final = self.plan.output_dir / "final"
+        export_whole(self.models, final)
+        write_learned_rows(self.plan, final)
         for i, teacher in enumerate(self.config.active_teachers):
             if teacher.weights == "ema":
                 export_whole(self.models, self.plan.output_dir / f"final_{teacher.name}", average_of=i)
-        closing = self.closing_table()
+        best = self._export_best()
+        closing = replace(self.closing_table(), best=best)
         write_report(self.plan.output_dir, closing)
         self.loggers.summary(closing)
+
+    def _export_best(self) -> Best | None:
+        """Copy the student of the best checkpoint to `best/`; return which it is."""
+        settings = self.config.train.keep_best
+        if settings is None:
+            return None
+        there = set(self.checkpoints.steps())
+        for step, value in self.best.ranked:
+            if step in there:
+                copy_whole(self.checkpoints.path(step) / STUDENT, self.plan.output_dir / "best")
+                return Best(settings.metric, step, value)
+        self.loggers.warn(f"there is no best/: {settings.metric} (train.keep_best) had no value of a kept checkpoint")
+        return None
 
     def closing_table(self) -> ClosingTable:
         """Return the bits per byte of student and teachers."""

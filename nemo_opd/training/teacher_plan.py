@@ -32,6 +32,11 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
+    if settings.projection_lr and not (matrix.row_lengths > 1).any():
+        raise ProjectionError(
+            f"teachers.{i}.projection_lr={settings.projection_lr:g}: no row of the projection has several entries, so "
+            "there is nothing to learn; leave it out, or build the projection with a larger top_k"
+        )
     return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix))
 
 

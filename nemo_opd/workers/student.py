@@ -43,6 +43,7 @@ from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum
 from nemo_opd.workers.exports import Exports
+from nemo_opd.workers.learned_projections import LearnedProjections
 from nemo_opd.workers.memory import (
     ARRIVALS,
     BACKWARD,
@@ -128,8 +129,9 @@ class StudentWorker:
         own_teachers: as for `OwnTeachers`.
         """
         self.config = config
+        self.learned = LearnedProjections(config, projections, device)
         self.parts = build_parts(
-            config, projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
+            config, self.learned.projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
         )
         self.vocab_size = vocab_size
         self.device = device
@@ -197,19 +199,23 @@ class StudentWorker:
         metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, _OBJECTIVES)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
-            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm)
+            of_projections = self.learned.sum_gradients(self.averaged_over)
+            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, of_projections)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(self.scheduler.get_last_lr()[0])
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))
         metrics[IS_TAKEN] = Last(is_taken)
+        metrics |= self.learned.metrics()
         # The host waits for the device here, once a step; IS_TAKEN is the same on all ranks.
         metrics = on_host(metrics)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             if metrics[IS_TAKEN].value():
                 self.optimizer.step()
+                self.learned.update(float(self.scheduler.get_last_lr()[0]))
                 self.scheduler.step()
                 self.own_teachers.update()
             self.optimizer.zero_grad(set_to_none=True)
+            self.learned.zero_grad()
         metrics["peak_memory_gb"] = Max(peak_memory_gb(self.device))
         return metrics | self.phases.take()
 
@@ -353,17 +359,24 @@ class StudentWorker:
         """
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             save_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
+        self.learned.save(folder / "state")
         self.export(folder / "student")
 
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
             load_state(folder / "state", self.model, self.optimizer, self.scheduler, averages)
+        self.learned.load(folder / "state")
 
     def export(self, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:
-        """Call `Exports.write`; average_of: a teacher whose average is written in place of the student's weights."""
+        """Call `Exports.write`, and write the learned projections for users.
+
+        average_of: a teacher whose average is written in place of the student's weights.
+        """
         with self._residence.use(), self.own_teachers.averaged(average_of):
             self.exports.write(folder, served_as)
+        if served_as is None:
+            self.learned.export(folder)
 
     def hold_weights(self, served_as: str) -> FileDescriptor | None:
         """Call `Exports.hold`; `release_weights` ends it."""

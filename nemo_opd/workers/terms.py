@@ -45,12 +45,14 @@ def _teacher(config: RunConfig, i: int) -> str:
     return f"teacher {config.active_names[i]}"
 
 
-def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], grad_norm: Tensor) -> Tensor:
-    """Return whether the gradient's norm and all terms with a weight are finite on every rank: bool scalar, on device.
+def is_finite_everywhere(terms: Sequence[_ObjectiveTerm], *grad_norms: Tensor) -> Tensor:
+    """Return whether the gradients' norms and all terms with a weight are finite on every rank: bool scalar, on device.
 
     terms: this rank's. Communicates one all-reduce over all ranks; does not wait for the device.
     """
-    own = [torch.as_tensor(term.metric.total, device=grad_norm.device) for term in terms if term.weight]
-    is_wrong = torch.stack([~value.detach().isfinite() for value in (grad_norm, *own)]).any().float()
+    device = grad_norms[0].device
+    values = (*grad_norms, *(term.metric.total for term in terms if term.weight))
+    wrong = [~torch.as_tensor(value, device=device).detach().isfinite() for value in values]
+    is_wrong = torch.stack(wrong).any().float()
     dist.all_reduce(is_wrong)
     return is_wrong == 0

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from nemo_opd.errors import DataError
 from nemo_opd.logging import ClosingRow, ClosingTable, write_report
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.plots import LIGHT, draw_loss, draw_questions, draw_step_time, not_taken, parts_by_step, smooth
+from nemo_opd.logging.projections import MovedRow, write_projections
 from nemo_opd.logging.samples import ShownAnswer, write_samples
 from nemo_opd.logging.step_time import shares, step_parts
 from tests.logging.synthetic import CLOSING, QUESTIONS, record, summary, validation
@@ -202,6 +204,25 @@ def test_the_page_shows_hardware_adapters_coverage_and_skipped_steps(tmp_path: P
     assert facts["LoRA"] == "rank 8, alpha 16, dropout 0.1; q_proj, v_proj; exported merged"
     assert facts["phi4mini"].endswith("KD on 87.5 % of the scored tokens")
     assert facts["skipped steps"] == "3"
+
+
+def test_the_page_shows_the_rows_of_a_learned_projection(tmp_path: Path) -> None:
+    """Weights of before in the place of those after, tokens that become markup, a damaged file that is passed over."""
+    write_run(tmp_path, a_run())
+    entries = [(("'<b>'", 0.9), ("'2'", 0.1)), (("'<b>'", 0.25), ("'2'", 0.75))]
+    write_projections(tmp_path, {"phi4mini": [MovedRow("'12'", 0.65, *entries)]})
+    text = write_report(tmp_path).read_text()
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", text[text.index("Learned projection of phi4mini") :], re.DOTALL)
+    shown = [re.sub(r"</?code>", "", cell).strip() for cell in cells]
+    assert shown == [
+        "&#39;12&#39;",
+        "65.0 %",
+        "&#39;&lt;b&gt;&#39; 0.90, &#39;2&#39; 0.10",
+        "&#39;&lt;b&gt;&#39; 0.25, &#39;2&#39; 0.75",
+    ]
+    (tmp_path / "projections.json").write_text("{")
+    with pytest.raises(DataError, match="is damaged"):
+        write_report(tmp_path)
 
 
 def test_smoothing_is_the_mean_of_a_symmetric_window_without_nan() -> None:

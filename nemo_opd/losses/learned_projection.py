@@ -1,0 +1,96 @@
+"""A projection whose weights are learned with the student (methods.md §2.8)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nemo_opd.errors import ProjectionError
+from nemo_opd.losses.made_once import made_once
+from nemo_opd.losses.sparse_projection import SparseProjection, slots_within
+
+if TYPE_CHECKING:
+    from nemo_opd.projection import ProjectionMatrix
+
+
+class LearnedProjection(nn.Module):
+    """R = row-softmax(log R₀ + Δ) on the entries of R₀, for `p_kl` in place of a matrix (methods.md §2.8).
+
+    Rows of one entry, exact ones among them, stay as they are; Δ = 0 is R₀. After `p_kl(…).loss.backward()`,
+    `delta.grad` is the gradient of that loss, of this rank's units alone.
+    """
+
+    def __init__(self, matrix: ProjectionMatrix) -> None:
+        """Raises ProjectionError for a matrix R₀ without a row of several entries, in which nothing can be learned."""
+        super().__init__()
+        self.start = matrix
+        """R₀"""
+        used = matrix.weights > 0
+        self.rows = np.flatnonzero(used.sum(axis=1) > 1)
+        """[R]: student tokens whose rows are learned, ascending."""
+        if not len(self.rows):
+            raise ProjectionError(
+                "no row of the projection has several entries, so there is nothing to learn; use it as it is, or build "
+                "it with a larger top_k"
+            )
+        with np.errstate(divide="ignore"):
+            log_weights = torch.from_numpy(np.log(matrix.weights[self.rows].astype(np.float64)))
+        self.log_start: Tensor
+        """float64 [R, K]: log R₀; −inf where there is no entry."""
+        self.register_buffer("log_start", log_weights, persistent=False)
+        self.delta = nn.Parameter(torch.zeros(log_weights.shape, dtype=torch.float32))
+        """Δ [R, K]; without meaning where there is no entry."""
+
+    @property
+    def student_vocab_size(self) -> int:
+        return self.start.student_vocab_size
+
+    @property
+    def teacher_vocab_size(self) -> int:
+        return self.start.teacher_vocab_size
+
+    def log_weights(self) -> Tensor:
+        """Compute log R, float64 [R, K]."""
+        return (self.log_start + self.delta).log_softmax(-1)
+
+    def sparse(self, student_vocab_size: int, teacher_vocab_size: int, device: torch.device) -> SparseProjection:
+        """Cut R to the given sizes on `device`; its block's weights have a gradient. Raises ProjectionError as R₀."""
+        sizes = student_vocab_size, teacher_vocab_size
+        start = SparseProjection.of(self.start, *sizes, device)
+        cells, entries = self._learned_cells(start, *sizes, device)
+        learned = self.log_weights().to(device).flatten().index_select(0, entries)
+        block = replace(start.block, log_weight=start.block.log_weight.index_copy(0, cells, learned))
+        return replace(start, block=block)
+
+    def _learned_cells(
+        self, sparse: SparseProjection, students: int, teachers: int, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return the cells of the block that are learned, and the place of each in [R · K]: int64 [m] each."""
+        indices, weights = self.start.indices, self.start.weights
+
+        def make() -> tuple[Tensor, Tensor]:
+            student, slot = slots_within(indices, weights, students, teachers)
+            row = np.full(len(indices), -1)
+            row[self.rows] = np.arange(len(self.rows))
+            place = np.where(row[student] >= 0, row[student] * indices.shape[1] + slot, -1)
+            of_cells = np.append(place, -1)[sparse.block.entry.cpu().numpy()]
+            cells = np.flatnonzero(of_cells >= 0)
+            return torch.from_numpy(cells).to(device), torch.from_numpy(of_cells[cells]).to(device)
+
+        return made_once(make, (indices, weights), LearnedProjection, students, teachers, device)
+
+    @torch.no_grad()
+    def moved(self) -> Tensor:
+        """Return how far each row is from R₀: ½ Σ |R − R₀|, the share of its weight that has moved, float64 [R]."""
+        return (self.log_weights().exp() - self.log_start.softmax(-1)).abs().sum(-1) / 2
+
+    @torch.no_grad()
+    def matrix(self) -> ProjectionMatrix:
+        """Return R as a matrix, with the maps of R₀."""
+        weights = self.start.weights.copy()
+        weights[self.rows] = self.log_weights().exp().cpu().numpy()
+        return self.start.with_weights(weights)

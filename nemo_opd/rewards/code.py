@@ -1,0 +1,99 @@
+"""Reward 1 where a program passes its tests in a sandbox."""
+
+import re
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+from nemo_opd.config.reward import CodeReward
+from nemo_opd.data.record import Prompt, Rollout
+from nemo_opd.errors import DataError, RolloutError
+from nemo_opd.rewards.base import RewardFunction, last_turn
+from nemo_opd.sandbox.checker import Checker
+from nemo_opd.sandbox.tests import read_tests
+from nemo_opd.sandbox.verdict import Verdict
+
+_FENCE = re.compile(r"\s{0,3}(`{3,}|~{3,})\s*([\w+.-]*)")
+_PYTHON = ("", "python", "python3", "py", "Python")
+_FUNCTION = re.compile(r"^(?:async\s+)?def\s+(\w+)", re.MULTILINE)
+
+
+class CodePasses(RewardFunction):
+    """1 where the program of the last turn passes the tests of the row, else 0."""
+
+    def __init__(self, settings: CodeReward) -> None:
+        """Raises ConfigError where no sandbox can be made."""
+        super().__init__(settings)
+        self._checker = Checker(settings.sandbox, "reward.sandbox")
+
+    @classmethod
+    def check_answer(cls, answer: str) -> None:
+        read_tests(answer, "candidate")
+
+    def score(self, rollout: Rollout) -> float:
+        return self._reward(rollout, self._submitted(rollout))
+
+    def of_batch(self, rollouts: Iterable[Rollout]) -> list[float]:
+        """Return the rewards, for which the programs run at the same time."""
+        waiting = [(rollout, self._submitted(rollout)) for rollout in rollouts]
+        return [self._reward(*each) for each in waiting]
+
+    def close(self) -> None:
+        self._checker.close()
+
+    def _submitted(self, rollout: Rollout) -> Future[Verdict]:
+        """Raises RolloutError for tests that do not say what they test."""
+        entry_point = entry_point_of(rollout.prompt)
+        try:
+            tests = read_tests(self.answer(rollout), entry_point)
+        except DataError as error:
+            raise RolloutError(f"{self.at(rollout)}: {error}") from error
+        return self._checker.submit(program_of(rollout, entry_point), tests)
+
+    def _reward(self, rollout: Rollout, verdict: Future[Verdict]) -> float:
+        try:
+            return float(verdict.result().passed)
+        except RolloutError as error:
+            raise RolloutError(f"{self.at(rollout)}: {error}") from error
+
+
+def entry_point_of(prompt: Prompt) -> str | None:
+    """Return the last function that the question defines: in HumanEval, the one to be completed."""
+    found = _FUNCTION.findall(_asked(prompt))
+    return found[-1] if found else None
+
+
+def program_of(rollout: Rollout, entry_point: str | None) -> str:
+    """Return the program of a response: its last block of Python, else all of it as code.
+
+    A text that is continued comes first, unless the block defines `entry_point` itself.
+    """
+    response = last_turn(rollout)
+    block = last_block(response)
+    prompt = rollout.prompt.content
+    if not isinstance(prompt, str):
+        return response if block is None else block
+    if block is None:
+        return prompt + response
+    is_whole = entry_point is None or entry_point in _FUNCTION.findall(block)
+    return block if is_whole else f"{prompt}\n{block}"
+
+
+def last_block(text: str) -> str | None:
+    """Return the last fenced block of Python, which may lack its end; None where there is none."""
+    found, block, fence = None, list[str](), ""
+    for line in text.splitlines():
+        mark = _FENCE.match(line)
+        if fence and mark and mark[1].startswith(fence) and not mark[2]:
+            found, fence = "\n".join(block), ""
+        elif fence:
+            block.append(line)
+        elif mark and mark[2] in _PYTHON:
+            block, fence = [], mark[1]
+    return "\n".join(block) if fence and found is None else found
+
+
+def _asked(prompt: Prompt) -> str:
+    """Return the question: a text, or the user's last message."""
+    if isinstance(prompt.content, str):
+        return prompt.content
+    return next((str(each["content"]) for each in reversed(prompt.content) if each["role"] == "user"), "")

@@ -1,0 +1,200 @@
+"""The first process of a sandbox: limits itself, starts the program, watches it, and ends all that it started.
+
+Run as a script, with the standard library alone: `supervise.py ORDER PROGRAM ARGUMENT …`, of which ORDER is the JSON of
+the fields of `_Order`. What happened is written to its `report_to`: `started`, then JSON once the program has ended.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+import landlock
+import namespaces
+import seccomp
+
+_INTERVAL_S = 0.02
+"""Longest time between two looks at the program's processes."""
+_LEAVING_S = 1.0
+"""Time for what the program started to end after it."""
+_AWAITED = (signal.SIGCHLD, signal.SIGTERM)
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Order:
+    """Limits, and what the program sees and gets; written by nemo_opd.sandbox.process."""
+
+    isolation: str
+    parent: int
+    """Process that waits."""
+    cpu_s: float
+    """Processor time of all processes together."""
+    wall_s: float
+    memory_bytes: int
+    """Resident memory of all processes together, and address space of each."""
+    processes: int
+    file_bytes: int
+    shown: Sequence[str]
+    links: Sequence[Sequence[str]]
+    scratch: str
+    scratch_bytes: int
+    report_to: int
+    """Descriptor."""
+    kept: Sequence[int]
+    """Descriptors that the program gets too."""
+
+    def __init__(self, text: str) -> None:
+        vars(self).update(json.loads(text))
+
+
+def main() -> None:
+    order, command = _Order(sys.argv[1]), sys.argv[2:]
+    signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)
+    # Where the kernel does not end what this process has started, this process does.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if order.isolation == "process" else signal.SIGKILL, 0, 0, 0)
+    if order.isolation != "bubblewrap" and os.getppid() != order.parent:
+        return
+    for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, order.report_to, *order.kept}:
+        with contextlib.suppress(OSError):
+            os.set_inheritable(descriptor, False)
+    os.set_inheritable(order.report_to, False)
+    if order.isolation == "namespaces":
+        namespaces.enter(order.shown, order.links, order.scratch_bytes)
+    else:
+        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    # Not readable and not traceable for the program, which has the same owner.
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    os.write(order.report_to, b"started\n")
+    child = os.fork()
+    if not child:
+        _become(order, command)
+    for descriptor in (0, 1, 2, *order.kept):  # whoever reads what the program writes sees its end
+        os.close(descriptor)
+    report = _watch(child, order)
+    if order.isolation == "process":  # elsewhere the kernel does it when this process ends
+        _end_all(child)
+    os.write(order.report_to, json.dumps(report).encode())
+    os._exit(0)
+
+
+def _become(order: _Order, command: list[str]) -> None:
+    """Turn this process into the program. A limit that cannot be set is told as `broken`."""
+    try:
+        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        os.chdir(order.scratch)
+        for limit, value in (
+            (resource.RLIMIT_CORE, 0),
+            (resource.RLIMIT_CPU, int(order.cpu_s) + 1),
+            (resource.RLIMIT_AS, order.memory_bytes),
+            (resource.RLIMIT_FSIZE, order.file_bytes),
+            (resource.RLIMIT_NOFILE, 256),
+            (resource.RLIMIT_MSGQUEUE, 0),
+            (resource.RLIMIT_MEMLOCK, 0),
+        ):
+            _limit(limit, value)
+        if order.isolation != "process":  # elsewhere the processes of the whole user count
+            _limit(resource.RLIMIT_NPROC, order.processes + 1)
+        if order.isolation == "process" and landlock.version():
+            landlock.restrict(order.shown, [order.scratch, "/dev/null", "/dev/zero", "/dev/random", "/dev/urandom"])
+        seccomp.restrict(keeps_session=order.isolation == "process")
+        os.dup2(os.open("/dev/null", os.O_WRONLY), 2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _AWAITED)
+        os.execv(command[0], command)
+    except BaseException as error:
+        os.write(order.report_to, json.dumps({"ended": "broken", "why": str(error)}).encode())
+    finally:
+        os._exit(1)
+
+
+def _limit(kind: int, value: int) -> None:
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+
+
+def _watch(child: int, order: _Order) -> dict[str, object]:
+    """Return how the program ended: by itself, with a status, or by one of its limits."""
+    start, ended = time.monotonic(), None
+    while True:
+        found, status = _reaped(child)
+        if found:
+            ended = time.monotonic(), status
+        cpu_s, memory, number = _used()
+        if ended is not None and not number:
+            return {"ended": "itself", "status": ended[1]}
+        if ended is not None and time.monotonic() - ended[0] > _LEAVING_S:
+            return {"ended": "processes left behind"}
+        if cpu_s + sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) > order.cpu_s:
+            return {"ended": "processor time"}
+        if time.monotonic() - start > order.wall_s:
+            return {"ended": "time"}
+        if memory > order.memory_bytes:
+            return {"ended": "memory"}
+        if number > order.processes:
+            return {"ended": "processes"}
+        event = signal.sigtimedwait(_AWAITED, _INTERVAL_S)
+        if event is not None and event.si_signo == signal.SIGTERM:
+            return {"ended": "order"}
+
+
+def _reaped(child: int) -> tuple[bool, int]:
+    """Reap all that have ended; return whether `child` is among them, and its status."""
+    found, its_status = False, 0
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if pid == child:
+                found, its_status = True, os.waitstatus_to_exitcode(status)
+    return found, its_status
+
+
+def _used() -> tuple[float, int, int]:
+    """Return processor seconds, resident bytes and the number of the program's processes and threads."""
+    ticks = pages = number = 0
+    for fields in _descendants():
+        ticks += sum(map(int, fields[11:15]))
+        number += int(fields[17])
+        pages += int(fields[21])
+    return ticks * _TICK_S, pages * _PAGE, number
+
+
+def _descendants() -> Iterator[list[str]]:
+    """Yield the fields of /proc/PID/stat after the name of each process below this one, from the state (field 3) on."""
+    by_parent: dict[int, list[tuple[int, list[str]]]] = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].decode().split()
+            by_parent.setdefault(int(fields[1]), []).append((int(name), fields))
+    waiting = [os.getpid()]
+    while waiting:
+        for pid, fields in by_parent.pop(waiting.pop(), []):
+            waiting.append(pid)
+            yield [*fields, str(pid)]
+
+
+def _end_all(child: int) -> None:
+    """Kill the program's process group at once, then whatever is left below this process."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    while pids := [int(fields[-1]) for fields in _descendants()]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        _reaped(0)
+
+
+if __name__ == "__main__":
+    main()

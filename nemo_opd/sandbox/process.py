@@ -1,0 +1,191 @@
+"""A process in a sandbox: started, read from within limits, and ended with all that it started."""
+
+import json
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO, Any, Self
+
+from nemo_opd.config.sandbox import Isolation, SandboxSettings
+from nemo_opd.sandbox import bubblewrap
+from nemo_opd.sandbox.files import INSIDE, links, shown
+
+_ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+}
+WALL = 4
+"""Seconds that a program may take for each second of processor time that it has."""
+_GRACE_S = 30.0
+"""Further time for the sandbox to be made, and to report."""
+_ENDING_S = 5.0
+_MESSAGE_BYTES = 1 << 16
+
+
+class SandboxError(Exception):
+    """A sandbox that could not be made; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Output of a process, and how it ended."""
+
+    output: bytes
+    reason: str
+    """`itself`, or the limit that ended it."""
+    status: int | None = None
+    """Exit status where it ended by itself."""
+
+
+class SandboxedProcess:
+    """One process with its own sandbox. Leaving the `with` ends it, with all that it started."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        settings: SandboxSettings,
+        script: str,
+        *,
+        stdin: IO[bytes] | int = subprocess.DEVNULL,
+        kept: Sequence[int] = (),
+    ) -> None:
+        """Start `script`, a file of `INSIDE`, with the descriptors `kept` as its arguments."""
+        self._settings = settings
+        self._scratch = tempfile.mkdtemp(prefix="nemo_opd_program_") if isolation == "process" else None
+        report, report_to = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                self._command(isolation, script, report_to, kept),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_ENVIRONMENT,
+                cwd="/",
+                pass_fds=(report_to, *kept),
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(report)
+            self._remove_scratch()
+            raise SandboxError(f"{error.strerror}: {error.filename}") from error
+        finally:
+            os.close(report_to)
+        self._report = open(report, "rb", buffering=0)  # noqa: SIM115  closed by `close`
+
+    def _command(self, isolation: Isolation, script: str, report_to: int, kept: Sequence[int]) -> list[str]:
+        settings = self._settings
+        seen, linked, scratch_bytes = shown(), links(), settings.scratch_mb << 20
+        order = {
+            "isolation": isolation,
+            "parent": os.getpid(),
+            "cpu_s": settings.timeout_s,
+            "wall_s": WALL * settings.timeout_s,
+            "memory_bytes": settings.memory_mb << 20,
+            "processes": settings.processes,
+            "file_bytes": scratch_bytes,
+            "shown": seen,
+            "links": linked,
+            "scratch": self._scratch or "/tmp",
+            "scratch_bytes": scratch_bytes,
+            "report_to": report_to,
+            "kept": list(kept),
+        }
+        before = bubblewrap.arguments(seen, linked, scratch_bytes) if isolation == "bubblewrap" else []
+        # -P and -s: neither the working folder nor the user's packages; -S: the supervisor needs no packages at all.
+        supervisor = [sys.executable, "-P", "-s", "-S", str(INSIDE / "supervise.py"), json.dumps(order)]
+        return [*before, *supervisor, sys.executable, "-P", "-s", "-B", str(INSIDE / script), *map(str, kept)]
+
+    def wait(self) -> Ending:
+        """Return its output and how it ended. Raises SandboxError where the sandbox could not be made."""
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        limits = {
+            self._process.stdout: self._settings.output_kb << 10,
+            self._report: _MESSAGE_BYTES,
+            self._process.stderr: _MESSAGE_BYTES,
+        }
+        read = {file: bytearray() for file in limits}
+        is_whole = _read_to_the_end(read, limits, WALL * self._settings.timeout_s + _GRACE_S)
+        output, report, problem = map(bytes, read.values())
+        if not is_whole:
+            reason = "output" if len(output) >= limits[self._process.stdout] else "time"
+            return Ending(output, reason)
+        started, _, told = report.partition(b"\n")
+        if started != b"started":
+            raise SandboxError(_last_line(problem) or f"it ended with status {self._process.wait()}")
+        return _ending(output, told)
+
+    def terminate(self) -> None:
+        """Let it end soon; for another thread than the one that waits."""
+        self._process.terminate()
+
+    def close(self) -> None:
+        """End all its processes, and free what they used."""
+        self._process.terminate()
+        try:
+            self._process.wait(_ENDING_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        for file in (self._report, self._process.stdout, self._process.stderr):
+            assert file is not None
+            file.close()
+        self._remove_scratch()
+
+    def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _read_to_the_end(read: Mapping[Any, bytearray], limits: Mapping[Any, int], seconds: float) -> bool:
+    """Read files to their ends; False where one has more than its limit, or time runs out."""
+    deadline = time.monotonic() + seconds
+    with selectors.DefaultSelector() as selector:
+        for file in read:
+            selector.register(file, selectors.EVENT_READ)
+        while selector.get_map():
+            ready = selector.select(max(0, deadline - time.monotonic()))
+            if not ready:
+                return False
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                read[key.fileobj] += chunk
+                if len(read[key.fileobj]) > limits[key.fileobj]:
+                    return False
+    return True
+
+
+def _ending(output: bytes, told: bytes) -> Ending:
+    """Raises SandboxError where a limit could not be set."""
+    if not told:  # the supervisor was killed, as by the kernel where memory is short
+        return Ending(output, "killed")
+    report, _ = json.JSONDecoder().raw_decode(told.decode())
+    if report["ended"] == "broken":
+        raise SandboxError(report["why"])
+    return Ending(output, report["ended"], report.get("status"))
+
+
+def _last_line(problem: bytes) -> str:
+    lines = problem.decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""

@@ -1,0 +1,114 @@
+"""Catches best checkpoints that are removed or forgotten, and runs that end too early, too late or without saving."""
+
+import math
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nemo_opd.config.train import EarlyStopping, KeepBest
+from nemo_opd.errors import ConfigError
+from nemo_opd.logging.jsonl import read
+from nemo_opd.training import time_limit
+from nemo_opd.training.best import BestSteps, Patience
+from nemo_opd.training.time_limit import TimeLimit
+from tests.composition import compose
+from tests.tiny import Tiny
+from tests.training.launch import run_here
+
+VALUES = [math.nan, 1.0, 3.0, 2.0, 3.0, math.inf, 0.5]
+
+
+@pytest.mark.parametrize(("mode", "n", "ranked"), [("max", 1, [2]), ("max", 3, [2, 4, 3]), ("min", 2, [6, 1])])
+def test_the_best_steps_are_those_of_a_sorted_list(mode: str, n: int, ranked: list[int]) -> None:
+    """Also over a resume in the middle; of equal values the earlier one, and none that is not finite."""
+    settings = KeepBest.model_validate({"metric": "val/x", "mode": mode, "n": n})
+    best, first = BestSteps(settings), {}
+    for step, value in enumerate(VALUES):
+        first[step] = best.observe(step, {"val/x": value})
+        resumed = BestSteps(settings)
+        resumed.load_state(best.state())
+        best = resumed
+    assert [step for step, _ in best.ranked] == ranked
+    assert first[1]
+    assert not any(first[step] for step in (0, 5))
+    other = BestSteps(settings.model_copy(update={"metric": "val/y"}))
+    other.load_state(best.state())
+    assert not other.ranked
+
+
+def test_patience_counts_values_that_are_not_better_by_the_difference() -> None:
+    settings = EarlyStopping(metric="val/x", mode="min", patience=2, min_delta=0.1)
+    patience, ends = Patience(settings), []
+    for value in (2.0, 1.95, 1.85, 1.84, math.nan):
+        patience.observe({"val/x": value})
+        patience.observe({"train/loss": 0.0})
+        ends.append(patience.is_over)
+        resumed = Patience(settings)
+        resumed.load_state(patience.state())
+        patience = resumed
+    assert ends == [False, False, False, False, True]
+
+
+def test_a_run_ends_when_a_step_and_a_checkpoint_no_longer_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((1000.0, 1010.0, 1050.0, 1060.0))  # steps take up to 40 s, and the job ends at 1100
+    monkeypatch.setattr(time_limit.time, "time", lambda: next(times))
+    monkeypatch.setenv("SLURM_JOB_START_TIME", "900")
+    limit = TimeLimit(timedelta(seconds=200), checkpoint_bytes=0)
+    limit.saved(20.0)  # expected to take 30 s at most
+    assert [limit.is_up() for _ in range(3)] == [False, True, True]
+
+
+def test_a_job_starts_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_START_TIME", raising=False)
+    assert 0 < time.time() - time_limit.job_start() < 86400
+
+
+@pytest.mark.parametrize("key", ["keep_best", "early_stopping"])
+def test_a_metric_that_nothing_gives_is_refused_with_the_nearest(tiny: Tiny, key: str) -> None:
+    """Bug: a run of days keeps nothing, because of a typo."""
+    best = f"++train.{key}={{metric: METRIC, mode: min}}"
+    for metric, every, message in (
+        ("val/bits_per_bite", "2", "gives it; there are val/bits_per_byte"),
+        ("eval/pass@1", "2", "no validation or evaluation of this run gives it"),
+        ("val/loss", "null", "known after the last step alone, so that nothing can be chosen by it; set train.valid"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            compose(*tiny.overrides(best.replace("METRIC", metric), f"++train.validate_every={every}"))
+
+
+@pytest.mark.world
+def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step is the best by the largest loss; a run whose time is up after it goes on as if it were not."""
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
+    best = "++train.keep_best={metric: val/bits_per_byte, mode: max}"
+    own = tiny.overrides(best, "train.validate_every=1", "train.keep_last=1", "train.save_every=null")
+    whole = run_here(tmp_path / "whole", own)
+    monkeypatch.setenv("SLURM_JOB_START_TIME", str(time.time() - 3600))
+    parted = run_here(tmp_path / "parted", [*own, "++train.save_before='01:00:00'"])
+    assert [record["step"] for record in read(parted / "metrics.jsonl")] == [0, 1]
+    assert not (parted / "final").exists()
+    run_here(parted, [*own, "run.resume=auto"])
+
+    for run in (whole, parted):
+        assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_000001", "step_000004"]
+        assert same(run / "best", run / "checkpoints" / "step_000001" / "student")
+        assert same(run / "best", whole / "best")
+        assert same(run / "final", whole / "final")
+        assert not same(run / "best", run / "final")
+        assert "best val/bits_per_byte, of step 1" in (run / "report" / "report.html").read_text()
+
+    stopping = "++train.early_stopping={metric: val/bits_per_byte, mode: max, patience: 2}"
+    stopped = run_here(tmp_path / "stopped", [*own, stopping])
+    assert [record["step"] for record in read(stopped / "metrics.jsonl")] == [0, 1, 2]
+    assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
+    assert same(stopped / "final", stopped / "checkpoints" / "step_000002" / "student")
+
+
+def same(folder: Path, other: Path) -> bool:
+    """Return whether the weights of two folders are equal to the last bit."""
+    weights, others = (load_file(each / "model.safetensors") for each in (folder, other))
+    return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)

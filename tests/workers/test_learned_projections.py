@@ -1,0 +1,183 @@
+"""Projections that are learned in a run: the same on all layouts, continued to the last bit, exported as matrices.
+
+Tolerances are those of tests/workers/test_invariance.py, for the same reasons; Δ has the learning rate 1e-2 too.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nemo_opd.errors import ConfigError, WorkerError
+from nemo_opd.projection import ProjectionMatrix
+from nemo_opd.workers.learned_projections import EXPORTS
+from nemo_opd.workers.student import StudentWorker
+from tests.composition import compose
+from tests.tiny import Tiny
+from tests.workers.local import (
+    RTOL,
+    WEIGHT_ATOL,
+    Training,
+    evaluate,
+    first_batches,
+    in_world,
+    on_ranks_of,
+    opened,
+    plan_of,
+    step_metrics,
+    train_step,
+)
+
+pytestmark = pytest.mark.world
+
+STEPS = 4
+MOVED = "projection_moved/cross"
+
+
+@dataclass(frozen=True)
+class Learned:
+    curve: list[dict[str, float]]
+    deltas: list[Tensor]
+    """Δ of each rank at the end."""
+    validation: dict[str, float]
+
+
+def job(tiny: Tiny, *options: str, **more: Path) -> Training:
+    plan = plan_of(
+        [
+            *tiny.overrides(teachers=1),
+            "+teachers.0.projection_lr=0.05",
+            "student.optimizer.lr=1e-2",
+            "student.optimizer.eps=1e-3",
+            "student.scheduler.warmup_steps=0",
+            f"train.max_steps={STEPS}",
+            *options,
+        ]
+    )
+    return Training(plan, first_batches(plan, STEPS), **more)
+
+
+def learn(run: Training) -> Learned:
+    with opened(run.plan) as models:
+        if run.load_from is not None:
+            models.load(run.load_from)
+        curve = [train_step(models, batch, compare_gradients=run.compare_gradients) for batch in run.batches]
+        if run.save_to is not None:
+            models.save(run.save_to)
+        if run.export_to is not None:
+            models.export(run.export_to)
+        return Learned(curve, on_ranks_of(models.student, delta), evaluate(models, run.batches[0]))
+
+
+def delta(student: StudentWorker) -> Tensor:
+    (learned,) = student.learned.by_teacher.values()
+    return learned.delta.detach().clone()
+
+
+def kd_of(found: Learned) -> list[float]:
+    return [record["kd/cross"] for record in found.curve]
+
+
+def learn_all(runs: Sequence[Training]) -> list[Learned]:
+    return [learn(run) for run in runs]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("learned") / "final"
+
+
+@pytest.fixture(scope="module")
+def learned(tiny: Tiny, exported: Path) -> Learned:
+    return learn(job(tiny, export_to=exported))
+
+
+LAYOUTS = {
+    "data parallel": ["cluster.cpu_ranks=2"],
+    "tensor parallel": ["cluster.cpu_ranks=2", "student.parallelism.tp=2", "teachers.0.parallelism.tp=2"],
+}
+
+
+@pytest.fixture(scope="module")
+def laid_out(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Learned]:
+    jobs = [job(tiny, *options) for options in LAYOUTS.values()]
+    (found,) = in_world(2, learn_all, [jobs], tmp_path_factory.mktemp("layouts") / "two")
+    return dict(zip(LAYOUTS, found, strict=True))
+
+
+def test_the_projection_moves_and_the_divergence_falls_faster(tiny: Tiny, learned: Learned) -> None:
+    """Δ that gets no update, or one against the gradient."""
+    fixed = job(tiny)
+    teachers = tuple(each.model_copy(update={"projection_lr": None}) for each in fixed.plan.config.teachers)
+    config = fixed.plan.config.model_copy(update={"teachers": teachers})
+    with opened(replace(fixed.plan, config=config)) as models:
+        curve = [train_step(models, batch) for batch in fixed.batches]
+    assert learned.curve[0]["kd/cross"] == pytest.approx(curve[0]["kd/cross"], rel=1e-5)
+    assert learned.curve[-1]["kd/cross"] < curve[-1]["kd/cross"] - 1e-3
+    moved = [record[MOVED] for record in learned.curve]
+    assert moved == sorted(moved)
+    assert moved[-1] > 1e-3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_learn_the_same(learned: Learned, laid_out: dict[str, Learned], layout: str) -> None:
+    """A rank's gradient that is left out or counted twice, ranks whose projections drift apart."""
+    found = laid_out[layout]
+    first, *others = found.deltas
+    assert all(torch.equal(first, other) for other in others)
+    torch.testing.assert_close(first, learned.deltas[0], rtol=0, atol=WEIGHT_ATOL * 5)
+    assert [record["kd/cross"] for record in found.curve] == pytest.approx(
+        [r["kd/cross"] for r in learned.curve], rel=RTOL
+    )
+    assert found.validation["kd/cross"] == pytest.approx(learned.validation["kd/cross"], rel=RTOL)
+
+
+def test_microbatches_and_apart_gradients_learn_the_same(tiny: Tiny, learned: Learned) -> None:
+    """A gradient of the last microbatch alone, or one that CE's pass removes."""
+    found = learn(job(tiny, "train.micro_batch_size=1", compare_gradients=True))
+    torch.testing.assert_close(found.deltas[0], learned.deltas[0], rtol=0, atol=WEIGHT_ATOL * 5)
+
+
+def test_it_continues_as_if_it_had_never_stopped(tiny: Tiny, learned: Learned, tmp_path: Path) -> None:
+    """Moments or Δ that begin again, a learning rate of another step."""
+    whole = job(tiny)
+    learn(Training(whole.plan, whole.batches[:2], save_to=tmp_path / "step"))
+    second = learn(Training(whole.plan, whole.batches[2:], load_from=tmp_path / "step"))
+    assert second.curve == learned.curve[2:]
+    assert torch.equal(second.deltas[0], learned.deltas[0])
+    state = tmp_path / "step" / "state" / "projections.pt"
+    state.write_bytes(state.read_bytes()[:100])
+    with pytest.raises(WorkerError, match="it is damaged, or of other teachers"):
+        learn(Training(whole.plan, [], load_from=tmp_path / "step"))
+
+
+def test_what_is_exported_is_what_validation_has_used(tiny: Tiny, learned: Learned, exported: Path) -> None:
+    """An export of the start or of another step; validation that reads the fixed matrix."""
+    matrix = ProjectionMatrix.load(exported / EXPORTS / "cross.safetensors")
+    run = job(tiny)
+    start = run.plan.teachers[0].projection
+    assert start is not None
+    np.testing.assert_array_equal(matrix.indices, start.indices)
+    assert np.abs(matrix.weights - start.weights).max() > 0.01
+    after = learn(
+        job(tiny, f"student.model={exported}", f"teachers.0.projection={exported / EXPORTS}/cross.safetensors")
+    )
+    assert after.curve[0]["kd/cross"] == pytest.approx(learned.validation["kd/cross"], rel=RTOL)
+
+
+def test_a_step_that_is_not_finite_leaves_the_projection(tiny: Tiny) -> None:
+    run = job(tiny)
+    with opened(run.plan) as models:
+        train_step(models, run.batches[0])
+        (before,) = on_ranks_of(models.student, delta)
+        assert step_metrics(models, run.batches[1], float("nan"))["is_taken"].value() == 0
+        assert torch.equal(on_ranks_of(models.student, delta)[0], before)
+
+
+def test_a_loss_that_does_not_read_weights_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"teachers\.0\.projection_lr=0\.05: loss\.type=gold does not depend"):
+        compose("teachers=demo_single", "loss=gold", "+teachers.0.projection_lr=0.05")
