@@ -5,7 +5,6 @@ uv run benchmarks/on_policy.py       # writes on_policy.{md,json} in benchmarks/
 
 import argparse
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -77,7 +76,7 @@ class Outcome:
     seed: int
     steps: list[int]
     """Of the evaluations, the first before training."""
-    scores: dict[str, list[float]]
+    scores: dict[str, list[float | None]]
     """Measure → its value at each of them."""
 
 
@@ -100,7 +99,7 @@ def teachers_samples(folder: Path, number: int) -> Path:
 
 
 def run_once(setting: str, arguments: Sequence[str], measures: Sequence[str], seed: int) -> Outcome:
-    """Run the example; measures: of an evaluation, NaN where its step has none."""
+    """Run the example; measures: of an evaluation, None where its step has none."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run(
             [
@@ -117,7 +116,7 @@ def run_once(setting: str, arguments: Sequence[str], measures: Sequence[str], se
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         asked = [record for record in read(Path(folder) / "run" / "metrics.jsonl") if MEASURES[0] in record]
-    scores = {measure: [record.get(measure, math.nan) for record in asked] for measure in measures}
+    scores = {measure: [record.get(measure) for record in asked] for measure in measures}
     return Outcome(setting, seed, [int(record["step"]) for record in asked], scores)
 
 

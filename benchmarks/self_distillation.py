@@ -5,7 +5,6 @@ uv run benchmarks/self_distillation.py       # writes self_distillation.{md,json
 
 import argparse
 import json
-import math
 import statistics
 from dataclasses import asdict
 from datetime import date
@@ -43,8 +42,9 @@ def gaps(outcomes: list[Outcome]) -> str:
     for setting, own in by_setting(outcomes).items():
         cells = []
         for measure in (*GAPS, LENGTH):
-            first, last = (statistics.mean(each.scores[measure][place] for each in own) for place in (1, -1))
-            cells.append("—" if math.isnan(last) else f"{first:.2f} → {last:.2f}")
+            measured = [each.scores[measure] for each in own if None not in each.scores[measure][1:]]
+            first, last = ([scores[place] for scores in measured] for place in (1, -1))
+            cells.append(f"{statistics.mean(first):.2f} → {statistics.mean(last):.2f}" if measured else "—")
         lines.append(f"| {setting} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -38,7 +38,7 @@ FREE: dict[type[BaseModel], str] = {
     ),
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
-    TeacherBase: "offload micro_batch_tokens",
+    TeacherBase: "offload micro_batch_tokens on_missing",
     # Where servers are and how they are reached. The program is bound, as for rollouts.
     Endpoint: "urls api_key request_timeout_s retries concurrency",
     Context: "gap_every contrast",

@@ -49,6 +49,11 @@ class TeacherBase(Model):
     """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
+    on_missing: Literal["stop", "ask"] = "stop"
+    """A text that the cache does not have, or not as it was written. stop: the run ends and names it. ask: before the
+    first step the model that the cache was built from, under the name that it had then, is asked about every such text,
+    and the cache keeps its answers.
+    """
     served: Endpoint | None = None
     """Servers that are asked in place of a forward pass; `model` is then the name under which they serve it. As a rule
     written with type: served, which finds out the tokenizer.
@@ -105,13 +110,27 @@ class TeacherBase(Model):
         return self
 
     @model_validator(mode="after")
-    def cached_answers_are_of_frozen_weights_and_the_students_prompt(self) -> Self:
-        if self.cache is not None and (self.is_student or self.context is not None):
-            name = "context" if self.context is not None else f"weights={self.weights}"
+    def cached_answers_are_of_frozen_weights(self) -> Self:
+        if self.cache is not None and self.is_student:
             raise ValueError(
-                f"{name}: the answers in cache={self.cache} are those of a frozen teacher that reads what the student "
-                "reads; leave it out, or leave cache out for a teacher that is asked in the run"
+                f"weights={self.weights}: the answers in cache={self.cache} are those of a frozen teacher; leave it "
+                "out, or leave cache out for a teacher that is asked in the run"
             )
+        return self
+
+    @model_validator(mode="after")
+    def cached_answers_are_behind_one_prompt(self) -> Self:
+        if self.cache is not None and self.context is not None and self.context.gap_every is not None:
+            raise ValueError(
+                f"context.gap_every={self.context.gap_every}: the answers in cache={self.cache} are those with the "
+                "context alone, and the gap needs those without; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def caches_miss_texts(self) -> Self:
+        if self.cache is None and self.on_missing != "stop":
+            raise ValueError(f"on_missing={self.on_missing} is about a cache; name one in cache, or leave it out")
         return self
 
 

@@ -41,19 +41,30 @@ class CacheReader:
         return len(self._keys)
 
     def __contains__(self, key: bytes) -> bool:
-        return self._place(key) is not None
+        return any(True for _ in self._places(key))
+
+    def has(self, ids: NDArray[np.integer[Any]]) -> bool:
+        """Return whether `segment` finds a sequence, as it was written."""
+        try:
+            self.segment(ids)
+        except DataError:
+            return False
+        return True
 
     def segment(self, ids: NDArray[np.integer[Any]]) -> Segment:
         """Return what is stored of a sequence of ids, or of one that begins with it, as views of the mapping.
 
-        Raises DataError, naming the segment, where it is missing or damaged.
+        Raises DataError, naming the segment, where it is missing, or damaged wherever it is stored.
         """
-        key = key_of(ids)
-        if (place := self._place(key)) is not None:
-            return self._segment(place)
+        key, damage = key_of(ids), None
+        for place in self._places(key):
+            try:
+                return self._segment(place)
+            except DataError as error:
+                damage = error
         if (longer := self._beginning_with(ids)) is not None:
             return longer.part(len(ids))
-        raise self._missing(key, ids)
+        raise damage or self._missing(key, ids)
 
     def segments(self, sequences: Iterable[NDArray[np.integer[Any]]]) -> Iterator[Segment]:
         """Yield `segment` of each sequence."""
@@ -69,7 +80,10 @@ class CacheReader:
         opening = np.uint64(opening_of(ids))
         begin, end = (int(np.searchsorted(self._openings, opening, side)) for side in ("left", "right"))
         for place in self._by_opening[begin:end]:
-            segment = self._segment(int(place))
+            try:
+                segment = self._segment(int(place))
+            except DataError:  # of another sequence, perhaps
+                continue
             if np.array_equal(segment.tokens[: len(ids)], encoded_ids(ids, segment.tokens.shape[1])):
                 return segment
         return None
@@ -80,22 +94,23 @@ class CacheReader:
             for number in range(len(shard)):
                 yield shard.segment(number)
 
-    def _place(self, key: bytes) -> int | None:
+    def _places(self, key: bytes) -> Iterator[int]:
+        """Yield where a segment is stored: more than once where it was asked about again, since it is damaged."""
         wanted = np.frombuffer(key, f"V{KEY_BYTES}")[0]
         half = np.frombuffer(key, "<u8")[0]
         place = int(np.searchsorted(self._halves, half))
         while place < len(self._keys) and self._halves[place] == half:
             if self._keys[place] == wanted:
-                return place
+                yield place
             place += 1
-        return None
 
     def _missing(self, key: bytes, ids: NDArray[np.integer[Any]]) -> DataError:
         return DataError(
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
-            "other data.packing, train.max_length, data.append_eos or chat template. To add what is missing, run "
-            "tools/teacher_cache/build.py with --config of this run's settings and --model of the teacher"
+            "other data.packing, train.max_length, data.append_eos, chat template or context. To add what is missing, "
+            "write on_missing: ask, or run tools/teacher_cache/build.py with --config of this run's settings and "
+            "--model of the teacher"
         )
 
 

@@ -27,6 +27,7 @@ SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
 _WAY_OUT = "remove the file and run tools/teacher_cache/build.py again, which adds what is missing"
+_ASK_AGAIN = "run tools/teacher_cache/build.py again, which asks about it again, or write on_missing: ask"
 
 Bytes = NDArray[np.uint8]
 
@@ -127,7 +128,7 @@ class Shard:
         segment = Segment(self._tokens[place], self._rows[place])
         if segment.checksum != self._checksums[number]:
             key = self.keys[number].tobytes().hex()
-            raise DataError(f"{self.path}: segment {key} is damaged (its bytes are not as written); {_WAY_OUT}")
+            raise DataError(f"{self.path}: segment {key} is damaged (its bytes are not as written); {_ASK_AGAIN}")
         return segment
 
 

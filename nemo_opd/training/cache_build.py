@@ -7,22 +7,19 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from nemo_opd.alignment import fingerprint
-from nemo_opd.cluster.local import LocalCluster
-from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
@@ -31,22 +28,18 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.disk import storage_errors
 from nemo_opd.errors import ConfigError
 from nemo_opd.files import settle
-from nemo_opd.logits.sparse import SparseLayout
 from nemo_opd.models.fingerprint import weights_fingerprint
 from nemo_opd.models.load import compute_dtype, load_config, load_tokenizer
-from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
 from nemo_opd.progress import tracked
-from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_manifest
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.teacher_cache.shard import Bytes, key_of
+from nemo_opd.teacher_cache.shard import key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
+from nemo_opd.training.cache_asking import Ask, Asker, server_answers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
-from nemo_opd.training.ranks import resolve_device
+from nemo_opd.training.ranks import resolve_device, resolve_layout
 from nemo_opd.training.teachers_without_model import settle_tokenizers
-from nemo_opd.types import TokenRows
-from nemo_opd.workers.asked_teacher import AskedTeacher
 
 _TOKENS_AT_A_TIME = 8192
 """Tokens of a forward pass where the teacher's settings name no number."""
@@ -61,6 +54,11 @@ class CacheForm:
     """Tokens; None: hidden states."""
     value_bytes: int = 3
     """Bytes of a log-probability: 4, or 3 with an error of up to 2⁻¹⁶ of it."""
+
+    @classmethod
+    def of(cls, manifest: CacheManifest) -> CacheForm:
+        """Return the form of a cache that is there."""
+        return cls(None) if manifest.form == "hidden_states" else cls(manifest.top_k, manifest.value_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +97,10 @@ def build_cache(
     cannot be asked, or the folder is a cache of other answers.
     """
     device = resolve_device(config.cluster)
+    parallelism = _parallelism(config, i)
+    layout = resolve_layout(f"teachers.{i}", Processes.started().size, parallelism)
     config = _asking_for(settle_tokenizers(_uncut(config), device), i, form)
-    settings = config.active_teachers[i]
+    settings = config.active_teachers[i].model_copy(update={"parallelism": parallelism})
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
     if settings.is_student:
@@ -108,12 +108,8 @@ def build_cache(
             f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with "
             "weights: frozen"
         )
-    if settings.context is not None:
-        raise ConfigError(
-            f"teachers.{i}.context: a cache has what a teacher says of the student's texts; leave the context out, or "
-            "ask this teacher in the run"
-        )
-    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(config.active_teachers)]
+    active = [settings if index == i else each for index, each in enumerate(config.active_teachers)]
+    teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(active)]
     # Where the texts are for no student, it stands for the teacher, of which servers have no folder.
     is_same = settings.served is not None and config.student.model == settings.model
     student = teachers[i] if is_same else read_model_info(config.student, "student", device)
@@ -121,21 +117,31 @@ def build_cache(
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
-    layout = sparse_layout(manifest) if manifest.form == "top_k" else None
-    missing = _Missing(corpus, config, i, reader, part)
-    tokens = 0
-    with ExitStack() as stack:
-        writer = stack.enter_context(CacheWriter(folder, manifest.vocab_size, shard_bytes))
+    missing, tokens = Missing(corpus, config, i, reader, part), 0
+    groups = _grouped(missing, _tokens_at_a_time(settings))
+    if (first := next(groups, None)) is None:
+        return CacheBuilt(0, 0, missing.there)
+    every = chain([first], groups)
+    with CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer, ExitStack() as stack:
+        ask: Ask
         if settings.served is not None:
-            assert layout is not None
-            ask = _server(settings, i, layout)
+            ask = server_answers(settings, f"teachers.{i}", manifest)
         else:
-            ask = _model(stack.enter_context(_one_process(config, device)), config, i, manifest, device, folder)
-        for ids in _grouped(missing, _tokens_at_a_time(settings)):
-            tokens += sum(map(len, ids))
-            for own, rows in zip(ids, ask(ids), strict=True):
-                writer.add(own, rows)
+            ask = stack.enter_context(
+                Asker(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
+            ).ask
+        while of_ranks := list(islice(every, layout.dp)):
+            for ids, rows in ask(of_ranks):
+                tokens += len(ids)
+                writer.add(ids, rows)
     return CacheBuilt(missing.number, tokens, missing.there)
+
+
+def _parallelism(config: RunConfig, i: int) -> Parallelism:
+    """Return how the teacher is cut over several processes; one process has all of it, whatever the run does."""
+    if Processes.started().size == 1:
+        return Parallelism()
+    return config.active_teachers[i].parallelism.model_copy(update={"replicas": 1})
 
 
 def _asking_for(config: RunConfig, i: int, form: CacheForm) -> RunConfig:
@@ -197,7 +203,7 @@ def _template(
 ) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Return the tokenizer whose template renders what the teacher reads, and the template's arguments."""
     settings = config.active_teachers[i]
-    if settings.type == "same_tokenizer":
+    if settings.type == "same_tokenizer" and settings.context is None:
         return student.tokenizer, dict(config.student.chat_template_kwargs)
     return teacher.tokenizer, dict(settings.chat_template_kwargs)
 
@@ -230,10 +236,10 @@ def _describe(
         )
 
 
-class _Missing:
-    """Segments of a run's texts that a cache does not have, each once."""
+class Missing:
+    """Segments of a run's texts that a cache does not have as they were written, each once."""
 
-    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part) -> None:
+    def __init__(self, corpus: Corpus, config: RunConfig, i: int, reader: CacheReader, part: Part = Part()) -> None:
         self._corpus, self._config, self._i, self._reader, self._part = corpus, config, i, reader, part
         self.number = self.there = 0
 
@@ -245,7 +251,7 @@ class _Missing:
             if sample.route not in (None, self._i) or len(ids) < 2 or key in seen or not self._part.has(key):
                 continue
             seen.add(key)
-            if key in self._reader:
+            if self._reader.has(ids):
                 self.there += 1
             else:
                 self.number += 1
@@ -265,7 +271,7 @@ class _Missing:
             yield from tracked(texts, "asking about validation", "texts", len(corpus.validation))
 
 
-def _grouped(segments: Iterator[_Ids] | _Missing, budget: int) -> Iterator[list[_Ids]]:
+def _grouped(segments: Iterator[_Ids] | Missing, budget: int) -> Iterator[list[_Ids]]:
     """Group consecutive segments of up to `budget` tokens, or one that is longer."""
     group: list[_Ids] = []
     for ids in segments:
@@ -275,52 +281,3 @@ def _grouped(segments: Iterator[_Ids] | _Missing, budget: int) -> Iterator[list[
         group.append(ids)
     if group:
         yield group
-
-
-_ALONE = Placement.colocated(num_nodes=1, ranks_per_node=1, num_teachers=1)
-
-
-def _one_process(config: RunConfig, device: str) -> LocalCluster:
-    """Return the cluster that is this process."""
-    return LocalCluster(config.cluster.model_copy(update={"launcher": "local"}), device=device, placement=_ALONE)
-
-
-_Ask = Callable[[Sequence[_Ids]], Iterable[Bytes]]
-"""Function from sequences of ids [N] to what is stored of each, uint8 [N, R]."""
-
-
-def _server(settings: Teacher, i: int, layout: SparseLayout) -> _Ask:
-    """Return what asks a teacher's servers."""
-    assert settings.served is not None
-    answers = EndpointAnswers(settings.served, settings.reference, layout, key=f"teachers.{i}")
-    return lambda ids: (segment.rows for segment in answers.segments(ids))
-
-
-def _model(
-    cluster: LocalCluster, config: RunConfig, i: int, manifest: CacheManifest, device: str, folder: Path
-) -> _Ask:
-    """Load a teacher and return what asks it; its head is written with the first of its hidden states."""
-    settings = config.active_teachers[i]
-    arguments = {
-        "settings": settings.model_copy(update={"offload": False}).with_parallelism(replicas=1),
-        "key": f"teachers.{i}.model",
-        "vocab_size": manifest.vocab_size,
-        "device": device,
-        "transport": "shared_memory",
-        "handoff": "hidden_states" if manifest.form == "hidden_states" else config.handoff.type,
-        "shares_process": True,
-    }
-    group = cluster.group(f"teacher {settings.name}", AskedTeacher, arguments, _ALONE.teachers[0])
-    cluster.gather([group.ready])
-    layout = sparse_layout(manifest) if manifest.form == "top_k" else None
-
-    def ask(segments: Sequence[_Ids]) -> Iterator[Bytes]:
-        ids = pad_sequence([torch.from_numpy(each.astype(np.int64)) for each in segments], batch_first=True)
-        nothing = torch.zeros(ids.shape, dtype=torch.int32)
-        tokens = TokenRows(ids, torch.tensor([len(each) for each in segments]), nothing.bool(), nothing)
-        ((answers, head),) = group.call("answers", [(tokens, (slice(0, len(segments)),), layout)])
-        if head is not None and not has_head(folder):
-            save_head(folder, head)
-        return (rows.numpy() for rows in answers)
-
-    return ask

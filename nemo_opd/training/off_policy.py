@@ -6,6 +6,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.loader import lost_workers
 from nemo_opd.logging import Timer
 from nemo_opd.logging.busy import busy
+from nemo_opd.training.cache_fill import fill_caches
 from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.launch import driving
 from nemo_opd.training.preflight import preflight
@@ -30,6 +31,7 @@ def drive(config: RunConfig) -> None:
     if config.run.dry_run:
         print_plan(plan, Console())
         return
+    fill_caches(plan)
     with lost_workers(), Session(plan) as session:
         session.measure_start()
         for step in session.steps():

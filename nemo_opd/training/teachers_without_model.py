@@ -4,7 +4,7 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -51,12 +51,13 @@ def _settled_cache(
 ) -> dict[str, Any]:
     """Return the settings of a teacher whose model's folder is the cache."""
     manifest = require_cache(settings.cache, f"teachers.{i}.cache")
-    as_model = settings.model_copy(update={"model": settings.cache, "dtype": manifest.dtype})
-    teacher = read_model_info(as_model, f"teachers.{i}", device)
-    if _reads_students_ids(config, i, as_model, student, teacher, manifest.chat_template_kwargs):
-        return _of_same_tokenizer(as_model, i)
     kwargs = manifest.chat_template_kwargs if config.data.messages_key is not None else {}
-    return as_model.model_dump(mode="json") | {"type": "cross_tokenizer", "chat_template_kwargs": kwargs}
+    changed = {"model": settings.cache, "dtype": manifest.dtype, "chat_template_kwargs": kwargs}
+    as_model = settings.model_copy(update=changed)
+    teacher = read_model_info(as_model, f"teachers.{i}", device)
+    if _reads_students_ids(config, i, as_model, student, teacher):
+        return _of_same_tokenizer(as_model, i)
+    return as_model.model_dump(mode="json") | {"type": "cross_tokenizer"}
 
 
 def _settled_server(config: RunConfig, i: int, settings: ServedTeacher, student: ModelInfo) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _settled_server(config: RunConfig, i: int, settings: ServedTeacher, student:
     served = {name: getattr(settings, name) for name in Endpoint.model_fields}
     as_model = settings.model_copy(update={"served": Endpoint(**served)})
     teacher = tokenizer_info(settings, f"teachers.{i}")
-    if _reads_students_ids(config, i, settings, student, teacher, settings.chat_template_kwargs):
+    if _reads_students_ids(config, i, settings, student, teacher):
         return _of_same_tokenizer(as_model, i)
     return as_model.model_dump(mode="json", exclude=set(served)) | {"type": "cross_tokenizer"}
 
@@ -93,12 +94,11 @@ def _reads_students_ids(
     settings: CachedTeacher | ServedTeacher,
     student: ModelInfo,
     teacher: ModelInfo,
-    template_kwargs: Mapping[str, Any],
 ) -> bool:
-    """Return whether the teacher's tokens of a text are the student's."""
-    if config.data.messages_key is not None:
+    """Return whether the teacher's tokens of a text, behind the prompt where it has its own, are the student's."""
+    if config.data.messages_key is not None and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
-        if ours != (teacher.tokenizer.chat_template, dict(template_kwargs)):
+        if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
             return False
     try:
         require_same_tokenizer(i, settings, student.tokenizer, teacher.tokenizer)

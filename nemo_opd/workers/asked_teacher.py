@@ -20,15 +20,19 @@ _LIVE_COPIES = 5
 
 
 class AskedTeacher(TeacherWorker):
-    """A teacher whose output is returned as bytes for a cache, and not handed over. One rank alone."""
+    """A teacher whose output is returned as bytes for a cache, and not handed over.
+
+    Communicates as `TeacherWorker` does, and what the ranks of a tensor-parallel group need to read whole rows.
+    """
 
     @torch.no_grad()
     def answers(
-        self, tokens: TokenRows, micro_batches: Sequence[slice], layout: SparseLayout | None
+        self, tokens: TokenRows, micro_batches: Sequence[slice], layout: SparseLayout | None, with_head: bool
     ) -> tuple[list[Tensor], Head | None]:
-        """Return what is stored of each sequence, uint8 [length, bytes] on the host, and the head of hidden states.
+        """Return what is stored of each sequence, uint8 [length, bytes] on the host.
 
-        layout: of the likeliest tokens; None: hidden states. Raises ClusterError where memory runs out.
+        layout: of the likeliest tokens; None: hidden states. with_head: return as well the rows of the head that this
+        rank has, without those beyond the tokenizer's vocabulary. Raises ClusterError where memory runs out.
         """
         found: list[Tensor] = []
         head = None
@@ -37,13 +41,14 @@ class AskedTeacher(TeacherWorker):
                 made = self.logit_rows(micro.ids, packing)
                 if layout is None:
                     assert isinstance(made, HeadLogits)
-                    head = made.head
+                    head = self._cut(made.head) if with_head else None
                     hidden = made.hidden.squeeze(0).to(self.dtype).contiguous()
                     rows = hidden.view(torch.uint8)
                 else:
-                    rows = torch.cat(list(_encoded(made, micro, packing, layout)))
+                    whole = self.logit_rows.whole(made, packing)
+                    rows = torch.cat(list(_encoded(whole, micro, packing, layout)))
                 found += rows.cpu().split(list(packing.lengths))
-        return found, None if head is None else self._cut(head)
+        return found, head
 
     @property
     def dtype(self) -> torch.dtype:
@@ -51,16 +56,21 @@ class AskedTeacher(TeacherWorker):
         return next(self.model.parameters()).dtype
 
     def _cut(self, head: Head) -> Head:
-        """Return the rows of the tokenizer's vocabulary."""
-        bias = None if head.bias is None else head.bias.detach()[: self.vocab_size].to(self.dtype)
-        return Head(head.weight.detach()[: self.vocab_size].to(self.dtype), bias, head.scale, head.soft_cap)
+        """Return a copy, on the host, of the rows of the tokenizer's vocabulary."""
+
+        def own(part: Tensor) -> Tensor:
+            # Gathered weights are freed after the call.
+            number = max(0, self.vocab_size - self.logit_rows.columns.start)
+            return part.detach()[:number].to(self.dtype).cpu().clone()
+
+        return Head(own(head.weight), None if head.bias is None else own(head.bias), head.scale, head.soft_cap)
 
 
-def _encoded(made: LogitRows, micro: TokenRows, packing: Packing, layout: SparseLayout) -> Iterator[Tensor]:
+def _encoded(whole: LogitRows, micro: TokenRows, packing: Packing, layout: SparseLayout) -> Iterator[Tensor]:
     """Yield the encoded rows of a microbatch, block by block."""
     following = F.pad(micro.ids[:, 1:], (0, 1), value=-1).flatten().index_select(0, packing.tokens)
     following[packing.bounds[1:].long() - 1] = -1
     places = torch.arange(len(following), device=following.device)
     for rows in places.split(max(1, _BLOCK_BYTES // (4 * _LIVE_COPIES * layout.vocab_size))):
-        log_p = made.read(rows, layout.vocab_size).float().log_softmax(1)
+        log_p = whole.read(packing.tokens[rows], layout.vocab_size).float().log_softmax(1)
         yield layout.encode(log_p, following[rows])

@@ -115,6 +115,17 @@ def test_what_is_damaged_is_refused(tmp_path: Path, damage: Callable[[Path], Non
         list(CacheReader(folder).each())
 
 
+def test_a_segment_that_was_asked_about_again_is_read(tmp_path: Path) -> None:
+    """Catches the damaged one of two in the same answers' place, whichever comes first."""
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        filled(folder, range(1))
+        (before,) = shard_files(folder)
+        flipped(before)
+        assert not CacheReader(folder).has(text(0, 3))
+        filled(folder, range(1))
+        assert np.array_equal(CacheReader(folder).segment(text(0, 3)).rows, answers(text(0, 3)))
+
+
 def test_other_answers_are_not_mixed(tmp_path: Path) -> None:
     """Catches a cache that is continued with other weights; the model's name alone may differ."""
     write_manifest(tmp_path, MANIFEST)

@@ -17,14 +17,14 @@ import yaml
 from omegaconf import OmegaConf
 from rich.console import Console
 
+from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher
 from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
-from nemo_opd.training.ranks import resolve_device
-from nemo_opd.training.teachers_without_model import settle_tokenizers
+from nemo_opd.training.cache_fill import asked_again
+from nemo_opd.training.launch import driving
 from tools.projection.command import make_parser
 
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
@@ -39,14 +39,17 @@ on how texts are cut: with --config they are those of the run, whatever its stud
 read whole, or in windows of --max-length where it is longer; a student with the teacher's tokenizer and that length
 reads the same, and so does any student of texts that are shorter.
 
-A run that is killed loses 256 MB of answers at most; the same command adds what is missing, and --part I/N shares the
-work among processes, which may run at the same time.
+A run that is killed loses 256 MB of answers at most; the same command adds what is missing or damaged, and --part I/N
+shares the work among processes, which may run at the same time. A teacher that is too large for one GPU is sharded over
+those of torchrun, or cut as --config says in its `parallelism`.
 
 examples:
   uv run tools/teacher_cache/build.py --model Qwen/Qwen3-4B --data 'texts/*.parquet' --output qwen --top-k 64
   uv run examples/run_off_policy_distillation.py teachers=qwen3_4b --cfg job --resolve > run.yaml
   uv run tools/teacher_cache/build.py --config run.yaml --output qwen --hidden-states
   CUDA_VISIBLE_DEVICES=1 uv run tools/teacher_cache/build.py --config run.yaml --output qwen --hidden-states --part 1/4
+  uv run torchrun --nproc-per-node 4 tools/teacher_cache/build.py --config run.yaml --output qwen --top-k 64 \\
+      teachers.0.parallelism.tp=4
   uv run tools/teacher_cache/build.py --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml \
     --output qwen --top-k 64                 running servers answer, and no model is loaded
 
@@ -124,7 +127,7 @@ def _of_run(arguments: argparse.Namespace) -> tuple[RunConfig, int]:
     if name not in names:
         raise ConfigError(f"--teacher={name}: the run's teachers are {', '.join(names) or 'none'}; name one of them")
     i = names.index(name)
-    return (config if arguments.model is None else _asked_again(config, i, arguments)), i
+    return (config if arguments.model is None else asked_again(config, i, _origin(arguments))), i
 
 
 def _quoted(settings: Sequence[str]) -> list[str]:
@@ -133,16 +136,9 @@ def _quoted(settings: Sequence[str]) -> list[str]:
     return list(settings)
 
 
-def _asked_again(config: RunConfig, i: int, arguments: argparse.Namespace) -> RunConfig:
-    """Return the settings of a run with a model in the place of teacher i's cache, whose tokenizer it keeps."""
-    was_cached = isinstance(config.active_teachers[i], CachedTeacher)
-    config = settle_tokenizers(config, resolve_device(config.cluster))
-    settings = config.model_dump(mode="json")
-    tokenizer = {"tokenizer": config.active_teachers[i].cache} if was_cached else {}
-    settings["teachers"][i] |= (
-        {"model": arguments.model, "cache": None, "served": None} | tokenizer | _served(arguments)
-    )
-    return from_dict(settings)
+def _origin(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of a teacher that say who is asked."""
+    return {"model": arguments.model} | _served(arguments)
 
 
 def _served(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -188,7 +184,9 @@ def _of_files(arguments: argparse.Namespace) -> RunConfig:
 def main(arguments: list[str] | None = None) -> int:
     given = parse(arguments)
     try:
-        build(given, Console())
+        with driving(Cluster(launcher="local")) as is_driver:
+            if is_driver:
+                build(given, Console())
     except (OPDError, OSError) as error:
         print("error:", " ".join(str(error).split()), file=sys.stderr)
         return 1
