@@ -12,7 +12,9 @@ import json
 import math
 import os
 import random
+import shlex
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -262,7 +264,9 @@ def main() -> None:
     filled = [
         drawn_documents(options.documents, longest, limit) for longest in options.longest for limit in (None, longest)
     ]
-    if options.corpus and options.tokenizers:
+    if not (options.corpus and options.tokenizers):
+        print("no rows of real texts: give --corpus and --tokenizers", file=sys.stderr)
+    else:
         lines = (options.corpus / "multidomain.jsonl").read_text(encoding="utf-8").splitlines()
         texts = [json.loads(line)["text"] for line in lines]
         filled += [
@@ -280,7 +284,7 @@ def main() -> None:
         "torch": torch.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
-        "command": "uv run benchmarks/packing.py",
+        "command": shlex.join(["uv", "run", *sys.argv]),
         "web": f"log-normal lengths, median {MEDIAN} tokens, standard deviation of the logarithm {SPREAD}",
         "rows": "read: of the student's tokens, with those that windows begin with; useful: of the positions of rows, "
         "of the teacher with the most tokens; a teacher without a limit reads no positions but its tokens",

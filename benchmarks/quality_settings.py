@@ -41,6 +41,12 @@ SETTINGS = (
         (ONE, "loss=p_kl", "loss.continuation_weight=1"),
         "p_kl, and the continuation of each chunk",
     ),
+    Setting(
+        "p_kl_learned",
+        "one teacher",
+        (ONE, "loss=p_kl", "+teachers.0.projection_lr=0.1"),
+        "p_kl that learns the weights of the projection",
+    ),
     Setting("gold", "one teacher", (ONE, "loss=gold"), "exact pairs, and the tails by rank"),
     Setting(
         "gold_continuation",

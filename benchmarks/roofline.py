@@ -238,6 +238,7 @@ def main() -> None:
         stages += [per_row(row, recipes, chosen[0], machine) for row in changes(recipes, chosen[0], machine)]
     facts = {"commit": commit(), "date": date.today().isoformat(), "command": COMMAND, "torch": torch.__version__}
     text = [*report(recipes, chosen, rows, stages), *(f"* {name}: {value}" for name, value in facts.items()), ""]
+    options.output.mkdir(parents=True, exist_ok=True)
     (options.output / "roofline.md").write_text("\n".join(text), encoding="utf-8")
     record = {
         **facts,
@@ -295,7 +296,7 @@ INTRODUCTION = (
     "* Parts follow one another. Of a part the longer counts of what the GPU does and what the host needs to ask for "
     "it; `launches` is what the host needs beyond the GPU's work.",
     "* FSDP2's transfers run beside the passes that they serve, and count where they are longer; its copies do not. "
-    "Sums over a tensor-parallel group run beside nothing.",
+    "Sums over a tensor-parallel group do not overlap with computation.",
     "* Attention within sequences is a flash kernel forward and three backward. A compiled function is one kernel that "
     "reads its arguments twice and writes its results once. Triton's kernels of losses and layers say what they read "
     "and write, which tests compare with what Triton's interpreter does.",
@@ -303,6 +304,8 @@ INTRODUCTION = (
     "among the teacher's kernels, and `handoff` is what the host sends.",
     "* MFU is `perf/mfu` of a run (nemo_opd/training/flops.py): padding, recomputation and losses are no useful work.",
     "* Rollouts, reading data and validation are not in it.",
+    "* Machines are those that hold weights, gradients and optimizer states; whether activations and what teachers "
+    "hand over fit too is what the memory estimate of a dry run says.",
 )
 CHANGES = (
     f"The first row takes the documented counts of commit a09c456: {BEFORE_KERNELS:,} kernels and "

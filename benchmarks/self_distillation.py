@@ -17,21 +17,13 @@ from rich.console import Console
 COMMAND = "uv run benchmarks/self_distillation.py"
 CONFIG = ("--config-name=self_distillation", "evaluation.every=20")
 SETTINGS = {
-    "average of its weights, reverse KL": (),
-    "average of its weights, forward KL": ("loss.divergence=forward_kl",),
-    "average of its weights, JSD": ("loss=jsd",),
+    "an average of its weights": (),
     "its current weights": ("teachers.0.weights=student",),
-    "its current weights, a fifth of the rate": ("teachers.0.weights=student", "student.optimizer.lr=1e-4"),
-    "its weights before training": (
-        "teachers.0.weights=frozen",
-        "teachers.0.model=demo:arithmetic_reader",
-        "teachers.0.dtype=float32",
-    ),
-    "a real teacher, reverse KL": ("teachers=arithmetic",),
+    "a real teacher": ("teachers=arithmetic",),
     "GRPO, exact reward": ("teachers=arithmetic", "loss=grpo", "student.optimizer.lr=2e-4"),
-    "without the worked sum": ("teachers.0.context=null",),
-    "of a student that cannot read one": ("student=arithmetic",),
+    "an average, of a student that cannot read": ("student=arithmetic",),
 }
+"""On-policy by reverse KL, but for GRPO."""
 GAPS = ("train/privilege_gap/self", "train/contrast_gap/self", "train/leakage/self")
 LENGTH = "eval/response_length"
 

@@ -46,7 +46,7 @@ def child(output_dir: str) -> dict[str, float]:
     parts = Parts()
     parts.end("interpreter")
     from nemo_opd.config.load import run_with_hydra
-    from nemo_opd.training.cli import loading
+    from nemo_opd.logging.busy import loading
     from nemo_opd.training.inputs import check_inputs
 
     parts.end("import of settings")

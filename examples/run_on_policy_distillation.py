@@ -1,22 +1,8 @@
-"""On-policy distillation from any set of teachers; with no arguments, the demo on this machine."""
+"""On-policy distillation from a checkout of the project: `nemo-opd distil-on-policy`."""
 
-from pathlib import Path
+import sys
 
-from nemo_opd.config.run import RunConfig
-from nemo_opd.training.cli import loading, main
-from nemo_opd.training.inputs import check_inputs
-
-CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-
-
-def distil(config: RunConfig) -> None:
-    check_inputs(config, on_policy=True)
-    # Imported once settings and paths are known to be right: PyTorch takes seconds.
-    with loading("PyTorch"):
-        from nemo_opd.training.on_policy import distil
-
-    distil(config)
-
+from nemo_opd.cli.main import main
 
 if __name__ == "__main__":
-    main(distil, config_dir=CONFIGS, config_name="on_policy_demo")
+    sys.exit(main(["distil-on-policy", *sys.argv[1:]]))

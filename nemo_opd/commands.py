@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -37,6 +37,17 @@ def run(
         return None, output
     finally:
         _end(process.pid)
+
+
+@contextmanager
+def ending_on_signals() -> Iterator[None]:
+    """Raise KeyboardInterrupt inside for SIGTERM and SIGHUP too, so that commands that run are ended."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _end(session: int) -> None:

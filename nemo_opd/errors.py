@@ -57,6 +57,10 @@ class StorageError(OPDError, OSError):
     """A file that cannot be written: a full disk, a quota, permissions."""
 
 
+class CallbackError(OPDError, RuntimeError):
+    """An exception in a user's callback; the traceback is a note of this one."""
+
+
 class NotFiniteError(OPDError, FloatingPointError):
     """Training that has produced NaN or infinity."""
 

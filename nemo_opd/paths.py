@@ -41,3 +41,14 @@ def keep_compiled_code_private() -> None:
     """
     with suppress(ConfigError):
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir("compiled")))
+
+
+_PACKAGE = Path(__file__).parent
+CHECKOUT = _PACKAGE.parent if (_PACKAGE.parent / "pyproject.toml").is_file() else None
+"""Root of the project's checkout, with its tests and benchmarks; None where the package alone is installed."""
+
+
+def configs_dir() -> Path:
+    """Return the folder of the recipes and config groups that come with the package."""
+    installed = _PACKAGE / "configs"
+    return installed if CHECKOUT is None else CHECKOUT / "configs"

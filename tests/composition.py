@@ -6,13 +6,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-import hydra
-from hydra import initialize_config_dir
-
 from nemo_opd.config import RunConfig
-from nemo_opd.config.command_line import read_command_line
-from nemo_opd.config.composition import composition_errors
-from nemo_opd.config.load import from_omegaconf, run_with_hydra
+from nemo_opd.config.load import compose_settings, run_with_hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "configs"
@@ -23,10 +18,7 @@ PRODUCTION = "off_policy_distillation"
 @cache
 def compose(*overrides: str, config_name: str = DEMO) -> RunConfig:
     """By Hydra's interface for this, in half the time of its command line."""
-    command = read_command_line(overrides, CONFIGS, config_name)
-    with composition_errors(command), initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        found = hydra.compose(config_name, command.for_hydra)
-    return from_omegaconf(found, RunConfig)
+    return compose_settings(overrides, RunConfig, CONFIGS, config_name)
 
 
 def configured(*arguments: str, config_name: str = DEMO) -> RunConfig:

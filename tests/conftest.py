@@ -32,6 +32,7 @@ settings.load_profile("unhurried")
 os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112, the name that Ray reads
 TOGETHER = {
     "the reference run": ("training/test_run.py", "training/test_resume.py"),
+    "ranks on Ray": tuple(f"cluster/ray/shared/test_{name}.py" for name in ("privacy", "cluster", "faults")),
     "two ranks of models": (
         "models/test_context_parallel.py",
         "models/test_parallel.py",
@@ -50,8 +51,7 @@ LONGEST = (
     "two ranks of models",
     "workers/test_every_loss.py",
     "workers/test_layouts.py",
-    "cluster/ray/test_cluster.py",
-    "training/test_faults.py",
+    "ranks on Ray",
     "losses/test_fused.py",
     "workers/test_compile.py",
     "training/test_on_policy.py",

@@ -1,14 +1,18 @@
 """Processes of tests, forked from one that has imported what they need: each would take seconds of its own for that."""
 
+import atexit
 import multiprocessing
 import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stdout
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkstemp
 from typing import Any
 
 import torch.multiprocessing as mp
@@ -16,10 +20,13 @@ import torch.multiprocessing as mp
 from tests import costs
 
 IMPORTED = [
+    "nemo_opd.cluster.ray.cluster",
+    "nemo_opd.training.off_policy",
     "nemo_opd.training.preflight",
     "nemo_opd.workers.student",
     "nemo_opd.workers.teacher",
     "torch.distributed.checkpoint",
+    "peft",
     "transformers.models.llama.modeling_llama",
 ]
 """Nothing of the tests themselves: where these are found, only the process that asks for others knows."""
@@ -84,3 +91,63 @@ def _as_script(_: int, file: Path) -> None:
     with chdir(file.parent):
         runpy.run_path(file.name, run_name="__main__")
     os._exit(0)
+
+
+class Command:
+    """Such a process that does what `python FILE ARGUMENTS…` does, in a session of its own."""
+
+    def __init__(self, file: Path, arguments: Sequence[str], environment: dict[str, str], folder: Path) -> None:
+        """folder: where it runs, and where its output is kept in a file."""
+        self._output = Path(mkstemp(dir=folder, prefix="output_")[1])
+        self._process = context().Process(
+            target=_run, args=(environment, _as_command, (file, tuple(arguments), folder, self._output))
+        )
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def output(self) -> str:
+        return self._output.read_text(encoding="utf-8")
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Raise TimeoutExpired if it does not end within `timeout` seconds."""
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired(str(self._output), timeout or 0.0)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Path) -> None:
+    os.setsid()
+    os.chdir(folder)
+    # Also where the tests run in the background of a shell, or under nohup.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    written = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(written, 1)
+    os.dup2(written, 2)
+    sys.argv, sys.path[0] = [str(file), *arguments], str(file.parent)
+    status: str | int | None = 0
+    try:
+        runpy.run_path(str(file), run_name="__main__")
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status if isinstance(status, int) else status is not None)

@@ -31,10 +31,10 @@ FREE: dict[type[BaseModel], str] = {
     # These sections are free as a whole: they share classes with sections that are bound.
     RunConfig: "evaluation",
     Data: "validation num_workers cache",
-    Run: "name output_dir resume dry_run",
+    Run: "name output_dir resume dry_run callbacks",
     Train: (
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
-        "early_stopping save_before compile_losses max_skipped_steps"
+        "early_stopping save_before async_save compile_losses max_skipped_steps"
     ),
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",

@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,20 @@ Averages = Mapping[str, dict[str, torch.Tensor]]
 """Averages of the weights by any name, each by parameter and sharded like it."""
 
 
-def save_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
-) -> None:
-    """Write this rank's shards; the state can be read with another number of ranks.
+@dataclass(frozen=True)
+class State:
+    """The state of a rank."""
 
-    Raises NotFiniteError on all ranks, before anything is written, where a weight or a moment is NaN or infinite, and
-    CheckpointError where the disk does not take it.
+    shared: dict[str, Any]
+    """Tensors that all ranks write together, each its shards."""
+    of_rank: dict[str, Any]
+    """Schedule and random generators."""
+
+
+def read_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None) -> State:
+    """Return the state as it is, without copies.
+
+    Raises NotFiniteError on all ranks where a weight or a moment is NaN or infinite.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     if (found := not_finite_in(weights, optimizer_state, averages)) is not None:
@@ -51,10 +59,27 @@ def save_state(
             f"the student's training state is not finite after its last update, so it is not saved: {found}; what was "
             "saved before is as it was. Lower student.optimizer.lr, or set train.gradient_clip"
         )
-    state = sharded_state(weights, optimizer_state, averages)
-    with storage_errors(folder, CheckpointError, needed=_num_bytes(state), instead=INSTEAD):
-        write_sharded(state, folder)
-        write_rank_file(folder, dist.get_rank(), {"scheduler": scheduler.state_dict(), "rng": _random_state()})
+    return State(
+        sharded_state(weights, optimizer_state, averages),
+        {"scheduler": scheduler.state_dict(), "rng": _random_state()},
+    )
+
+
+def write_state(folder: Path, state: State, *, group: dist.ProcessGroup | None = None) -> None:
+    """Write this rank's shards; the state can be read with another number of ranks.
+
+    group: of all ranks, for collectives; None: the default one. Raises CheckpointError where the disk does not take it.
+    """
+    with storage_errors(folder, CheckpointError, needed=_num_bytes(state.shared), instead=INSTEAD):
+        write_sharded(state.shared, folder, group=group)
+        write_rank_file(folder, dist.get_rank(), state.of_rank)
+
+
+def save_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, averages: Averages | None = None
+) -> None:
+    """Call `read_state` and `write_state`, and wait for the other ranks."""
+    write_state(folder, read_state(model, optimizer, scheduler, averages))
     dist.barrier()
 
 
@@ -186,13 +211,15 @@ class _Writer(FileSystemWriter):
             raise OSError(number, os.strerror(number)) from None
 
 
-def write_sharded(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:
-    """Write the shards of all ranks; no_dist: whole tensors, by one process.
+def write_sharded(
+    state: dict[str, Any], folder: Path, *, no_dist: bool = False, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write the shards of all ranks; no_dist: whole tensors, by one process. group: of all ranks, for collectives.
 
     Raises on every rank what one of them raised: OSError where the disk is at fault.
     """
     with _errors_of_ranks():
-        dcp.save(state, storage_writer=_Writer(folder), no_dist=no_dist)
+        dcp.save(state, storage_writer=_Writer(folder), no_dist=no_dist, process_group=group)
 
 
 def read_sharded(state: dict[str, Any], folder: Path, *, no_dist: bool = False) -> None:

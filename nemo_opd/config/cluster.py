@@ -8,6 +8,8 @@ from nemo_opd.config.base import Settings
 
 
 class Cluster(Settings):
+    """Machines, devices and processes."""
+
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: cuda where a GPU is visible."""
     launcher: Literal["ray", "local"] = "ray"

@@ -77,8 +77,6 @@ def read_command_line(arguments: Sequence[str], config_dir: Path, config_name: s
             raise ConfigError(f"{argument}: the key is empty; write key=value")
         else:
             options.append(argument)
-            if argument in HELP_FLAGS:
-                settings.append("hydra/help=settings")
     groups = Groups.of(config_dir, primary)
     overrides = tuple(groups.override(argument) for argument in typed)
     return CommandLine(tuple(options), tuple(settings), tuple(typed), overrides, primary)
@@ -90,12 +88,14 @@ def quoted(text: str) -> str:
 
 
 def config_file(name: str, config_dir: Path) -> Path:
-    file = Path(name)
-    if not file.is_file():
-        raise ConfigError(
-            f"--config={name}: there is no such file; give the path of a YAML file like those in {config_dir}"
-        )
-    return file.resolve()
+    """Return the file of that path, or the recipe of that name. Raises ConfigError where there is neither."""
+    for file in (Path(name), config_dir / f"{name}.yaml"):
+        if file.is_file():
+            return file.resolve()
+    recipes = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
+    raise ConfigError(
+        f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe ({recipes})"
+    )
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,15 @@ def _first(value: tuple[str, ...] | HubDataset) -> str:
 
 
 class ValidationSource(Source):
+    """Source of documents, or a part of it."""
+
     max_samples: int | None = Field(None, ge=1)
     """Number of documents to use, from the first; null: all."""
 
 
 class Data(Settings):
+    """Texts or prompts, and how they are read."""
+
     train: Source = Field(default_factory=Source)
     """Texts to learn from; on-policy, prompts."""
     validation: ValidationSource = Field(default_factory=ValidationSource)

@@ -13,6 +13,8 @@ from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
 
 class Questions(Settings):
+    """Sampling and judging of answers."""
+
     data: ValidationSource = Field(default_factory=ValidationSource)
     """Questions, with the same columns as `data.train`; scored by `reward`."""
     n: int = Field(1, ge=1)
@@ -62,6 +64,8 @@ class Evaluation(Questions):
 
 
 class QuestionSource(ValidationSource):
+    """Source of questions, and their columns."""
+
     text_key: str = "text"
     """The column that holds a question as a text to be continued."""
     messages_key: str | None = None
@@ -71,7 +75,7 @@ class QuestionSource(ValidationSource):
 
 
 class EvaluationConfig(Questions):
-    """Evaluation of an existing model: all settings of `examples/evaluate.py`."""
+    """Evaluation of an existing model: all settings of `nemo-opd evaluate`."""
 
     model: str
     """A Hugging Face folder, hub name, or `demo:arithmetic_student`."""

@@ -8,6 +8,8 @@ from nemo_opd.config.base import Settings
 
 
 class Console(Settings):
+    """Display of progress."""
+
     enabled: bool = True
     """Live progress in a terminal, a line now and then elsewhere."""
     interval_s: float = Field(10, ge=0)
@@ -19,11 +21,15 @@ class Console(Settings):
 
 
 class TensorBoard(Settings):
+    """TensorBoard as a destination."""
+
     enabled: bool = False
     """Write the metrics as events into the folder `tensorboard` of the run."""
 
 
 class Wandb(Settings):
+    """Weights & Biases as a destination."""
+
     enabled: bool = False
     """Log the metrics to Weights & Biases."""
     project: str = "nemo_opd"
@@ -35,6 +41,8 @@ class Wandb(Settings):
 
 
 class Logging(Settings):
+    """Destinations of metrics in addition to metrics.jsonl."""
+
     console: Console = Field(default_factory=Console)
     """Progress for people."""
     tensorboard: TensorBoard = Field(default_factory=TensorBoard)

@@ -11,6 +11,8 @@ from nemo_opd.config.parallelism import Parallelism
 
 
 class Model(Settings):
+    """Settings that student and teachers have in common."""
+
     model: str | None = None
     """A Hugging Face folder, hub name, or `demo:student`."""
     tokenizer: str | None = None
@@ -48,8 +50,8 @@ class Model(Settings):
         tp = self.parallelism.tp
         if self.compile and tp > 1:
             raise ValueError(
-                f"compile=true with parallelism.tp={tp}: torch's tracer does not get to the end of layers that ranks "
-                "share, for sequences of every length; set compile=false or parallelism.tp=1"
+                f"compile=true with parallelism.tp={tp}: torch.compile fails on tensor-parallel layers for sequences "
+                "of any length; set compile=false or parallelism.tp=1"
             )
         return self
 
@@ -79,6 +81,8 @@ class Model(Settings):
 
 
 class Student(Model):
+    """The model that learns."""
+
     model: str
     """A Hugging Face folder, hub name, or `demo:student`."""
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -10,6 +10,8 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamW(Settings):
+    """AdamW over all weights that are trained."""
+
     type: Literal["adamw"] = "adamw"
     """torch.optim.AdamW."""
     lr: float = Field(5e-5, gt=0)
@@ -23,6 +25,8 @@ class AdamW(Settings):
 
 
 class Scheduler(Settings):
+    """Learning rate over the steps."""
+
     type: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape after the warm-up, over the rest of `train.max_steps`."""
     warmup_steps: int = Field(0, ge=0)

@@ -10,6 +10,8 @@ from nemo_opd.config.endpoint import whole_url
 
 
 class RolloutBase(Settings):
+    """Settings that all engines have in common."""
+
     n: int = Field(4, ge=1)
     """Rollouts of each prompt; `train.global_batch_size` counts rollouts."""
     max_new_tokens: int = Field(256, ge=1)

@@ -1,7 +1,7 @@
 """Keys of a whole run."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
@@ -36,6 +36,8 @@ _SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
 class Run(Settings):
+    """Name, directory and start of a run."""
+
     name: str = Field("run", pattern=r"^[A-Za-z0-9_.-]+$")
     """Name of the run in the report and in wandb, and of its folder in `outputs`."""
     output_dir: Path | None = None
@@ -46,6 +48,16 @@ class Run(Settings):
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False
     """Stop after the checks and print what would run."""
+
+    callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
+    """Your code in the loop, `package.module:Class` or `package.module:function` each; what they see is in
+    docs/command.md.
+    """
+
+    @field_validator("callbacks", mode="before")
+    @classmethod
+    def one_callback_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("output_dir", mode="before")
     @classmethod
@@ -59,13 +71,21 @@ class RunFields(Settings):
     """Keys of a run, and what follows from them; `RunConfig` adds the rules by which they fit each other."""
 
     run: Run = Field(default_factory=Run)
+    """Name, directory and start of the run."""
     train: Train
+    """Steps, batches and checkpoints."""
     student: Student
+    """The model that learns."""
     teachers: tuple[Teacher, ...]
+    """The models that it learns from, as a list; `teachers=GROUP` swaps it, `teachers.0.weight=0.8` changes one."""
     loss: Loss = Field(default_factory=PKLLoss)
+    """Comparison with the teachers, and the weights of it and of cross-entropy."""
     aggregation: Aggregation = Field(default_factory=WeightedSum)
+    """Joining of several teachers into one objective."""
     handoff: Handoff = Field(default_factory=HiddenStatesHandoff)
+    """Output that teachers hand over to the student, and the memory by which they do."""
     data: Data
+    """Texts or prompts, and how they are read."""
     rollout: Rollouts | None = None
     """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
     reward: Reward | None = None
@@ -75,8 +95,11 @@ class RunFields(Settings):
     evaluation: Evaluation | None = None
     """On-policy: questions that the student is asked now and then, and its teachers once if it says so."""
     health: Health = Field(default_factory=Health)
+    """On-policy: limits whose crossing warns or ends the run."""
     cluster: Cluster = Field(default_factory=Cluster)
+    """Machines, devices and processes."""
     logging: Logging = Field(default_factory=Logging)
+    """Destinations of metrics in addition to metrics.jsonl."""
 
     @property
     def active_teachers(self) -> tuple[Teacher, ...]:

@@ -10,6 +10,8 @@ Isolation = Literal["bubblewrap", "namespaces", "process"]
 
 
 class SandboxSettings(Settings):
+    """Limits of programs that are run to be judged."""
+
     isolation: Literal["auto", "bubblewrap", "namespaces", "process"] = "auto"
     """Kind of sandbox: made by bubblewrap, or of Linux namespaces without it; auto: the first of the two that works.
     process: limits alone, where namespaces are forbidden, as in many containers (docs/sandbox.md says what that leaves

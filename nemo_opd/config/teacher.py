@@ -46,7 +46,7 @@ class TeacherBase(Model):
     does not fit otherwise, the largest teacher first.
     """
     cache: str | None = None
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py), read in place of a forward pass;
+    """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
     on_missing: Literal["stop", "ask"] = "stop"
@@ -159,8 +159,9 @@ class OwnIdsTeacher(TeacherBase):
     what is found out.
     """
     max_length: int | None = Field(None, ge=2)
-    """Longest sequence in the teacher's tokens; what is longer is cut, and the student learns nothing of the rest from
-    this teacher. When not given it reads all of the student's text, as far as its model has positions.
+    """Longest sequence in the teacher's tokens; by default the positions of its model. Packed documents are cut into
+    windows that every model can read. Other texts are read up to it, and the student learns nothing of the rest from
+    this teacher.
     """
     equal_history: EqualHistory = "text"
     """Text that the student and the teacher must both have read before a chunk that is compared. Their templates and
@@ -212,7 +213,7 @@ class CachedTeacher(OwnIdsTeacher):
 
     type: Literal["cached"]
     cache: str = Field(min_length=1)
-    """Folder with what the teacher said of the texts (tools/teacher_cache/build.py)."""
+    """Folder with what the teacher said of the texts (nemo-opd cache build)."""
     model: str = "none"
     """Not given: no model is loaded."""
 

@@ -19,11 +19,15 @@ class ChosenMetric(Settings):
 
 
 class KeepBest(ChosenMetric):
+    """Checkpoints with the best values of a metric."""
+
     n: int = Field(1, ge=1)
     """Checkpoints that are kept."""
 
 
 class EarlyStopping(ChosenMetric):
+    """End of a run whose metric gets no better."""
+
     patience: int = Field(3, ge=1)
     """Values in a row that are no better than the best one before, after which the run ends."""
     min_delta: float = Field(0, ge=0)
@@ -31,6 +35,8 @@ class EarlyStopping(ChosenMetric):
 
 
 class Train(Settings):
+    """Steps, batches and checkpoints."""
+
     max_steps: int | None = Field(None, ge=1)
     """Optimizer steps; given by `epochs` and the data when not set."""
     epochs: int | None = Field(None, ge=1)
@@ -54,6 +60,10 @@ class Train(Settings):
     """Steps between checkpoints; after the last step in any case."""
     keep_last: int = Field(2, ge=1)
     """Newest checkpoints that are kept."""
+    async_save: bool = False
+    """Write the training state while training goes on, from a copy in the host's memory: 12 bytes for each trained
+    parameter on a rank, divided by the ranks that shard it. The model in Hugging Face form is written before.
+    """
     keep_best: KeepBest | None = None
     """Save a checkpoint whenever a metric is among its `n` best values, and keep those in addition to `keep_last`; at
     the end `best/` is the student of the best one.
@@ -79,10 +89,9 @@ class Train(Settings):
         """`micro_batch_tokens`, or its default."""
         return self.micro_batch_tokens or self.micro_batch_size * self.max_length
 
-    @property
-    def longest_at_a_time(self) -> int:
-        """Number of sequences of `max_length` that have as many tokens as a microbatch at most."""
-        return -(-self.tokens_at_a_time // self.max_length)
+    def longest_at_a_time(self, data_parallel: int) -> int:
+        """Return the sequences of `max_length` in a microbatch: at most those that a rank has of a global batch."""
+        return min(-(-self.tokens_at_a_time // self.max_length), -(-self.global_batch_size // data_parallel))
 
     @model_validator(mode="after")
     def steps_or_epochs(self) -> "Train":

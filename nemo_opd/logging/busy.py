@@ -1,5 +1,6 @@
 """Work under way, shown to people: as a line, and now and then from a process that would otherwise be silent."""
 
+import gc
 import sys
 import threading
 import time
@@ -37,6 +38,30 @@ def busy(what: str) -> Iterator[None]:
             stack.enter_context(Ticker(_print_current, _INTERVAL_S))
         stack.enter_context(working(what))
         yield
+
+
+@contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Show a busy line while libraries are imported inside, with the garbage collector paused.
+
+    Modules live as long as the process, and the collector would scan them again and again: the pause saves about an
+    eighth of the time. Afterwards these objects are excluded from collection.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with busy(f"loading {what}"):
+            yield
+    finally:
+        gc.freeze()
+        if was_enabled:
+            gc.enable()
+
+
+def print_line(text: str) -> None:
+    """Print a line, if stdout can be written."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def _print_current() -> None:

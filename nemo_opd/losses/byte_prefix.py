@@ -35,7 +35,7 @@ LIVE_COPIES = 6
 """Tensors of the size of a chain's positions alive at their peak."""
 _HOW = (
     "which this projection does not have; add it with nemo_opd.projection.add_byte_prefix or "
-    "tools/projection/byte_prefix.py, or use projection: auto"
+    "nemo-opd projection byte-prefix, or use projection: auto"
 )
 
 

@@ -86,6 +86,6 @@ def _maps(projection: ProjectionMatrix) -> tuple[NDArray[np.int32], NDArray[np.i
     if student_cells is None or teacher_cells is None:
         raise ProjectionError(
             "shared_prefix needs the shared-prefix maps, which this projection does not have; add them with "
-            "nemo_opd.projection.add_shared_prefix or tools/projection/byte_prefix.py, or use projection: auto"
+            "nemo_opd.projection.add_shared_prefix or nemo-opd projection byte-prefix, or use projection: auto"
         )
     return student_cells, teacher_cells

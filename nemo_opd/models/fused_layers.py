@@ -68,7 +68,7 @@ def check_fused_layers(model: nn.Module, wanted: bool | Literal["auto"], device:
     if wanted is not True:
         return
     if not launch.is_supported(device):
-        why = f"there is no Triton for {device}"
+        why = f"Triton needs a GPU, and the device is {device}"
     elif next(_parts(model), None) is None:
         why = f"no part of the layers of {type(model).__name__} is known"
     else:

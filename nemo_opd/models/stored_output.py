@@ -52,7 +52,7 @@ def load_head(folder: Path, device: str) -> Head:
         tensors = load_file(folder / _HEAD, device=device)
     except (OSError, SafetensorError) as error:
         raise DataError(
-            f"{folder / _HEAD} cannot be read ({error}); run tools/teacher_cache/build.py again, after removing it if "
+            f"{folder / _HEAD} cannot be read ({error}); run nemo-opd cache build again, after removing it if "
             "it is there"
         ) from error
     scale, soft_cap = tensors["numbers"].tolist()

@@ -20,7 +20,7 @@ _FORMAT = "nemo_opd.projection"
 VERSION = "2"
 _LARGEST_VOCABULARY = 2**31 - 1
 """Ids are int32."""
-_BUILD_AGAIN = "build it again with tools/projection/build.py"
+_BUILD_AGAIN = "build it again with nemo-opd projection build"
 _REQUIRED = ("indices", "weights", "exact")
 _ARRAYS = (*_REQUIRED, "byte_prefix", "student_shared_prefix", "teacher_shared_prefix", "teacher_byte_order")
 _SIZES = ("student_vocab_size", "teacher_vocab_size", "row_width")

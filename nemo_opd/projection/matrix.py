@@ -202,7 +202,7 @@ def _check_pair(path: str | PathLike[str], side: str, expected: str, tokenizer: 
     made_for = f"fingerprint {expected[:12]}…" if expected else "no tokenizer in particular"
     raise ProjectionError(
         f"{path} was made for another {side} tokenizer ({made_for}, not {fingerprint(tokenizer)[:12]}…); "
-        "build the projection of this pair with tools/projection/build.py, or use projection: auto"
+        "build the projection of this pair with nemo-opd projection build, or use projection: auto"
     )
 
 

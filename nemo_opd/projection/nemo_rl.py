@@ -42,7 +42,7 @@ _RELATED = 0.5
 """Share of rows that must lead to a token with bytes in common; below it a file is of another pair."""
 
 _FORMS = "expected the keys 'indices' and 'likelihoods', or pairs (student id, teacher id) as keys"
-_BUILD = "or build it with tools/projection/build.py"
+_BUILD = "or build it with nemo-opd projection build"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

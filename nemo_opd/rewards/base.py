@@ -2,13 +2,14 @@
 
 import numbers
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
+from nemo_opd.progress import tracked
 from nemo_opd.users_code import LARGEST_REWARD, is_reward, shown
 
 
@@ -44,10 +45,14 @@ class RewardFunction(ABC):
     def score(self, rollout: Rollout) -> float:
         """Compute the reward, which `__call__` checks."""
 
-    def of_batch(self, rollouts: Iterable[Rollout]) -> list[float]:
+    def of_batch(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Return the rewards of one batch of rollouts."""
         self.begin()
-        return [self(rollout) for rollout in rollouts]
+        self.expect(rollouts)
+        return [self(rollout) for rollout in tracked(rollouts, "rewarding", "rollouts")]
+
+    def expect(self, rollouts: Iterable[Rollout]) -> None:  # noqa: B027  most take no time
+        """Begin what takes time for rollouts that it is called with afterwards, one by one."""
 
     def begin(self) -> None:  # noqa: B027  most need not know
         """Prepare for the rollouts of a batch or of an evaluation."""

@@ -29,31 +29,29 @@ class CodePasses(RewardFunction):
     def check_answer(cls, answer: str) -> None:
         read_tests(answer, "candidate")
 
-    def score(self, rollout: Rollout) -> float:
-        return self._reward(rollout, self._submitted(rollout))
+    def expect(self, rollouts: Iterable[Rollout]) -> None:
+        """Begin to run the programs, as many at a time as there are workers."""
+        for rollout in rollouts:
+            self._submitted(rollout)
 
-    def of_batch(self, rollouts: Iterable[Rollout]) -> list[float]:
-        """Return the rewards, for which the programs run at the same time."""
-        waiting = [(rollout, self._submitted(rollout)) for rollout in rollouts]
-        return [self._reward(*each) for each in waiting]
+    def score(self, rollout: Rollout) -> float:
+        verdict = self._submitted(rollout)
+        try:
+            return float(verdict.result().passed)
+        except RolloutError as error:
+            raise RolloutError(f"{self.at(rollout)}: {error}") from error
 
     def close(self) -> None:
         self._checker.close()
 
     def _submitted(self, rollout: Rollout) -> Future[Verdict]:
-        """Raises RolloutError for tests that do not say what they test."""
+        """Return the verdict to come; a program runs once. Raises RolloutError for tests that name no function."""
         entry_point = entry_point_of(rollout.prompt)
         try:
             tests = read_tests(self.answer(rollout), entry_point)
         except DataError as error:
             raise RolloutError(f"{self.at(rollout)}: {error}") from error
         return self._checker.submit(program_of(rollout, entry_point), tests)
-
-    def _reward(self, rollout: Rollout, verdict: Future[Verdict]) -> float:
-        try:
-            return float(verdict.result().passed)
-        except RolloutError as error:
-            raise RolloutError(f"{self.at(rollout)}: {error}") from error
 
 
 def entry_point_of(prompt: Prompt) -> str | None:

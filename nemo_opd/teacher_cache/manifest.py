@@ -14,7 +14,7 @@ from nemo_opd.files import write_atomically
 VERSION = 1
 """Raised when the same manifest would mean other bytes."""
 NAME = "cache.yaml"
-_BUILD = "tools/teacher_cache/build.py"
+_BUILD = "nemo-opd cache build"
 
 
 @dataclass(frozen=True, slots=True)

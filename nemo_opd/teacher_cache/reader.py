@@ -109,8 +109,8 @@ class CacheReader:
             f"{self.folder} holds no answers of {self.manifest.teacher} to segment {key.hex()}, which has {len(ids)} "
             f"of its tokens and begins with the ids {ids[:8].tolist()}; the cache was built from other texts, or with "
             "other data.packing, train.max_length, data.append_eos, chat template or context. To add what is missing, "
-            "write on_missing: ask, or run tools/teacher_cache/build.py with --config of this run's settings and "
-            "--model of the teacher"
+            "write on_missing: ask, or run nemo-opd cache build with --config of this run's settings and with --model "
+            "of the teacher"
         )
 
 

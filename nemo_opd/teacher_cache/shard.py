@@ -26,8 +26,8 @@ OPENING = 16
 SUFFIX = ".safetensors"
 _INDEX = ("keys", "openings", "begins", "checksums")
 """Tensors that are read when a shard is opened."""
-_WAY_OUT = "remove the file and run tools/teacher_cache/build.py again, which adds what is missing"
-_ASK_AGAIN = "run tools/teacher_cache/build.py again, which asks about it again, or write on_missing: ask"
+_WAY_OUT = "remove the file and run nemo-opd cache build again, which adds what is missing"
+_ASK_AGAIN = "run nemo-opd cache build again, which asks about it again, or write on_missing: ask"
 
 Bytes = NDArray[np.uint8]
 

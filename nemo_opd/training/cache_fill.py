@@ -31,8 +31,8 @@ def fill_caches(plan: Plan) -> None:
             manifest = reader.manifest
             if manifest.is_served:
                 raise ConfigError(
-                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and its answers are those of "
-                    f"servers of {manifest.teacher}, which are not known here; run tools/teacher_cache/build.py with --urls"
+                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and its answers are those "
+                    f"of servers of {manifest.teacher}, which are not known here; run nemo-opd cache build --urls"
                 )
             asked = asked_again(plan.config, i, {"model": manifest.teacher})
             build_cache(asked, i, Path(teacher.cache), CacheForm.of(manifest))

@@ -16,6 +16,9 @@ from nemo_opd.rollout.hf import end_ids
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.survey import GOOD_COVERAGE, Survey
 
+_SHORT_ROW = 0.75
+"""Share of `train.max_length` that packed rows can fill, below which a warning is given."""
+
 
 def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> list[str]:
     """Return warnings where sequences are longer than a model with rotary positions is made for.
@@ -131,13 +134,14 @@ def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
     warnings, num_texts = [], statistics.num_texts
     if statistics.num_without_label:
         what = "token to learn" if config.data.messages_key is None else "turn of the assistant"
-        empty = (
-            f"{statistics.num_without_label} of {num_texts} texts of data.train that were looked at have no {what} "
-            f"within train.max_length={config.train.max_length}"
-        )
+        empty = f"{statistics.num_without_label} of {num_texts} texts of data.train that were looked at have no {what}"
+        raised = ""
+        if not config.packs_documents:
+            empty += f" within train.max_length={config.train.max_length}"
+            raised = ", or raise train.max_length where they are longer"
         if statistics.is_complete and statistics.num_without_label == num_texts:
-            raise DataError(f"{empty}, and there are no others; raise train.max_length, or use other texts")
-        warnings.append(f"{empty}; leave them out, or raise train.max_length where they are longer")
+            raise DataError(f"{empty}, and there are no others; use other texts{raised}")
+        warnings.append(f"{empty}; leave them out{raised}")
     low = {i: share for i, share in enumerate(statistics.coverage) if share is not None and share < GOOD_COVERAGE}
     uncovered = [
         f"teachers.{i} ({config.active_names[i]}): only {share:.0%} of the scored tokens in {num_texts} texts "
@@ -147,6 +151,25 @@ def check_texts(config: RunConfig, statistics: Survey) -> list[str]:
     if statistics.coverage and all(share == 0 for share in statistics.coverage):
         raise DataError("; ".join(uncovered))
     return [*warnings, *uncovered]
+
+
+def warn_of_short_rows(config: RunConfig, limits: Sequence[int], statistics: Survey) -> Iterator[str]:
+    """Yield a warning where a teacher's limit ends packed rows long before the student's.
+
+    limits: tokens of a row for the student and for each active teacher.
+    """
+    rates = statistics.tokens_per_byte
+    for i, (limit, rate) in enumerate(zip(limits[1:], rates[1:], strict=True)):
+        fitting = round(limit * rates[0] / rate) if rate else limits[0]
+        if fitting < _SHORT_ROW * limits[0]:
+            settings = config.active_teachers[i]
+            own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+            reason = f"teachers.{i}.max_length={limit}" if own else f"{limit} positions of teachers.{i}.model"
+            ways = f"raise teachers.{i}.max_length" if own else "take a teacher that reads longer texts"
+            yield (
+                f"train.max_length={limits[0]}: the {reason} end packed rows after about {fitting} tokens of the "
+                f"student, and every document is cut there for all models; write train.max_length={fitting}, or {ways}"
+            )
 
 
 def _low_coverage_advice(config: RunConfig, i: int) -> str:

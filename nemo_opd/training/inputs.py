@@ -45,14 +45,11 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
 def require_kind(config: RunConfig, *, on_policy: bool) -> None:
     """Raise ConfigError where the settings are for the other kind of run."""
     if on_policy and config.rollout is None:
-        raise ConfigError(
-            "rollout: required, but not given; add rollout=hf or rollout=server, or use "
-            "examples/run_off_policy_distillation.py"
-        )
+        raise ConfigError("rollout: required, but not given; add rollout=hf or rollout=server, or use nemo-opd distil")
     if not on_policy and config.rollout is not None:
         raise ConfigError(
             f"rollout.type={config.rollout.type}: this run learns from texts as they are and samples none; leave "
-            "rollout out, or use examples/run_on_policy_distillation.py"
+            "rollout out, or use nemo-opd distil-on-policy"
         )
 
 

@@ -255,6 +255,17 @@ class Models:
     def save(self, folder: Path) -> None:
         self._on_each_student("save", folder.resolve())
 
+    def begin_save(self, folder: Path) -> None:
+        self._on_each_student("begin_save", folder.resolve())
+
+    def is_saved(self) -> bool:
+        """Return whether all ranks have written what `begin_save` has begun, or could not."""
+        return all(self.student.call("is_saved"))
+
+    def end_save(self) -> None:
+        """Wait until it is written. Raises what writing raised."""
+        self.student.call("end_save")
+
     def load(self, folder: Path) -> None:
         self._on_each_student("load", folder.resolve())
 

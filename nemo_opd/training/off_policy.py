@@ -1,5 +1,9 @@
 """Off-policy distillation: the student learns its teachers' distributions on a corpus."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
@@ -16,23 +20,25 @@ from nemo_opd.training.summary import print_plan
 from nemo_opd.workers.student import POSITIONS
 
 
-def distil(config: RunConfig) -> None:
-    """Run to the end, or to a checkpoint when interrupted. Raises an OPDError where the run fails."""
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
+    """Run to the end, or to a checkpoint when interrupted; return the run's directory, None where another rank drives.
+
+    Raises an OPDError where the run fails.
+    """
     require_kind(config, on_policy=False)
     with driving(config.cluster) as is_driver:
-        if is_driver:
-            drive(config)
+        return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig) -> None:
-    """Check the settings, then train in this process."""
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
+    """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and data"):
         plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
-        return
+        return plan.output_dir
     fill_caches(plan)
-    with lost_workers(), Session(plan) as session:
+    with lost_workers(), Session(plan, callbacks) as session:
         session.measure_start()
         for step in session.steps():
             record = train_step(session)
@@ -46,6 +52,7 @@ def drive(config: RunConfig) -> None:
             session.finish()
         else:
             session.print_how_to_continue()
+    return plan.output_dir
 
 
 def train_step(session: Session) -> dict[str, float]:

@@ -1,5 +1,9 @@
 """On-policy distillation: the student learns its teachers' distributions on its own samples (methods.md §10)."""
 
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
 from rich.console import Console
 
 from nemo_opd.config.run import RunConfig
@@ -12,25 +16,24 @@ from nemo_opd.training.preflight import preflight
 from nemo_opd.training.summary import print_plan
 
 
-def distil(config: RunConfig) -> None:
-    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted.
+def distil(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path | None:
+    """Run to the end, to an alarm that stops it, or to a checkpoint when interrupted; return as off-policy.
 
     Raises an OPDError where the run fails.
     """
     require_kind(config, on_policy=True)
     with driving(config.cluster) as is_driver:
-        if is_driver:
-            drive(config)
+        return drive(config, callbacks) if is_driver else None
 
 
-def drive(config: RunConfig) -> None:
-    """Check the settings, then train in this process."""
+def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
+    """Check the settings, then train in this process; return the run's directory."""
     with busy("checking settings, models, tokenizers and prompts"):
         plan = preflight(config)
     if config.run.dry_run:
         print_plan(plan, Console())
-        return
-    with OnPolicySession(plan) as session:
+        return plan.output_dir
+    with OnPolicySession(plan, callbacks) as session:
         session.measure_start()
         for step in session.steps():
             record = train_step(session) | session.rollout_values()
@@ -46,3 +49,4 @@ def drive(config: RunConfig) -> None:
             session.finish()
         else:
             session.print_how_to_continue()
+    return plan.output_dir

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 from nemo_opd.evaluation.shown import shown_answers
 from nemo_opd.evaluation.tasks import PREFIX, evaluate_task
@@ -30,8 +31,8 @@ class OnPolicySession(Session):
 
     source: RolloutSource
 
-    def __init__(self, plan: Plan) -> None:
-        super().__init__(plan)
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
+        super().__init__(plan, callbacks)
         self._retried = 0
         self.health = HealthMonitor(self.config.health)
         self.samples = SampleLog(plan.output_dir / "samples.jsonl")

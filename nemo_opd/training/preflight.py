@@ -17,7 +17,13 @@ from nemo_opd.progress import tracked, working
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
-from nemo_opd.training.findings import check_positions, check_texts, warn_of_other_ends, warn_of_shared_data
+from nemo_opd.training.findings import (
+    check_positions,
+    check_texts,
+    warn_of_other_ends,
+    warn_of_shared_data,
+    warn_of_short_rows,
+)
 from nemo_opd.training.flops import Utilization, peak_flops
 from nemo_opd.training.kept import settle_kept
 from nemo_opd.training.launch import require_processes, require_shared_gpus, warn_of_shared_memory
@@ -82,6 +88,8 @@ def preflight(config: RunConfig) -> Plan:
     warnings += warn_of_shared_data(config)
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
+    if isinstance(data, Corpus) and data.packed is not None:
+        warnings += warn_of_short_rows(config, data.packed.limits, statistics)
     deliveries = plan_deliveries(
         config, placement, (student_layout, teacher_layouts), teachers, device, lengths=statistics.widths
     )
@@ -145,8 +153,10 @@ def _steps(config: RunConfig, data: Corpus | Prompts, statistics: Survey) -> lis
     """Return the steps of each epoch; of one where they do not decide the run, estimated where documents are packed."""
     if config.train.epochs is not None or not config.packs_documents or isinstance(data, Prompts):
         return data.steps(config)
-    tokens = data.text_bytes * statistics.tokens_per_byte
-    return [max(1, round(tokens / config.train.max_length / config.train.global_batch_size))]
+    assert data.packed is not None
+    limits = zip(statistics.tokens_per_byte, data.packed.limits, strict=True)
+    rows = data.text_bytes * max(tokens / limit for tokens, limit in limits)
+    return [max(1, round(rows / config.train.global_batch_size))]
 
 
 def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelInfo]]:

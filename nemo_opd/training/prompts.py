@@ -26,6 +26,7 @@ from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.training.callbacks import import_callbacks
 from nemo_opd.training.inputs import has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_rollout_sample_maker
@@ -112,7 +113,8 @@ class Prompts:
 
 
 def check_users_code(config: RunConfig) -> None:
-    """Raise ConfigError for a reward or an environment of the user that cannot be imported or has the wrong type."""
+    """Raise ConfigError for code of the user (callbacks, reward, environment) that cannot be imported or is none."""
+    import_callbacks(config.run.callbacks)
     if config.reward is not None:
         build_reward(config.reward).close()
     if config.environment is not None:

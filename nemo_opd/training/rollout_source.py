@@ -1,7 +1,7 @@
 """Training batches that the student samples (methods.md §10)."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from itertools import compress
@@ -17,7 +17,6 @@ from nemo_opd.data.order import BatchOrder
 from nemo_opd.data.record import Prompt, Rollout
 from nemo_opd.data.samples import Sample
 from nemo_opd.losses.rollout_weights import group_advantages, reward_weights
-from nemo_opd.progress import tracked
 from nemo_opd.rollout.base import Engine
 from nemo_opd.rollout.collect import Collector, chosen_share
 from nemo_opd.types import Batch, SampledRows
@@ -46,7 +45,7 @@ class RolloutSteps:
     from_dataset: Callable[[Prompt], Rollout]
     """The dataset's response as a rollout."""
     make_sample: Callable[[Rollout], Sample]
-    rewards: Callable[[Iterable[Rollout]], list[float]] | None
+    rewards: Callable[[Sequence[Rollout]], list[float]] | None
     """Rewards of a batch's rollouts."""
 
 
@@ -136,7 +135,7 @@ class RolloutSource:
         is_own = chosen_share(prompts, self._rollout.on_policy_share, self._config.run.seed, position)
         own, others = list(compress(prompts, is_own)), list(compress(prompts, map(not_, is_own)))
         rollouts = steps.collector.collect(own, self._rollout.n, position) if own else []
-        rewards = [] if steps.rewards is None else steps.rewards(tracked(rollouts, "rewarding", "rollouts"))
+        rewards = [] if steps.rewards is None else steps.rewards(rollouts)
         batch = collate([steps.make_sample(each) for each in (*rollouts, *map(steps.from_dataset, others))])
         batch = with_rollouts(batch, rollouts, others, rewards, self._config)
         return _RolloutBatch(batch, tuple(rollouts), tuple(rewards), version)

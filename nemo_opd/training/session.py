@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import replace
-from typing import Self
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
@@ -14,13 +15,15 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
 from nemo_opd.files import copy_whole, size_below, write_atomically
-from nemo_opd.logging import ClosingRow, ClosingTable, Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, Best
+from nemo_opd.logging import ClosingTable, Loggers, build, write_report
+from nemo_opd.logging.base import STUDENT_BEFORE, Best
+from nemo_opd.logging.busy import print_line
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.metrics import values
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.best import BestSteps, Patience
-from nemo_opd.training.cli import print_line
+from nemo_opd.training.callbacks import Callbacks
+from nemo_opd.training.closing import closing_table
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
@@ -37,15 +40,29 @@ from nemo_opd.types import Batch, Metrics
 
 
 class _StoppedError(Exception):
-    """Signal that the run was interrupted before its first step, when no step waits to be saved."""
+    """Signal that the run was interrupted before its first step, or that a checkpoint is given up."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    folder: Path
+    start: float
+    """Time, of the monotonic clock."""
+    stack: ExitStack
+    """Makes it a checkpoint when it is closed without an error."""
 
 
 class Session:
     """Cluster, models, data, loggers and checkpoints of one run, all closed at its exit, also after an error."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
+        """callbacks: in addition to those of the settings."""
         self.plan = plan
         self.config = plan.config
+        self.callbacks = Callbacks(self.config.run.callbacks, callbacks)
         self.step = 0
         self.kd_scale = KDScale(self.config.loss)
         self.skipped = SkippedSteps(self.config)
@@ -57,6 +74,7 @@ class Session:
         self.student_after: float | None = None
         """Bits per byte of the student at its last validation."""
         self._validated_at = -1
+        self._saving: _Saving | None = None
         self._is_best = False
 
     def __enter__(self) -> Self:
@@ -80,6 +98,7 @@ class Session:
                 self.source.start()
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
+            stack.callback(self._give_up_save)  # once no worker writes any more
             cluster = stack.enter_context(open_cluster(plan))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
@@ -133,6 +152,8 @@ class Session:
         """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
         self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
         while not self.is_complete and not self.interrupt.requested:
+            if self._saving is not None and self.models.is_saved():
+                self._end_save()
             self.step += 1
             yield self.step
 
@@ -178,6 +199,8 @@ class Session:
         self.skipped.require_progress()
         self._is_best = self.best.observe(self.step, record)
         self.patience.observe(record)
+        if self.callbacks.on_step(self.step, record):
+            self.interrupt.requested = True
         if self.patience.is_over:
             self.loggers.warn(f"step {self.step}: {self.patience.reason}")
         if self.time_limit.is_up() and not self.is_complete:
@@ -195,6 +218,7 @@ class Session:
             if values := self.values_at_start():
                 self.loggers.log(0, values)
                 self.patience.observe(values)
+                self.callbacks.on_start(values)
 
     def values_at_start(self) -> dict[str, float]:
         """Validate student and teachers and return val/*, if there are validation data."""
@@ -240,7 +264,8 @@ class Session:
             raise _StoppedError
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, or begin to where it is written while training goes on."""
+        self._end_save()
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
@@ -251,16 +276,40 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        start = time.monotonic()
-        name, size = f"writing the checkpoint of step {self.step}", self.plan.checkpoint_bytes
-        with (
-            self.checkpoints.writing(progress, size) as folder,
-            working(name, size, "B", measure=lambda: size_below(folder)),
-        ):
-            self.models.save(folder)
+        start, size = time.monotonic(), self.plan.checkpoint_bytes
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.checkpoints.writing(progress, size))
+            with self._writing(self.step, folder):
+                if self.config.train.async_save:
+                    self.models.begin_save(folder)
+                else:
+                    self.models.save(folder)
+            self._saving = _Saving(self.step, folder, start, stack.pop_all())
+        if not self.config.train.async_save or self.is_complete or self.interrupt.requested:
+            self._end_save()
+
+    def _writing(self, step: int, folder: Path) -> AbstractContextManager[object]:
+        size = self.plan.checkpoint_bytes
+        return working(f"writing the checkpoint of step {step}", size, "B", measure=lambda: size_below(folder))
+
+    def _end_save(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with saving.stack:
+            with self._writing(saving.step, saving.folder):
+                self.models.end_save()
             # Checked before it becomes the newest checkpoint and older ones are removed.
-            require_whole(folder, self.plan.student_layout.size)
-        self.time_limit.saved(time.monotonic() - start)
+            require_whole(saving.folder, self.plan.student_layout.size)
+        self.time_limit.saved(time.monotonic() - saving.start)
+        self.callbacks.on_save(saving.step, self.checkpoints.path(saving.step))
+
+    def _give_up_save(self) -> None:
+        """Remove what a run that fails has written of a checkpoint."""
+        if self._saving is not None:
+            with suppress(_StoppedError), self._saving.stack:
+                raise _StoppedError
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"
@@ -316,16 +365,4 @@ class Session:
 
     def closing_table(self) -> ClosingTable:
         """Return the bits per byte of student and teachers."""
-
-        def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
-            return None if bits is None else ClosingRow(name, bits, note)
-
-        teachers = [
-            row(f"teacher {teacher.name}", self.bits_per_byte.get(teacher.name), teacher.type.replace("_", " "))
-            for teacher in self.config.active_teachers
-        ]
-        return ClosingTable(
-            before=row(STUDENT_BEFORE, self.bits_per_byte.get(STUDENT_BEFORE)),
-            after=row(STUDENT_AFTER, self.student_after, f"{self.step} steps"),
-            teachers=tuple(teacher for teacher in teachers if teacher is not None),
-        )
+        return closing_table(self.config, self.bits_per_byte, self.student_after, self.step)

@@ -54,7 +54,7 @@ class SkippedSteps:
             raise NotFiniteError(
                 f"{seen}: the student has diverged and is not exported, and the last {self.in_a_row} steps were not "
                 "taken; lower student.optimizer.lr or set train.gradient_clip and start again with another "
-                "run.output_dir, or export a checkpoint with tools/convert_checkpoint.py"
+                "run.output_dir, or export a checkpoint with nemo-opd checkpoint to-hf"
             )
 
     def _hint(self) -> str:

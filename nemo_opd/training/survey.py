@@ -28,6 +28,8 @@ from nemo_opd.types import Batch, SampledRows
 
 _NUM_TEXTS = 64
 """Number of texts, at equal distances over the training data."""
+_WINDOWS = 4
+"""Windows that are looked at of a text that is packed in several."""
 GOOD_COVERAGE = 0.9
 """Coverage below which a warning is given.
 
@@ -50,8 +52,8 @@ class Survey:
     """Share of the scored tokens with KD from each active teacher; None where unknown."""
     widths: tuple[int, ...]
     """Estimated tokens of each active teacher's longest sequence."""
-    tokens_per_byte: float
-    """Tokens of the student for a byte of text; 0 where unknown."""
+    tokens_per_byte: tuple[float, ...]
+    """Tokens of the student and of each active teacher for a byte of text; 0 where unknown."""
 
 
 def survey(
@@ -60,7 +62,8 @@ def survey(
     """Survey the data. Raises DataError, with the row, for a text that cannot be used."""
     rows = range(0, len(data.train), ceil(len(data.train) / _NUM_TEXTS))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
-    samples = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
+    texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
+    samples = [sample for text in texts for sample in text]
     covered = merge(
         coverage_metrics(parts, _batch_of(sample, config), config.active_names)
         for sample in tracked(samples, "looking at what the teachers cover", "texts")
@@ -69,8 +72,8 @@ def survey(
         lengths = [len(sample.student) for sample in samples]
         by_teacher = [[len(sample.teachers[i].tokens) for sample in samples] for i in range(len(teachers))]
     else:
-        texts = [said_in(prompt.content) for prompt in prompts]
-        lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in texts] for info in (student, *teachers))
+        said = [said_in(prompt.content) for prompt in prompts]
+        lengths, *by_teacher = ([num_tokens(info.tokenizer, text) for text in said] for info in (student, *teachers))
     rates = [_rate(i, samples, own, lengths) for i, own in enumerate(by_teacher)]
     if isinstance(data, Prompts) and not samples:
         by_teacher = [
@@ -79,28 +82,30 @@ def survey(
         ]
     names = [f"kd_coverage/{name}" for name in config.active_names]
     return Survey(
-        num_texts=len(samples),
-        num_without_label=sum(not sample.student.loss_mask.any() for sample in samples),
-        is_complete=len(samples) == len(data.train),
+        num_texts=len(texts),
+        num_without_label=sum(not any(sample.student.loss_mask.any() for sample in text) for text in texts),
+        is_complete=len(texts) == len(data.train),
         coverage=tuple(covered[name].value() if name in covered else None for name in names),
-        tokens_per_byte=_tokens_per_byte(samples),
+        tokens_per_byte=_tokens_per_byte(samples, lengths, by_teacher),
         widths=tuple(_width(config, i, teachers[i], own, lengths, rates[i]) for i, own in enumerate(by_teacher)),
     )
 
 
-def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sample]:
+def _documents(data: Corpus, rows: Sequence[int]) -> Iterator[Sequence[Sample]]:
+    """Yield the samples of each text: one, or the first windows where documents are packed."""
     for row in tracked(rows, "aligning some of the texts", "texts"):
+        document = read_documents(data.train, [row])[0]
         try:
-            yield data.make_sample(read_documents(data.train, [row])[0])
+            yield [data.make_sample(document)] if data.packed is None else data.packed.make(document)[:_WINDOWS]
         except (AlignmentError, DataError) as error:
             raise DataError(f"data.train: row {row} (counted from 0 over all files) cannot be used: {error}") from error
 
 
-def _responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sample]:
+def _responses(data: Prompts, prompts: Sequence[Prompt]) -> Iterator[Sequence[Sample]]:
     """Yield samples of the dataset's responses, in place of the student's."""
     for prompt in tracked(prompts, "aligning some of the prompts", "prompts"):
         if prompt.response is not None:
-            yield data.sample_maker(data.from_dataset(prompt))
+            yield [data.sample_maker(data.from_dataset(prompt))]
 
 
 def _batch_of(sample: Sample, config: RunConfig) -> Batch:
@@ -122,9 +127,11 @@ def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
     return own - before
 
 
-def _tokens_per_byte(samples: Sequence[Sample]) -> float:
+def _tokens_per_byte(
+    samples: Sequence[Sample], lengths: Sequence[int], by_teacher: Sequence[Sequence[int]]
+) -> tuple[float, ...]:
     num_bytes = sum(int(sample.student.num_bytes.sum()) for sample in samples)
-    return sum(len(sample.student) for sample in samples) / num_bytes if num_bytes else 0.0
+    return tuple(sum(own) / num_bytes if num_bytes else 0.0 for own in (lengths, *by_teacher))
 
 
 def _rate(i: int, samples: Sequence[Sample], own: Sequence[int], lengths: Sequence[int]) -> float:

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.aggregation import Divisor, build_parts
-from nemo_opd.checkpoint.state import load_state, save_state
+from nemo_opd.checkpoint.background import BackgroundWriter
+from nemo_opd.checkpoint.state import load_state, read_state, save_state
 from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
@@ -172,6 +173,7 @@ class StudentWorker:
             self.model, device, offload=offload, gives_back=gives_back, optimizer=self.optimizer
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
+        self._background = BackgroundWriter()
         self.end_ids = end_ids
         self.own_teachers = OwnTeachers(own_teachers or {}, self.model, mesh, self.logit_rows, self._residence)
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
@@ -362,6 +364,22 @@ class StudentWorker:
         self.learned.save(folder / "state")
         self.export(folder / "student")
 
+    def begin_save(self, folder: Path) -> None:
+        """Do what `save` does, but write the sharded state in the background, until `end_save`."""
+        with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
+            state = read_state(self.model, self.optimizer, self.scheduler, averages)
+            self._background.begin(folder / "state", state)
+        self.learned.save(folder / "state")
+        self.export(folder / "student")
+
+    def is_saved(self) -> bool:
+        """Return whether this rank has written what `begin_save` has begun, or could not."""
+        return self._background.is_done()
+
+    def end_save(self) -> None:
+        """Wait until this rank has written. Raises CheckpointError where the disk did not take it."""
+        self._background.end()
+
     def load(self, folder: Path) -> None:
         """Restore what `save` has written. Raises CheckpointError."""
         with self._residence.use(optimizer=True), self.own_teachers.state() as averages:
@@ -396,7 +414,8 @@ class StudentWorker:
             self.links.receive(by_teacher)
 
     def close(self) -> None:
-        """Release held weights, and unmap the teachers' buffers so that their owners can free them."""
+        """Wait for a checkpoint, release held weights, and unmap the teachers' buffers so that owners can free them."""
+        self._background.close()
         self.exports.release()
         self.links.close()
         self.receiver.close()

@@ -4,7 +4,7 @@ import time
 import unicodedata
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise, permutations
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,13 +12,13 @@ import pytest
 from nemo_opd.alignment import TokenAligner
 from nemo_opd.alignment.resync import ANCHOR
 from nemo_opd.types import Alignment
-from tests.alignment.conftest import small_pair
+from tests.alignment.conftest import REAL_PAIRS, small_pair
 from tests.alignment.lines import lines_run
 from tests.alignment.oracle import common_ends, true_runs
 from tests.tokenizers_fixture import REAL, corpus_texts, encode, real_tokenizer
 
 Places = set[tuple[int, int, int, int]]
-ORDERED = list(permutations(REAL, 2))
+ORDERED = [*REAL_PAIRS, ("llama3_1", "gemma3")]
 STRETCH = 60_000
 KOREAN = "대한민국의 수도는 서울이다. 2024년 12월에는 눈이 많이 왔다. NVIDIA GPU로 모델을 학습했다.\n"
 

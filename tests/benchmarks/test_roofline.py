@@ -1,7 +1,7 @@
 """The roofline's arithmetic against the same by hand, and its report of a tiny recipe."""
 
 import json
-import subprocess
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 
 from tests.composition import ROOT
+from tests.processes import Command
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,10 @@ def test_layers_are_added_and_what_is_not_alike_is_refused(modules: tuple[Module
 @pytest.mark.world
 def test_a_report_of_a_tiny_recipe(tmp_path: Path) -> None:
     """Bug: workers or losses have changed, so that they cannot be counted without values any more."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "roofline.py"), "--tiny", "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
+    given = ["--tiny", "--output", str(tmp_path)]
+    process = Command(ROOT / "benchmarks" / "roofline.py", given, dict(os.environ), tmp_path)
+    process.wait(300)
+    assert process.returncode == 0, process.output()
 
     found = json.loads((tmp_path / "roofline.json").read_text(encoding="utf-8"))
     assert {row["machine"] for row in found["recipes"]} == {"1 × H100 SXM", "8 × H100 SXM"}

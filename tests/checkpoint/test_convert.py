@@ -21,9 +21,9 @@ from nemo_opd.config.load import to_yaml
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.preflight import preflight
+from tests.exit_status import exit_status
 from tests.tiny import Tiny
 from tests.workers.local import Trained, Training, first_batches, in_world, plan_of, train
-from tools.convert_checkpoint import main
 
 pytestmark = pytest.mark.world
 
@@ -102,7 +102,7 @@ def world(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> World:
     }
     start = folder / "start" / "checkpoints" / "step_000000"
     (folder / "config.yaml").write_text(to_yaml(alone["plain"].config))
-    assert main(["from-hf", f"--model={weights}", f"--output={start}", f"--config={folder / 'config.yaml'}"]) == 0
+    assert from_hf(weights, start, f"--config={folder / 'config.yaml'}") == 0
     own = plan_of(tiny.overrides(*TRAIN, f"student.model={weights}"))
     batches = first_batches(own, STEPS)
     starts = [Training(own, batches), Training(alone["plain"], batches, load_from=start)]
@@ -128,8 +128,12 @@ def assert_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) ->
         assert torch.equal(found[name], value), name
 
 
+def from_hf(model: Path, output: Path, *more: str) -> int:
+    return exit_status("checkpoint", "from-hf", f"--model={model}", f"--output={output}", *more)
+
+
 def to_hf(checkpoint: Path, output: Path, *more: str) -> int:
-    return main(["to-hf", f"--checkpoint={checkpoint}", f"--output={output}", *more])
+    return exit_status("checkpoint", "to-hf", f"--checkpoint={checkpoint}", f"--output={output}", *more)
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:
@@ -199,7 +203,7 @@ def test_an_average_begins_with_the_weights(
     models = [override for override in tiny.overrides(*TRAIN) if not override.startswith("teachers")]
     config, start = tmp_path / "run.yaml", tmp_path / "run" / "checkpoints" / "step_000000"
     config.write_text(to_yaml(plan_of([*models, average]).config))
-    assert main(["from-hf", f"--model={world.weights}", f"--output={start}", f"--config={config}"]) == 0
+    assert from_hf(world.weights, start, f"--config={config}") == 0
     assert to_hf(start, tmp_path / "out", "--average=mean") == 0
 
     assert_equal(weights_in(tmp_path / "out"), weights_in(world.weights))
@@ -212,7 +216,7 @@ def test_trained_weights_there_and_back(world: World, tmp_path: Path) -> None:
     checkpoint = world.checkpoints["two ranks"]
     start = tmp_path / "run" / "checkpoints" / "step_000000"
     config = f"--config={checkpoint.run / 'config.yaml'}"
-    assert main(["from-hf", f"--model={checkpoint.folder / 'student'}", f"--output={start}", config]) == 0
+    assert from_hf(checkpoint.folder / "student", start, config) == 0
     assert to_hf(start, tmp_path / "out") == 0
 
     assert_equal(weights_in(tmp_path / "out"), weights_in(checkpoint.folder / "student"))
@@ -222,7 +226,7 @@ def test_adapters_there_and_back(world: World, tmp_path: Path) -> None:
     checkpoint = world.checkpoints["adapter"]
     start = tmp_path / "run" / "checkpoints" / "step_000000"
     config = f"--config={checkpoint.run / 'config.yaml'}"
-    assert main(["from-hf", f"--model={checkpoint.folder / 'student'}", f"--output={start}", config]) == 0
+    assert from_hf(checkpoint.folder / "student", start, config) == 0
     assert to_hf(start, tmp_path / "out") == 0
 
     name = "adapter_model.safetensors"
@@ -261,7 +265,7 @@ def copied(checkpoint: Checkpoint, folder: Path) -> Path:
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """The last line of a command that must fail; what shows progress may come before."""
-    assert main(list(arguments)) == 1
+    assert exit_status("checkpoint", *arguments) == 1
     printed = capsys.readouterr().err.splitlines()[-1]
     assert printed.startswith("error: ")
     return printed
@@ -428,5 +432,5 @@ def test_a_model_that_computes_otherwise_is_pointed_out(
     start = tmp_path / "run" / "checkpoints" / "step_000000"
     command = ["from-hf", f"--model={tmp_path / 'model'}", f"--output={start}", f"--config={plain.run / 'config.yaml'}"]
 
-    assert main(command) == 0
+    assert exit_status("checkpoint", *command) == 0
     assert "which differs: rms_norm_eps=1e-06, there 0.25\n" in capsys.readouterr().out

@@ -29,7 +29,7 @@ BOUND: dict[type[BaseModel], str] = {
     TeacherBase: "name weight weights ema_decay adapters dtype cache",
     Context: "system_prompt template key",
     SameTokenizerTeacher: "type",
-    OwnIdsTeacher: "projection top_k roles max_length equal_history",
+    OwnIdsTeacher: "projection top_k projection_lr roles max_length equal_history",
     CrossTokenizerTeacher: "type",
     CachedTeacher: "type",
     ServedTeacher: "type",

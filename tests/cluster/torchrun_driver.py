@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
+from nemo_opd.cli.process import fail
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
 from nemo_opd.config.cluster import Cluster
-from nemo_opd.training.cli import fail
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import driving
 from tests.cluster.toy import Toy

@@ -131,16 +131,13 @@ def test_cfg_job_prints_the_config_and_runs_nothing(capsys) -> None:
 
 
 def test_help_names_the_groups_and_runs_nothing(capsys) -> None:
-    with pytest.raises(SystemExit) as caught:
-        compose_all("--help")
+    assert compose_all("--help") == []
     printed = capsys.readouterr().out
-
-    assert caught.value.code in (None, 0)
     assert printed.startswith("distil [--config FILE]")  # the program's name, not that of a module of ours
     assert max(map(len, printed.splitlines())) <= 80
     for told in ("docs/settings.md", "max_steps", "p_kl", "--cfg job"):
         assert told in printed
-    for group in sorted(folder.name for folder in CONFIGS.iterdir() if folder.is_dir()):
+    for group in sorted(folder.name for folder in CONFIGS.iterdir() if any(folder.glob("*.yaml"))):
         assert f"{group}: " in printed
 
 

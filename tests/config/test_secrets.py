@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from nemo_opd.cli.settings_command import main
 from nemo_opd.config import secrets
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict, from_yaml, run_settings_with_hydra, to_yaml
@@ -16,7 +17,6 @@ from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.logging import Loggers, write_report
 from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.wandb import WandbLogger
-from nemo_opd.training.cli import main
 from tests.composition import CONFIGS, command_line, compose, configured
 from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING

@@ -80,14 +80,14 @@ lengths = st.sampled_from((1, 3, 17, 64))
 
 
 @pytest.mark.parametrize("family", REAL)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(text=long_texts(WORDS + MARKS), length=lengths)
 def test_tokens_are_those_of_the_whole_text(family: str, text: str, length: int) -> None:
     assert_same((family, *(name for name in REAL if name != family)), text, length)
 
 
 @pytest.mark.parametrize("kind", SMALL)
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(text=long_texts(WORDS), length=lengths)
 def test_tokens_of_small_tokenizers_are_those_of_the_whole_text(kind: str, text: str, length: int) -> None:
     """Byte-level BPE, SentencePiece's BPE and unigram models, with digits grouped from either end."""
@@ -108,7 +108,7 @@ def flat(sample: Sample) -> list[object]:
 
 
 @pytest.mark.parametrize("family", REAL)
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(text=long_texts(WORDS), length=lengths)
 def test_samples_are_those_of_the_whole_text(family: str, text: str, length: int) -> None:
     """With every other family as a teacher."""

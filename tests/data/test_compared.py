@@ -95,7 +95,7 @@ def llama_that_thinks() -> Any:
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("student", ["llama3_1", "qwen3", "llama_that_thinks"])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(MIXED, st.integers(2, 60), st.integers(2, 60))
 def test_a_text_has_as_many_bytes_for_every_model(student: str, text: str, length: int, teacher_length: int) -> None:
     """Catches a first token that one side predicts and another does not, limits, and text that a tokenizer rewrites."""
@@ -144,7 +144,7 @@ def test_marks_of_one_role_have_no_bytes(spelling: str) -> None:
 
 @pytest.mark.tokenizers
 @pytest.mark.parametrize("student", ["llama3_1", "qwen3"])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(MIXED, min_size=1, max_size=3), st.integers(10, 120))
 def test_a_conversation_has_as_many_bytes_for_every_model(student: str, contents: list[str], length: int) -> None:
     """Catches the thinking tags that one template writes, and contents that one drops or trims."""

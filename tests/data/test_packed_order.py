@@ -167,7 +167,7 @@ def test_processes_make_the_same_rows(three: list[list[Batch]]) -> None:
     with loader_of() as loader:
         loader.load_state_dict(state)
         assert [rows(loader.next()) for _ in expected[5:]] == expected[5:]
-    made = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 2))
+    made = list(made_of_all(FakeDocuments(NUM_DOCUMENTS), windows_of, 1))
     assert [int(windows[0].student.ids[0]) // 10 for windows in made] == list(range(1, NUM_DOCUMENTS + 1))
 
 

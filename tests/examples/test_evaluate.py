@@ -7,7 +7,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from examples.evaluate import names_own_questions
+from nemo_opd.cli.evaluate import config_name
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_settings_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
@@ -113,6 +113,6 @@ def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message:
 
 
 def test_files_of_the_user_take_the_place_of_the_demos() -> None:
-    assert names_own_questions(["model=m", "data.jsonl_files=a"])
-    assert names_own_questions(["++data.hub.path=a"])
-    assert not names_own_questions(["model=m", "data.max_samples=3"])
+    assert config_name(["model=m", "data.jsonl_files=a"]) == "evaluation"
+    assert config_name(["++data.hub.path=a"]) == "evaluation"
+    assert config_name(["model=m", "data.max_samples=3"]) == "evaluation_demo"

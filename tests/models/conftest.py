@@ -35,6 +35,6 @@ def on_rank(work: Work) -> OfRank:
 @pytest.fixture(scope="session")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[OfRank]:
     folder = tmp_path_factory.mktemp("two_ranks")
-    families = {family: save(family, folder) for family in test_parallel.CUT}
+    families = {family: save(family, folder) for family in test_parallel.OF_FAMILY}
     large = test_sharded_load.save_large(folder / "large")
     return on_ranks(2, on_rank, Work(large, families, folder / "output"), folder / "ranks")

@@ -120,7 +120,8 @@ def test_auto_is_for_gpus_in_16_bits() -> None:
 
 
 def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny: Tiny) -> None:
-    with pytest.raises(ModelError, match=r"^student\.fused_layers=true: there is no Triton for cpu; leave it out"):
+    why = r"^student\.fused_layers=true: Triton needs a GPU, and the device is cpu; leave it out"
+    with pytest.raises(ModelError, match=why):
         read_model_info(Student(model=str(tiny.student), fused_layers=True), "student", CPU)
 
 

@@ -19,23 +19,12 @@ from tests.tokenizers_fixture import real_tokenizer
 pytestmark = pytest.mark.tokenizers
 
 PUBLISHED = {
-    frozenset({"qwen3", "llama3_1"}): 0.848,
-    frozenset({"qwen3", "gemma3"}): 0.632,
-    frozenset({"llama3_1", "gemma3"}): 0.674,
-    frozenset({"qwen3", "gpt4o"}): 0.646,
-    frozenset({"llama3_1", "gpt4o"}): 0.798,
-    frozenset({"gemma3", "gpt4o"}): 0.655,
+    ("llama3_1", "qwen3"): 0.848,
+    ("gpt4o", "gemma3"): 0.655,
 }
 """Shared / smaller vocabulary; gpt4o for gpt-oss, which has its pieces."""
-PAIRS = [
-    ("llama3_1", "qwen3"),
-    ("qwen3", "gemma3"),
-    ("gemma3", "llama3_1"),
-    ("gpt4o", "gemma3"),
-    ("llama3_1", "gpt4o"),
-    ("gpt4o", "qwen3"),
-]
-"""Each once, and each tokenizer on either side; a build takes seconds."""
+PAIRS = [("llama3_1", "qwen3"), ("gpt4o", "gemma3")]
+"""A build takes seconds: each tokenizer once, one of SentencePiece. `test_audit` has the overlaps of other pairs."""
 every_pair = pytest.mark.parametrize("names", PAIRS, ids="-".join)
 
 
@@ -94,7 +83,7 @@ def test_all_text_is_spelled(names: tuple[str, str]) -> None:
 @every_pair
 def test_published_overlaps(names: tuple[str, str]) -> None:
     sizes = [int((pieces_of(real_tokenizer(name)).origin != HOLE).sum()) for name in names]
-    assert real_matrix(*names).exact.sum() / min(sizes) == pytest.approx(PUBLISHED[frozenset(names)], abs=0.01)
+    assert real_matrix(*names).exact.sum() / min(sizes) == pytest.approx(PUBLISHED[names], abs=0.01)
 
 
 def test_llama_numerals_on_qwen_lead_with_their_first_digit(llama_qwen: ProjectionMatrix) -> None:
@@ -151,8 +140,11 @@ print(json.dumps([time.process_time(), peak, matrix.options.passes]))
 """
 
 
+@pytest.mark.nightly
 def test_a_build_takes_seconds_and_little_memory() -> None:
     """The largest pair in a process of its own, with imports and tokenizers: its dense map is 100 GB.
+
+    The test of the reverse pass has a smaller pair, and its time alone.
 
     Processor time of all threads, as the machine may be busy.
     """

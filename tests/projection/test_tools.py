@@ -2,10 +2,10 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +18,12 @@ from safetensors.torch import save_file as torch_save_file
 from transformers import AutoModelForCausalLM, CanineTokenizer
 
 from nemo_opd.alignment import fingerprint
+from nemo_opd.cli.projection import exact_map, inspect
 from nemo_opd.demo import model_path
+from nemo_opd.models import embeddings
 from nemo_opd.projection import EmbeddingSource, ProjectionMatrix, build_projection
+from tests.exit_status import exit_status
 from tests.projection.conftest import SMALL
-from tools.projection import embedding
 
 pytestmark = pytest.mark.world
 
@@ -32,7 +34,7 @@ PAIR = ("--student", "demo:student", "--teacher", "demo:teacher_cross")
 
 
 def main(tool: str, *arguments: object) -> int:
-    return import_module(f"tools.projection.{tool}").main([str(argument) for argument in arguments])
+    return exit_status("projection", tool.replace("_", "-"), *arguments)
 
 
 @pytest.fixture
@@ -76,12 +78,20 @@ def test_inspect_as_a_process(built: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tool", COMMANDS)
 def test_help_teaches(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(tool, "--help")
+    assert main(tool, "--help") == 0
     text = capsys.readouterr().out
-    assert f"uv run tools/projection/{tool}.py" in text
+    assert f"nemo-opd projection {tool.replace('_', '-')}" in text
     assert "example" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_names_the_defaults_of_embeddings(capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a default in the help that is not the one which is used."""
+    assert main("embedding", "--help") == 0
+    text = capsys.readouterr().out
+    for name in ("weight", "temperature", "width"):
+        default = EmbeddingSource.__dataclass_fields__[name].default
+        assert re.search(rf"--embedding-{name} \w+[^-]*\(default\s+{default}\)", text)
 
 
 def test_the_steps_one_by_one_are_the_build(built: Path, tmp_path: Path) -> None:
@@ -104,10 +114,10 @@ def test_what_the_examples_of_the_help_say(built: Path, tmp_path: Path, capsys: 
     """Catches figures in --help that have become wrong."""
     assert main("exact_map", *PAIR, "--output", tmp_path / "exact.safetensors") == 0
     shown = capsys.readouterr().out.split(": ")[-1].strip()
-    assert shown in import_module("tools.projection.exact_map").EPILOG
+    assert shown in exact_map.EPILOG
     assert main("inspect", built, "--json") == 0
     overlap = json.loads(capsys.readouterr().out)["overlap"]
-    assert str(overlap) in import_module("tools.projection.inspect").EPILOG
+    assert str(overlap) in inspect.EPILOG
 
 
 def test_reverse_and_roles_reach_the_builder(tmp_path: Path) -> None:
@@ -144,12 +154,12 @@ def test_embeddings_are_found_whatever_the_prefix(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(model_path("student"))
     model.save_pretrained(folder, max_shard_size="200KB")
     expected = model.get_input_embeddings().weight
-    torch.testing.assert_close(embedding.input_embeddings(str(folder), key="k"), expected.detach())
-    name = embedding.embedding_name(model.config)
+    torch.testing.assert_close(embeddings.input_embeddings(str(folder), key="k"), expected.detach())
+    name = embeddings._embedding_name(model.config)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shard = folder / index["weight_map"][name]
     torch_save_file({f"language_model.{key}": tensor for key, tensor in torch_load_file(shard).items()}, shard)
-    torch.testing.assert_close(embedding.input_embeddings(str(folder), key="k"), expected.detach())
+    torch.testing.assert_close(embeddings.input_embeddings(str(folder), key="k"), expected.detach())
 
 
 def test_embeddings_that_are_not_there(tmp_path: Path, fails: Callable[..., str]) -> None:

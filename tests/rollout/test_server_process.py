@@ -12,13 +12,13 @@ import numpy as np
 import psutil
 import pytest
 
+from nemo_opd.cli import settings_command
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import EngineSpec, Request, Sampling
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.process import cause
-from nemo_opd.training import cli
 from tests.rollout import fake_server
 from tests.waiting import wait_until
 
@@ -98,9 +98,9 @@ def test_the_last_line_of_a_command_is_the_error_and_not_the_log(
     def task(_: RunConfig) -> None:
         started("dies at once", tmp_path)
 
-    monkeypatch.setattr(cli, "run_settings_with_hydra", lambda task, *_, **__: task(None))
+    monkeypatch.setattr(settings_command, "run_settings_with_hydra", lambda task, *_, **__: task(None))
     with pytest.raises(SystemExit) as ended:
-        cli.main(task, config_dir=tmp_path, config_name="any")
+        settings_command.main(task, config_dir=tmp_path, config_name="any")
 
     *log, last = capsys.readouterr().err.strip().splitlines()
     assert ended.value.code == 1

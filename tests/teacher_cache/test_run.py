@@ -19,10 +19,9 @@ from nemo_opd.training.off_policy import distil
 from nemo_opd.training.preflight import preflight
 from nemo_opd.types import Batch
 from tests.composition import compose
+from tests.exit_status import exit_status
 from tests.training.templates import STUDENT, TEACHER
 from tests.workers.local import evaluate, first_batches, opened, train_step
-from tools.teacher_cache import build as build_tool
-from tools.teacher_cache import inspect as inspect_tool
 
 pytestmark = pytest.mark.world
 TEXTS = ["A short text.", "Another one, of some more words; it has 12 numbers.", "x = f(y)\n" * 20, "Die Größe. " * 30]
@@ -147,17 +146,17 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     """Catches flags that name other texts than a run's settings do, where the student has the teacher's tokenizer."""
     folder = tmp_path / "c"
     files = ["--model", "demo:teacher_same", "--data", str(built.folder / "texts.jsonl"), "--dtype", "float32"]
-    assert build_tool.main([*files, "--output", str(folder), "--max-length", "48", "--top-k", "8"]) == 0
-    assert inspect_tool.main([str(folder), "--verify", "--json"]) == 0
+    assert exit_status("cache", "build", *files, "--output", str(folder), "--max-length", "48", "--top-k", "8") == 0
+    assert exit_status("cache", "inspect", str(folder), "--verify", "--json") == 0
     facts = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert facts["top_k"] == 8
     assert facts["segments"] == len(CacheReader(folder))
     reader = CacheReader(folder)
     for segment in CacheReader(built.folder / "same_some").shards[0].keys[:5]:
         assert segment.tobytes() in reader
-    assert inspect_tool.main([str(folder), "--segment", "0"]) == 0
+    assert exit_status("cache", "inspect", str(folder), "--segment", "0") == 0
     assert "likeliest" in capsys.readouterr().out
-    assert build_tool.main([*files, "--output", str(folder), "--hidden-states"]) == 1
+    assert exit_status("cache", "build", *files, "--output", str(folder), "--hidden-states") == 1
     assert "is a cache of other answers" in capsys.readouterr().err
     nothing = [
         "--model",
@@ -167,7 +166,7 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
         "--output",
         str(tmp_path / "none"),
     ]
-    assert build_tool.main([*nothing, "--top-k", "8"]) == 1
+    assert exit_status("cache", "build", *nothing, "--top-k", "8") == 1
     assert not (tmp_path / "none").exists()
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from nemo_opd.cli.settings_command import main
 from nemo_opd.training import models
-from nemo_opd.training.cli import main
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker

@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from nemo_opd.cli.settings_command import main
 from nemo_opd.training import models
-from nemo_opd.training.cli import main
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ import psutil
 from nemo_opd.logging.jsonl import read
 from nemo_opd.training.off_policy import distil
 from tests.composition import compose
+from tests.processes import Command
 from tests.segments import left_of, mapped_by
 from tests.waiting import CLEAN_S, ENOUGH_S, wait_until
 
@@ -31,7 +31,7 @@ MARK = "NEMO_OPD_TEST_RUN"
 class Run:
     """A started run and what has been seen of it."""
 
-    process: subprocess.Popen[str]
+    process: Command
     mark: str
     output_dir: Path
     segments: set[int] = field(default_factory=set)
@@ -41,7 +41,10 @@ class Run:
     """Command lines by process id, of all processes that were found alive."""
     sessions: set[int] = field(default_factory=set)
     """Session ids of these processes: Ray's agents write their titles over the variable that would tell them."""
-    output: str = ""
+
+    @property
+    def output(self) -> str:
+        return self.process.output()
 
     @property
     def metrics(self) -> list[dict[str, float]]:
@@ -104,45 +107,49 @@ class Run:
         def is_so() -> bool:
             if condition():
                 return True
-            assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.process.communicate()[0]}"
+            assert self.process.returncode is None, f"ended with {self.process.returncode}: {self.output}"
             return False
 
         try:
             wait_until(is_so, what, every_s=0.01)
         except AssertionError:
-            if self.process.poll() is None:
+            if self.process.returncode is None:
                 self.kill()
             raise
 
     def end(self) -> int:
         """Wait for the driver to end by itself: its exit status."""
         try:
-            self.output += self.process.communicate(timeout=ENOUGH_S)[0]
+            self.process.wait(ENOUGH_S)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
+        assert self.process.returncode is not None
         return self.process.returncode
 
     def kill(self) -> None:
         """SIGKILL to the driver and whatever is in its process group."""
         os.killpg(self.process.pid, signal.SIGKILL)
-        self.output += self.process.communicate()[0]
+        self.process.wait()
 
     def interrupt(self) -> None:
         """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
         os.killpg(self.process.pid, signal.SIGINT)
 
-    def leftovers(self, *, folders: bool = True, within_s: float = CLEAN_S) -> list[str]:
-        """What is still there once processes had time to end: processes, shared memory, folders, half-written files."""
+    def leftovers(self, *, is_killed: bool = False, within_s: float = CLEAN_S) -> list[str]:
+        """What is still there once processes had time to end: processes, shared memory, folders, half-written files.
+
+        is_killed: folders are for the next run to remove, and semaphores for the tracker that forked commands share.
+        """
         deadline = time.monotonic() + within_s
-        while (left := self._leftovers(folders)) and time.monotonic() < deadline:
+        while (left := self._leftovers(is_killed)) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
-    def _leftovers(self, folders: bool) -> list[str]:
+    def _leftovers(self, is_killed: bool) -> list[str]:
         left = [f"process {process.pid}: {self.seen[process.pid]}" for process in self.processes()]
-        left += left_of(self.segments)
-        if folders:
+        left += [name for name in left_of(self.segments) if not (is_killed and "/sem.mp-" in name)]
+        if not is_killed:
             left += [str(folder) for folder in self.ray_folders if folder.exists()]
             left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
         return left
@@ -160,16 +167,10 @@ def run_here(output_dir: Path, overrides: Sequence[str]) -> Path:
 
 
 def start(output_dir: Path, overrides: Sequence[str], *, script: Path = SCRIPT, arguments: Sequence[str] = ()) -> Run:
-    """Start a run in a process group of its own, as a shell does."""
+    """Start a run in a process group of its own, as a shell does, but forked from a process with its imports."""
     mark = uuid.uuid4().hex
     environment = {**os.environ, MARK: mark, "COLUMNS": "200", "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        [sys.executable, str(script), *arguments, *overrides, f"run.output_dir={output_dir}"],
-        cwd=output_dir.parent,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    return Run(process, mark, output_dir)
+    given = [*arguments, *overrides, f"run.output_dir={output_dir}"]
+    process = Command(script, given, environment, output_dir.parent)
+    # The kernel shows the variables of the process that it is forked from.
+    return Run(process, mark, output_dir, sessions={process.pid})

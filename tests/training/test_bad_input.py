@@ -381,7 +381,7 @@ def test_a_truncated_projection(refused: Refused, tiny: Tiny, inputs: Path, kept
     message = refused(ProjectionError, f"teachers.0.projection={file}")
 
     assert message.startswith(f"teachers.0.projection: {file} is damaged or no projection file (")
-    assert message.endswith("build it again with tools/projection/build.py")
+    assert message.endswith("build it again with nemo-opd projection build")
 
 
 def test_a_projection_that_is_missing(refused: Refused) -> None:

@@ -1,16 +1,22 @@
 """Catches best checkpoints that are removed or forgotten, and runs that end too early, too late or without saving."""
 
+import errno
 import math
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_opd.checkpoint import state
+from nemo_opd.checkpoint.manager import PROGRESS
+from nemo_opd.checkpoint.manifest import read_manifest
+from nemo_opd.checkpoint.state import write_sharded
 from nemo_opd.config.train import EarlyStopping, KeepBest
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, OPDError
 from nemo_opd.logging.jsonl import read
 from nemo_opd.training import time_limit
 from nemo_opd.training.best import BestSteps, Patience
@@ -19,6 +25,8 @@ from tests.composition import compose
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 
+METADATA = "state/.metadata"
+"""It names its folder, of the run."""
 VALUES = [math.nan, 1.0, 3.0, 2.0, 3.0, math.inf, 0.5]
 
 
@@ -106,6 +114,40 @@ def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
     assert [record["step"] for record in read(stopped / "metrics.jsonl")] == [0, 1, 2]
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == ["step_000001", "step_000002"]
     assert same(stopped / "final", stopped / "checkpoints" / "step_000002" / "student")
+
+
+@pytest.mark.world
+def test_checkpoints_written_in_the_background(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: what is written is the state of a later step, since training went on; or an error of the writer is lost."""
+    monkeypatch.setenv("NEMO_OPD_CACHE", str(tmp_path / "cache"))
+    own = tiny.overrides("train.save_every=2", "train.keep_last=9", "train.max_steps=5", teachers=1)
+    plain = run_here(tmp_path / "plain", own)
+
+    def slow(*given: Any, **named: Any) -> None:
+        if named["group"] is not None:
+            time.sleep(0.5)  # longer than a step
+        write_sharded(*given, **named)
+
+    monkeypatch.setattr(state, "write_sharded", slow)
+    background = run_here(tmp_path / "background", [*own, "++train.async_save=true"])
+    for step in ("step_000002", "step_000004", "step_000005"):
+        files, others = (
+            read_manifest(run / "checkpoints" / step).files | dict.fromkeys((PROGRESS, METADATA))
+            for run in (plain, background)
+        )
+        assert files == others
+    assert sorted(path.name for path in (background / "checkpoints").iterdir()) == [
+        "step_000002", "step_000004", "step_000005"
+    ]  # fmt: skip
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(state, "write_sharded", full)
+    with pytest.raises(OPDError, match="No space left"):
+        run_here(tmp_path / "full", [*own, "++train.async_save=true"])
+    assert list((tmp_path / "full" / "checkpoints").iterdir()) == []
+    assert not (tmp_path / "full" / "final").exists()
 
 
 def same(folder: Path, other: Path) -> bool:

@@ -75,6 +75,13 @@ def configure(*overrides: str) -> RunConfig:
     return config
 
 
+def changed(override: str) -> RunConfig:
+    """Return `configure` with another size of microbatches, of which only one may be set."""
+    config = configure()
+    name, _, value = override.removeprefix("train.").partition("=")
+    return config.model_copy(update={"train": config.train.model_copy(update={name: int(value)})})
+
+
 def situation(sizes: list[ModelSize], *, gib: float | None, device: str = "cuda", ranks: int = 1) -> Situation:
     student, *teachers = (ModelSetup(size, size.vocab_size, Layout(ranks)) for size in sizes)
     machine = Machine(device, None if gib is None else int(gib * GIB), 256 * GIB, ranks)
@@ -116,6 +123,16 @@ def test_as_little_is_offloaded_as_fits(sizes: list[ModelSize]) -> None:
         assert offloaded(settled) == flags
         assert made.fits
         assert made in [estimate(settled, replace(around, small_blocks=are_small)) for are_small in (False, True)]
+
+
+@pytest.mark.parametrize("override", ["train.micro_batch_tokens=1000000000", "train.micro_batch_size=64"])
+def test_a_microbatch_has_no_more_than_a_rank_has_of_a_batch(sizes: list[ModelSize], override: str) -> None:
+    """Bug: the bytes of rows that no batch has, for which weights are offloaded or the run is refused."""
+    around = situation(sizes, gib=None, ranks=2)
+    all_at_once = configure("train.micro_batch_size=8")
+    expected = estimate(all_at_once, around).memories[0].peak
+    assert estimate(changed(override), around).memories[0].peak == expected
+    assert expected > estimate(configure(), around).memories[0].peak
 
 
 def test_small_blocks_come_before_offloading(sizes: list[ModelSize]) -> None:

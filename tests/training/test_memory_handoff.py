@@ -100,7 +100,7 @@ def test_what_is_put_together_is_what_is_estimated(size: ModelSize, micro: int) 
             before = receiver.copied_bytes
             window.hidden.read(receiver, slice(start, start + micro))
             most = max(most, receiver.copied_bytes - before)
-    assert most == (of.window_bytes if 8 % micro else 0)
+    assert most == (of.window_bytes(2) if 8 % micro else 0)
     for writer in writers:
         writer.close()
 
@@ -118,7 +118,7 @@ def test_output_in_main_memory_is_not_on_the_gpu(size: ModelSize) -> None:
         sum(own) * len(of.config.teachers)
         for own in (
             [part.at(Phase.LOSS) for part in of.handed_over()],
-            [of.window_bytes, VOCAB * HIDDEN * of.item_bytes],
+            [of.window_bytes(1), VOCAB * HIDDEN * of.item_bytes],
         )
     )
     device, host = (far.memories[i].total(Phase.LOSS) - near.memories[i].total(Phase.LOSS) for i in range(2))

@@ -103,8 +103,6 @@ CASES = [
     ("student.activation_checkpointing=true",),
     ("train.micro_batch_size=1",),
     ("train.micro_batch_size=1", "student.parallelism.reshard_after_forward=false"),
-    ("train.micro_batch_size=1", "student.sync_each_micro_batch=false"),
-    ("student.dtype=bfloat16", "loss.kd_weight=0"),
     ("student.dtype=bfloat16", "loss.kd_weight=0", "train.micro_batch_size=1", "student.sync_each_micro_batch=false"),
     ("student.dtype=bfloat16", "student.activation_checkpointing=true", "loss.kd_weight=0"),
     ("handoff=logits", "teachers.0.dtype=float32"),

@@ -37,6 +37,7 @@ def test_a_run_samples_with_vllm(tmp_path: Path) -> None:
             f"student.model={student}",
             "student.optimizer.lr=1e-2",
             "student.scheduler.warmup_steps=0",
+            "cluster.launcher=local",
             "rollout=server",
             f"rollout.command=[{VENV}/bin/vllm,serve]",
             "rollout.options=[--enforce-eager]",

@@ -1,7 +1,8 @@
 """A run that is ended in any manner gives the results of one that is left alone, to the last bit.
 
-Each run starts from a copy of the reference run as it was some steps before its end, by the reference's config.yaml but
-for what may change between parts: where its teachers are, too. On devices of their own they are a batch ahead.
+One run in parts, from a copy of the reference run as it was some steps before its end: it is killed, then interrupted,
+then finished without Ray. Each part has the reference's config.yaml but for what may change between parts: where its
+teachers are, too. On devices of their own they are a batch ahead.
 """
 
 import os
@@ -9,12 +10,20 @@ import re
 import shutil
 import signal
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.load import from_yaml
+from nemo_opd.config.logging import Logging
+from nemo_opd.logging.jsonl import read
+from nemo_opd.training.off_policy import distil
 from tests.training import dying_teacher
 from tests.training.conftest import FAULTY, SAVE_EVERY, STEPS, STUDENT_TIMES, resumed
 from tests.training.faulty_workers import SLOW_S
@@ -34,6 +43,14 @@ SEPARATE = ("cluster.placement=separate", "cluster.teacher_ranks=[2,1]")
 WITHOUT_LOADER_WORKERS = "data.num_workers=0"
 """A process less to start; the order of the data does not depend on them."""
 RAY_GIVES_UP_S = 60.0
+METRICS = "metrics.jsonl"
+
+
+class Finished(NamedTuple):
+    """A run that ended in this process."""
+
+    output_dir: Path
+    output: str
 
 
 def copied(reference: Run, folder: Path) -> Path:
@@ -61,11 +78,27 @@ def damaged(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def interrupted(reference: Run, damaged: Path) -> Run:
-    """As by timeout(1), in the middle of a step, with another batch under way; each half of one is slow until then."""
-    run = resumed(reference, damaged, *AHEAD, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVED)])
+def killed(reference: Run, damaged: Path) -> Run:
+    """By SIGKILL, the driver in the middle of a step."""
+    run = resumed(reference, damaged, script=FAULTY, arguments=["student_hangs", "3"])
     run.wait_for_hang()
     assert len(run.workers()) == 3
+    run.process.kill()
+    assert run.end() == -signal.SIGKILL
+    wait_until(lambda: not run.workers(), "end of the workers")
+    assert run.ray_folders
+    (damaged / "checkpoints" / f".incomplete_step_{STEPS:06d}").mkdir()
+    return run
+
+
+@pytest.fixture(scope="module")
+def interrupted(reference: Run, killed: Run) -> Run:
+    """As by timeout(1), in the middle of a step, with another batch under way; each half of one is slow until then."""
+    run = resumed(reference, killed.output_dir, *AHEAD, script=FAULTY, arguments=["all_slow", str(UNDER_WAY - SAVED)])
+    run.wait_for_hang()
+    workers = run.workers()
+    assert len(workers) == 3
+    assert {os.getpriority(os.PRIO_PROCESS, each.pid) for each in workers} == {os.getpriority(os.PRIO_PROCESS, 0)}
     run.process.terminate()
     os.killpg(run.process.pid, signal.SIGTERM)
     run.release()
@@ -74,21 +107,37 @@ def interrupted(reference: Run, damaged: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def finished(reference: Run, interrupted: Run) -> Run:
+def finished(reference: Run, interrupted: Run) -> Finished:
     assert interrupted.checkpoints[-1] == f"step_{UNDER_WAY:06d}", interrupted.output
-    run = resumed(reference, interrupted.output_dir, WITHOUT_LOADER_WORKERS)
-    assert run.end() == 0, run.output
-    return run
+    config = from_yaml(reference.output_dir / "config.yaml")
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"output_dir": interrupted.output_dir, "resume": "auto"}),
+            "cluster": Cluster(launcher="local"),
+            "data": config.data.model_copy(update={"num_workers": 0}),
+            "logging": Logging(),
+        }
+    )
+    with redirect_stdout(StringIO()) as output, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "200")
+        distil(config)
+    return Finished(interrupted.output_dir, output.getvalue())
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before(interrupted: Run) -> None:
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(killed: Run) -> None:
     """Bug: the run continues from weights that it never had. The tests below compare all that comes of it."""
     name = f"step_{STEPS:06d}"
-    told = " ".join(interrupted.output.replace("│", " ").split())
+    told = " ".join(killed.output.replace("│", " ").split())
     assert re.search(rf"warning \S*{name} is damaged: state/__0_0\.distcp \([\d,]+ bytes\) has the SHA-256", told)
     assert f"checkpoints/step_{SAVED:06d} instead, and renames this one damaged_{name}" in told
     assert f"continued after step {SAVED}" in told
-    assert f"damaged_{name}" in interrupted.checkpoints
+    assert f"damaged_{name}" in killed.checkpoints
+
+
+def test_the_next_run_clears_up_after_a_killed_one(killed: Run, interrupted: Run) -> None:
+    assert not any(folder.exists() for folder in killed.ray_folders)
+    assert f".incomplete_step_{STEPS:06d}" not in interrupted.checkpoints
+    assert f"continued after step {SAVED}" in interrupted.output.replace("│", " ")
 
 
 def test_a_signal_to_the_group_ends_a_run_after_its_step_with_a_checkpoint(interrupted: Run) -> None:
@@ -116,27 +165,27 @@ def test_only_the_wait_for_teachers_is_time_of_a_step(interrupted: Run) -> None:
         assert record["perf/teacher_s"] == max(record["perf/teacher_s/cross"], record["perf/teacher_s/same"])
 
 
-def test_steps_after_the_checkpoint_are_done_again(finished: Run) -> None:
+def test_steps_after_the_checkpoint_are_done_again(finished: Finished) -> None:
     """Bug: a resumed run that appends to what the ended one had written after its checkpoint."""
-    assert [record["step"] for record in finished.metrics] == list(range(STEPS + 1))
+    assert [record["step"] for record in read(finished.output_dir / METRICS)] == list(range(STEPS + 1))
 
 
-def test_metrics_equal_those_of_the_uninterrupted_run(reference: Run, finished: Run) -> None:
+def test_metrics_equal_those_of_the_uninterrupted_run(reference: Run, finished: Finished) -> None:
     """Bugs: data order that starts anew, optimizer or schedule or moving averages that are lost, weights in bf16; and
     ahead of the student a batch read twice or skipped where the run was stopped, buffers that are overwritten while
     they are read, rows of another rank, a validation that disturbs the batch under way."""
-    for expected, actual in zip(reference.metrics, finished.metrics, strict=True):
+    for expected, actual in zip(reference.metrics, read(finished.output_dir / METRICS), strict=True):
         names = [name for name in expected if not name.startswith("perf/")]
         assert {name: actual.get(name) for name in names} == {name: expected[name] for name in names}, expected["step"]
 
 
-def test_weights_equal_those_of_the_uninterrupted_run(reference: Run, finished: Run) -> None:
+def test_weights_equal_those_of_the_uninterrupted_run(reference: Run, finished: Finished) -> None:
     trained, expected = (load_file(run.output_dir / "final" / "model.safetensors") for run in (finished, reference))
     for name, value in expected.items():
         assert torch.equal(trained[name], value), name
 
 
-def test_closing_table_remembers_the_start(reference: Run, finished: Run) -> None:
+def test_closing_table_remembers_the_start(reference: Run, finished: Finished) -> None:
     """Bug: a resumed run that measures the half-trained student as `before`, or not at all."""
     for name in ("student before", "teacher cross"):
         expected, actual = (
@@ -145,35 +194,24 @@ def test_closing_table_remembers_the_start(reference: Run, finished: Run) -> Non
         assert actual.split("│")[2] == expected.split("│")[2]
 
 
-def test_finished_run_leaves_nothing(finished: Run) -> None:
-    assert finished.leftovers() == []
-    assert finished.checkpoints[-1] == f"step_{STEPS:06d}"
-    assert len([name for name in finished.checkpoints if name.startswith("step_")]) == 2
+def test_finished_run_keeps_the_newest_checkpoints(finished: Finished) -> None:
+    names = sorted(entry.name for entry in (finished.output_dir / "checkpoints").iterdir())
+    assert names[-1] == f"step_{STEPS:06d}"
+    assert len([name for name in names if name.startswith("step_")]) == 2
 
 
-@pytest.fixture(scope="module")
-def killed(reference: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """By SIGKILL, the driver in the middle of a step."""
-    folder = without_last_checkpoint(reference, tmp_path_factory.mktemp("killed") / "run")
-    run = resumed(reference, folder, script=FAULTY, arguments=["student_hangs", "3"])
-    run.wait_for_hang()
-    assert len(run.workers()) == 3
-    run.process.kill()
-    assert run.end() == -signal.SIGKILL
-    wait_until(lambda: not run.workers(), "end of the workers")
-    assert run.ray_folders
-    (folder / "checkpoints" / f".incomplete_step_{STEPS:06d}").mkdir()
-    return run
+@pytest.mark.nightly
+def test_a_teacher_that_dies_is_named(reference: Run, tmp_path: Path) -> None:
+    """By SIGKILL too, in a forward pass, while its other rank is in a collective and the student trains.
 
-
-def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(reference: Run, killed: Run) -> None:
-    """By SIGKILL too, in a forward pass, while its other rank is in a collective and the student trains."""
+    Of ranks without models: cluster/ray/shared/test_faults.
+    """
+    folder = without_last_checkpoint(reference, tmp_path / "run")
     script = Path(dying_teacher.__file__)
-    bereft = resumed(reference, killed.output_dir, WITHOUT_LOADER_WORKERS, *SEPARATE, script=script)
+    bereft = resumed(reference, folder, WITHOUT_LOADER_WORKERS, *SEPARATE, script=script)
     bereft.wait_for_workers()
     bereft.processes()
     assert bereft.end() == 1
-    assert not any(folder.exists() for folder in killed.ray_folders)
     assert re.match(r"error: teacher cross rank 1 died while reading a batch \(step 2\d\) \(", bereft.last_line)
     assert bereft.last_line.endswith("run.resume=auto continues from the last checkpoint")
     assert "Traceback" not in bereft.output
@@ -182,8 +220,12 @@ def test_a_run_after_a_killed_one_clears_up_and_names_a_teacher_that_dies(refere
     assert bereft.leftovers() == []
 
 
+@pytest.mark.nightly
 def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Path) -> None:
-    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute."""
+    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute.
+
+    Of ranks without models: cluster/ray/test_signals.
+    """
     folder = without_last_checkpoint(reference, tmp_path / "run")
     run = resumed(reference, folder, WITHOUT_LOADER_WORKERS, script=FAULTY, arguments=["student_hangs", "3"])
     run.wait_for_hang()
@@ -199,4 +241,4 @@ def test_signal_to_all_processes_ends_the_run_soon(reference: Run, tmp_path: Pat
 
 def test_nothing_of_a_killed_run_stays(killed: Run) -> None:
     """Last, as Ray's agents try for a minute to report that the raylet has died."""
-    assert killed.leftovers(folders=False, within_s=ENOUGH_S) == []
+    assert killed.leftovers(is_killed=True, within_s=ENOUGH_S) == []

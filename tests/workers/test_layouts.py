@@ -12,17 +12,12 @@ pytestmark = pytest.mark.world
 LAYOUTS = {
     "student tp=2, sequence parallel": ["student.parallelism={tp: 2, sequence_parallel: true}"],
     "all tp=2, one of them data parallel": ["student.parallelism.tp=2", "teachers.0.parallelism.tp=2"],
-    "all tp=2, logits": [
-        "student.parallelism.tp=2",
-        "teachers.0.parallelism.tp=2",
-        "teachers.1.parallelism.tp=2",
-        "handoff=logits",
-    ],
     "scored by teachers of tp=2": [
         "teachers.1.parallelism.tp=2",
         "aggregation.weights=bits_per_byte",
     ],
 }
+ALL = ["student.parallelism.tp=2", "teachers.0.parallelism.tp=2", "teachers.1.parallelism.tp=2", "handoff=logits"]
 CONTEXT = "behind prompts of the teachers, all tp=2, logits"
 """On-policy, of `on_policy.CONTEXTS`."""
 NAMES = ("ce", "kd/same", "kd/cross", "grad_norm")
@@ -30,7 +25,6 @@ TERMS = {
     "p_kl, mean": ["loss=p_kl", "loss.merge=mean"],
     "gold, trl": ["loss=gold", "loss.compat=trl"],
     "strict, continuation": ["loss=strict", "loss.continuation_weight=1"],
-    "byte_prefix": ["loss=byte_prefix"],
     "uld, logits": ["loss=uld", "loss.compat=trl", "handoff=logits"],
 }
 """Losses of two teachers with another tokenizer, each of whose tokens is often several of the student's.
@@ -59,11 +53,10 @@ def trained(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
         plan = on_policy.plan(tiny, prompts, *on_policy.CONTEXTS, *options)
         return Training(plan, [on_policy.batch_of(plan, 0)])
 
-    tensor = LAYOUTS["all tp=2, logits"]
     one = [job(*without_layout(options)) for options in LAYOUTS.values()]
     two = [job("cluster.cpu_ranks=2", *options) for options in LAYOUTS.values()]
     alone = in_world(1, train, [*one, in_context()], folder / "one")
-    laid_out = in_world(2, train, [*two, in_context("cluster.cpu_ranks=2", *tensor)], folder / "two")
+    laid_out = in_world(2, train, [*two, in_context("cluster.cpu_ranks=2", *ALL)], folder / "two")
     return dict(zip([*LAYOUTS, CONTEXT], zip(alone, laid_out, strict=True), strict=True))
 
 

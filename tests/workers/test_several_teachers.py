@@ -39,7 +39,7 @@ MODES = {
 }
 READINGS = {"static": True, "entropy": False}
 """Modes whose terms all others share, with the same-tokenizer teacher's divergence reversed or not."""
-GRIDS = ((1, 1), (1, 4), (2, 2))
+GRIDS = ((1, 4), (2, 1))
 """Numbers of ranks and microbatch sizes."""
 LEARNS = ["student.optimizer.lr=1e-2", "student.optimizer.eps=1e-3", "train.gradient_clip=null"]
 

@@ -62,7 +62,8 @@ def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int)
     """
     train, setup, checkpointing = config.train, situation.student, config.student.activation_checkpointing
     size, largest = setup.size, setup.size.largest_layer
-    work = setup.work(config.student, train.longest_at_a_time, train.max_length, situation.machine.device)
+    rows = train.longest_at_a_time(setup.layout.dp)
+    work = setup.work(config.student, rows, train.max_length, situation.machine.device)
     after = gradients * (1 if config.logging.gradients_every is None else 2)
     # Earlier microbatches have left gradients.
     has_several = train.global_batch_size > setup.layout.dp * max(1, train.tokens_at_a_time // train.max_length)
@@ -95,7 +96,7 @@ def _loss_parts(config: RunConfig, situation: Situation, c: int) -> list[Part]:
     The head's gradient is in fp32, and at first also in a lower compute precision. All heads share the block's budget.
     """
     setup, budget, num_teachers = situation.student, situation.block_bytes, len(situation.teachers)
-    rows, length = config.train.longest_at_a_time, config.train.max_length
+    rows, length = config.train.longest_at_a_time(setup.layout.dp), config.train.max_length
     positions, tokens = rows * length, rows * -(-length // setup.layout.cp)
     widest = max(each.vocab_size for each in (setup, *situation.teachers))
     copies = _COPIES if situation.teachers else surprise.LIVE_COPIES

@@ -72,7 +72,7 @@ def window_bytes(config: RunConfig, situation: Situation) -> int:
     """
     dp = situation.student.layout.dp
     jobs = teacher_jobs(config, situation)
-    return sum(job.window_bytes for job in jobs if situation.through_host or dp % job.setup.layout.dp)
+    return sum(job.window_bytes(dp) for job in jobs if situation.through_host or dp % job.setup.layout.dp)
 
 
 def copied_heads(config: RunConfig, situation: Situation) -> int:
@@ -121,11 +121,10 @@ class TeacherJob:
         """Number of positions of a sequence."""
         return ceil(self.setup.stretch * self.config.train.max_length)
 
-    @property
-    def window_bytes(self) -> int:
-        """Bytes of output for a microbatch of the student, which must be concatenated where several ranks have it."""
+    def window_bytes(self, student_dp: int) -> int:
+        """Return the output for a microbatch of the student, concatenated where several ranks have it."""
         columns, itemsize = self.output
-        positions = self.config.train.longest_at_a_time * self.width
+        positions = self.config.train.longest_at_a_time(student_dp) * self.width
         return positions * (self.setup.vocab_size if columns is None else columns) * itemsize
 
     @property
@@ -145,7 +144,8 @@ class TeacherJob:
         """
         size, t = self.setup.size, self.item_bytes
         own = self.settings.micro_batch_tokens
-        rows = min(self.rows, self.config.train.longest_at_a_time if own is None else -(-own // self.width))
+        dp = self.setup.layout.dp
+        rows = min(self.rows, self.config.train.longest_at_a_time(dp) if own is None else -(-own // self.width))
         work = self.setup.work(self.settings, rows, self.width, self.device)
         end = work.tokens * size.hidden_size * t
         if self.config.handoff.type == "logits":

@@ -1,0 +1,1 @@
+"""Verbs about caches of teachers."""

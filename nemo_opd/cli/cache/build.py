@@ -1,0 +1,183 @@
+"""Asks a teacher once about the texts of a run, and keeps its answers for all runs that read the same texts."""
+
+import os
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from nemo_opd.cli.command import Command
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
+
+_KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
+"""Suffix → setting; any other file is one of JSON lines."""
+EPILOG = """\
+A position takes 399 bytes with --top-k 64 (a vocabulary above 65,535; 271 below), and with --hidden-states the width
+of the model times the bytes of --dtype. Hidden states are exact. Of the likeliest tokens the losses compare what is
+known, and the rest as one more cell (docs/teacher_cache.md).
+
+A segment is one sequence that the teacher reads, and is found by its ids. Which these are depends on the tokenizer and
+on how texts are cut: with --config they are those of the run, whatever its student and settings. Without it a text is
+read whole, or in windows of --max-length where it is longer; a student with the teacher's tokenizer and that length
+reads the same, and so does any student of texts that are shorter.
+
+A run that is killed loses 256 MB of answers at most; the same command adds what is missing or damaged, and --part I/N
+shares the work among processes, which may run at the same time. A teacher that is too large for one GPU is sharded over
+those of torchrun, or cut as --config says in its `parallelism`.
+
+examples:
+  nemo-opd cache build --model Qwen/Qwen3-4B --data 'texts/*.parquet' --output qwen --top-k 64
+  nemo-opd distil teachers=qwen3_4b --cfg job --resolve > run.yaml
+  nemo-opd cache build --config run.yaml --output qwen --hidden-states
+  CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
+  torchrun --nproc-per-node 4 -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
+  nemo-opd cache build --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml --output qwen \\
+      --top-k 64                 running servers answer, and no model is loaded
+
+Then give the run the folder in the place of the model:
+  teachers:
+    - {name: qwen, type: cached, cache: qwen}
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="MODEL", help="folder or hub name of the teacher")
+    parser.add_argument(
+        "--urls", nargs="+", metavar="URL", help="running servers of --model, by name; key: $OPENAI_API_KEY"
+    )
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="with --urls: its folder or hub name (default: MODEL)")
+    programs = get_args(Endpoint.model_fields["program"].annotation)
+    parser.add_argument("--program", choices=programs, default="vllm", help="of the servers (default vllm)")
+    parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="settings of a run, in place of --data")
+    parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache; a folder of its own")
+    form = parser.add_mutually_exclusive_group(required=True)
+    form.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens of each position")
+    form.add_argument("--hidden-states", action="store_true", help="keep hidden states, and once the head")
+    parser.add_argument(
+        "--float32", action="store_true", help="with --top-k: log-probabilities in 4 bytes, without rounding to 3"
+    )
+    parser.add_argument("--max-length", type=int, default=2048, metavar="N", help="longest sequence (default 2048)")
+    parser.add_argument("--no-packing", action="store_true", help="cut longer texts off, without further windows")
+    parser.add_argument("--no-append-eos", action="store_true", help="do not end texts with the end-of-text token")
+    parser.add_argument("--text-key", default="text", metavar="KEY", help="column of the texts (default text)")
+    parser.add_argument("--messages-key", metavar="KEY", help="column of conversations, in place of texts")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="of the model")
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if any")
+    parser.add_argument("--part", type=_part, default=(0, 1), metavar="I/N", help="worker I of N, from 0")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="with --config: settings to change")
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _, number = text.partition("/")
+    if not (index.isdecimal() and number.isdecimal() and int(index) < int(number)):
+        raise ArgumentTypeError(f"{text}: write I/N with I from 0 to N − 1, such as 0/4")
+    return int(index), int(number)
+
+
+def build(arguments: Namespace, console: Console) -> None:
+    """Build the cache and say what was added. Raises an OPDError."""
+    if arguments.top_k is not None and arguments.top_k < 1:
+        raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
+    from nemo_opd.training.launch import driving
+
+    with driving(Cluster(launcher="local")) as is_driver:
+        if is_driver:
+            _drive(arguments, console)
+
+
+def _drive(arguments: Namespace, console: Console) -> None:
+    from nemo_opd.training.cache_build import CacheForm, Part, build_cache
+
+    form = CacheForm(arguments.top_k, 4 if arguments.float32 else 3)
+    try:
+        config, i = _of_run(arguments) if arguments.config else (_of_files(arguments), 0)
+        built = build_cache(config, i, arguments.output, form, part=Part(*arguments.part))
+    except KeyboardInterrupt as interrupt:
+        interrupt.add_note(f"{arguments.output} has what was answered, the same command goes on")
+        raise
+    console.print(
+        f"{arguments.output}: {built.segments:,} segments of {built.tokens:,} tokens added, {built.there:,} were there",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
+    """Return a run's settings and the number of the teacher that is asked."""
+    if arguments.data:
+        raise ConfigError("--data with --config: the settings name the texts; leave one of the two out")
+    try:
+        written = OmegaConf.create(yaml.safe_load(arguments.config.read_text(encoding="utf-8")))
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"--config={arguments.config} cannot be read ({error}); give a run's settings") from error
+    changed = OmegaConf.merge(written, OmegaConf.from_dotlist(_quoted(arguments.settings)))
+    config = from_dict(dict(OmegaConf.to_container(changed, resolve=True)))
+    names = config.active_names
+    name = arguments.teacher or next(iter(names), None)
+    if name not in names:
+        raise ConfigError(f"--teacher={name}: the run's teachers are {', '.join(names) or 'none'}; name one of them")
+    i = names.index(name)
+    if arguments.model is None:
+        return config, i
+    from nemo_opd.training.cache_fill import asked_again
+
+    return asked_again(config, i, {"model": arguments.model} | _served(arguments)), i
+
+
+def _quoted(settings: Sequence[str]) -> list[str]:
+    if wrong := [each for each in settings if "=" not in each]:
+        raise ConfigError(f"{wrong[0]}: settings are written KEY=VALUE")
+    return list(settings)
+
+
+def _served(arguments: Namespace) -> dict[str, Any]:
+    """Return the settings of a teacher that --urls answer for; none without --urls."""
+    if not arguments.urls:
+        return {}
+    tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
+    served = {"urls": arguments.urls, "program": arguments.program, "api_key": os.environ.get("OPENAI_API_KEY")}
+    return {"served": served} | tokenizer
+
+
+def _of_files(arguments: Namespace) -> RunConfig:
+    """Return the settings of a run whose student is the teacher."""
+    if not arguments.model or not arguments.data:
+        raise ConfigError("give --model and --data, or --config with the settings of a run")
+    if arguments.tokenizer and not arguments.urls:
+        raise ConfigError(f"--tokenizer={arguments.tokenizer}: --model has its own; it is for --urls alone")
+    if arguments.settings:
+        raise ConfigError(f"{arguments.settings[0]}: settings are changed with --config alone")
+    suffixes = {Path(each).suffix for each in arguments.data}
+    if len(suffixes) > 1:
+        raise ConfigError(f"--data: files of one kind at a time, not {' and '.join(sorted(suffixes))}")
+    model, served = {"model": arguments.model}, _served(arguments)
+    data: dict[str, Any] = {"train": {_KINDS.get(suffixes.pop(), "jsonl_files"): arguments.data}, "cache": False}
+    if arguments.messages_key:
+        data |= {"messages_key": arguments.messages_key}
+    else:
+        own = {"packing": not arguments.no_packing, "append_eos": not arguments.no_append_eos}
+        data |= own | {"text_key": arguments.text_key}
+    return from_dict(
+        {
+            "train": {"max_steps": 1, "global_batch_size": 1, "max_length": arguments.max_length},
+            "student": model | {name: value for name, value in served.items() if name == "tokenizer"},
+            "teachers": [model | {"name": "teacher", "type": "same_tokenizer", "dtype": arguments.dtype} | served],
+            "loss": {"type": "same_vocab"},
+            "data": data,
+            "cluster": {"device": arguments.device},
+        }
+    )
+
+
+COMMAND = Command(__doc__, EPILOG, add_arguments, build)

@@ -1,0 +1,76 @@
+"""Contents of a cache, as a table or JSON."""
+
+import json
+from argparse import Namespace
+from dataclasses import asdict
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedTokenizerFast
+
+from nemo_opd.models.load import load_tokenizer
+from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.teacher_cache.reader import CacheReader, shard_files
+from nemo_opd.teacher_cache.shard import Segment, decoded_ids
+
+_SHOWN_TOKENS = 4
+
+
+def show(arguments: Namespace, console: Console) -> None:
+    """Print what is asked for. Raises DataError for what is damaged."""
+    reader = CacheReader(arguments.cache)
+    if arguments.verify:
+        for _ in reader.each():
+            pass
+    facts = _facts(reader, is_verified=arguments.verify)
+    if arguments.json:
+        print(json.dumps(facts))
+        return
+    table = Table(show_header=False)
+    for name, value in facts.items():
+        is_number = isinstance(value, int) and not isinstance(value, bool)
+        table.add_row(name.replace("_", " "), f"{value:,}" if is_number else str(value))
+    console.print(table)
+    if arguments.segment is not None:
+        _show_segment(reader, arguments.segment, console)
+
+
+def _facts(reader: CacheReader, *, is_verified: bool) -> dict[str, object]:
+    tokens = sum(shard.num_tokens for shard in reader.shards)
+    num_bytes = sum(shard.num_bytes for shard in reader.shards)
+    unfinished = len(list((reader.folder / "shards").glob(".*")))
+    return asdict(reader.manifest) | {
+        "shards": len(shard_files(reader.folder)),
+        "unfinished_shards": unfinished,
+        "segments": len(reader),
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "bytes_per_token": round(num_bytes / max(1, tokens), 1),
+        "verified": is_verified,
+    }
+
+
+def _show_segment(reader: CacheReader, number: int, console: Console) -> None:
+    shard = next((shard for shard in reader.shards if len(shard) > number), None)
+    if shard is None:
+        console.print(f"no shard has a segment {number}", markup=False)
+        return
+    segment, tokenizer = shard.segment(number), load_tokenizer(str(reader.folder), key="DIR")
+    ids = decoded_ids(segment.tokens)
+    console.print(repr(tokenizer.decode(ids)), markup=False, highlight=False, soft_wrap=True)
+    if reader.manifest.form == "top_k":
+        console.print(_likeliest(reader, segment, ids, tokenizer))
+
+
+def _likeliest(reader: CacheReader, segment: Segment, ids: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> Table:
+    layout = sparse_layout(reader.manifest)
+    known = layout.decode(torch.from_numpy(np.array(segment.rows)))
+    table = Table("after", "came", "its probability", "likeliest", "the rest")
+    for i, token in enumerate(ids[:-1].tolist()):
+        shown = zip(known.ids[i, :_SHOWN_TOKENS].tolist(), known.log_p[i].exp().tolist(), strict=False)
+        likeliest = "  ".join(f"{tokenizer.decode([each])!r} {p:.3f}" for each, p in shown)
+        came, p, rest = tokenizer.decode([int(ids[i + 1])]), known.log_p_next[i].exp(), known.log_rest[i].exp()
+        table.add_row(repr(tokenizer.decode([token])), repr(came), f"{p:.3f}", likeliest, f"{rest:.3f}")
+    return table

@@ -1,0 +1,1 @@
+"""Verbs that convert between checkpoints and Hugging Face folders."""

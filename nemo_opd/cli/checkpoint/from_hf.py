@@ -1,0 +1,112 @@
+"""Makes of a Hugging Face folder the first checkpoint of a run, in one process and without a GPU."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from nemo_opd.checkpoint.identity import identity
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.cli.checkpoint.run_settings import CONFIG, add_config, averages, read_config, run_directory
+from nemo_opd.cli.command import Command
+from nemo_opd.config.load import to_yaml
+from nemo_opd.config.parallelism import Parallelism
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import CheckpointError
+from nemo_opd.files import write_atomically
+
+if TYPE_CHECKING:
+    from nemo_opd.training.corpus import Corpus
+    from nemo_opd.training.prompts import Prompts
+
+CHECKPOINTS = "checkpoints"
+FIRST = "step_000000"
+EPILOG = """\
+The optimizer and the data are at their beginning: a run that continues from the checkpoint starts with these weights in
+place of those of student.model. Where a run learns adapters (student.lora), the folder is one of peft. The model is
+held in memory once, in fp32.
+
+example:
+  nemo-opd distil train.max_steps=200 --cfg job --resolve > run.yaml
+  nemo-opd checkpoint from-hf --model WEIGHTS --output RUN/checkpoints/step_000000 --config run.yaml
+  nemo-opd distil train.max_steps=200 run.output_dir=RUN run.resume=auto
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--model", required=True, metavar="MODEL", help="folder or hub name of the weights")
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help=f"RUN/checkpoints/{FIRST}")
+    add_config(parser)
+
+
+def convert(arguments: Namespace, console: Console) -> None:
+    """Write the checkpoint. Raises an OPDError; nothing is written then."""
+    from nemo_opd.checkpoint.convert import other_settings, save_start, trained_part, weights_to_start_from
+    from nemo_opd.workers.optimizer import build_optimizer, build_scheduler
+
+    output = arguments.output
+    checkpoints = CheckpointManager(output.parent, keep_last=1)
+    require_first(output, checkpoints)
+    run = run_directory(output)
+    config = read_config(arguments.config, run)
+    model = trained_part(config.student)
+    data = read_data(config)
+    weights = weights_to_start_from(arguments.model, config.student, model)
+    total_steps = config.train.max_steps or sum(data.steps(config))
+    progress = Progress(step=0, loader=data.start(config), settings=identity(config))
+    with checkpoints.writing(progress) as folder:
+        save_start(
+            folder,
+            weights,
+            model,
+            partial(build_optimizer, config.student.optimizer),
+            lambda optimizer: build_scheduler(config.student.scheduler, optimizer, total_steps),
+            averages=list(averages(config).values()),
+        )
+    if not (run / CONFIG).exists():
+        write_atomically(run / CONFIG, to_yaml(config).encode())
+    said = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
+    if config.student.lora is None and (others := other_settings(arguments.model, config.student)):
+        shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())
+        said += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
+    print(said)
+
+
+def require_first(output: Path, checkpoints: CheckpointManager) -> None:
+    """Raise CheckpointError where a run in that directory would not continue from `output`."""
+    if output.name != FIRST or output.absolute().parent.name != CHECKPOINTS:
+        raise CheckpointError(
+            f"--output={output}: a run finds its checkpoints by their names, and this is one before the first step; "
+            f"name RUN/{CHECKPOINTS}/{FIRST}, where RUN is to be run.output_dir"
+        )
+    from nemo_opd.checkpoint.convert import require_unused
+
+    require_unused(output)
+    if later := [step for step in checkpoints.steps() if step]:
+        raise CheckpointError(
+            f"--output={output}: the run has a checkpoint of step {later[-1]:,} already, from which it would continue; "
+            "name another run directory"
+        )
+
+
+def read_data(config: RunConfig) -> Corpus | Prompts:
+    """Return the run's documents or prompts. Raises what reading its tokenizers and its data raises."""
+    from nemo_opd.training.corpus import load_corpus
+    from nemo_opd.training.model_info import read_model_info
+    from nemo_opd.training.prompts import load_prompts
+
+    # On how many devices it will run does not matter to that, and they need not be here.
+    whole = {"parallelism": Parallelism()}
+    student = read_model_info(config.student.model_copy(update=whole), "student", "cpu")
+    teachers = [
+        read_model_info(teacher.model_copy(update=whole), f"teachers.{i}", "cpu")
+        for i, teacher in enumerate(config.active_teachers)
+    ]
+    return (load_corpus if config.rollout is None else load_prompts)(config, student, teachers)
+
+
+COMMAND = Command(__doc__, EPILOG, add_arguments, convert)

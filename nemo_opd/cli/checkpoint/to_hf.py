@@ -1,0 +1,68 @@
+"""Makes of a run's checkpoint a Hugging Face folder, in one process and without a GPU."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_opd.cli.checkpoint.run_settings import add_config, average_of, read_config, run_directory
+from nemo_opd.cli.command import Command
+from nemo_opd.errors import CheckpointError
+from nemo_opd.logging.busy import busy
+
+DTYPES = ("float32", "bfloat16", "float16")
+EPILOG = """\
+A checkpoint's `state` has the student's weights in fp32, cut over the ranks of the run. They are put together for
+AutoModelForCausalLM.from_pretrained, as the run does itself in the checkpoint's `student`; in another precision with
+--dtype; with --average the moving average that a teacher computes with. Where a run learns adapters (student.lora),
+student.lora.export says what is written. The model is held in memory once, in the precision that is written.
+
+example:
+  nemo-opd checkpoint to-hf --checkpoint RUN/checkpoints/step_000100 --output student_fp32 --dtype float32
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", required=True, type=Path, metavar="FOLDER", help="such as RUN/checkpoints/step_000100"
+    )
+    parser.add_argument("--output", required=True, type=Path, metavar="FOLDER", help="a new folder, or an empty one")
+    parser.add_argument("--average", metavar="NAME", help="write the average of the teacher NAME, of weights: ema")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: that of student.model)")
+    add_config(parser)
+
+
+def convert(arguments: Namespace, console: Console) -> None:
+    """Write the folder. Raises an OPDError; nothing is written then."""
+    import torch
+
+    from nemo_opd.checkpoint.convert import (
+        read_whole_checkpoint,
+        require_same_adapters,
+        require_unused,
+        to_hugging_face,
+    )
+    from nemo_opd.checkpoint.identity import identity
+
+    checkpoint, output, dtype = arguments.checkpoint, arguments.output, arguments.dtype
+    with busy(f"reading {checkpoint}"):
+        progress = read_whole_checkpoint(checkpoint)
+    require_unused(output)
+    config = read_config(arguments.config, run_directory(checkpoint))
+    require_same_adapters(progress.settings, identity(config), checkpoint)
+    lora = config.student.lora
+    if dtype not in (None, "float32") and lora is not None and lora.export == "adapter":
+        raise CheckpointError(
+            f"--dtype={dtype}: student.lora.export=adapter writes adapters, which are float32; leave --dtype out, or "
+            "give a --config with student.lora.export: merged"
+        )
+    average = None if arguments.average is None else average_of(config, arguments.average)
+    written = to_hugging_face(
+        checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype), average
+    )
+    what = "student" if average is None else f"average {arguments.average}"
+    in_dtype = str(written).removeprefix("torch.")
+    print(f"wrote {output}: the {what} after step {progress.step:,}, in {in_dtype}")
+
+
+COMMAND = Command(__doc__, EPILOG, add_arguments, convert)

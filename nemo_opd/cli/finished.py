@@ -1,0 +1,40 @@
+"""The closing table of a run, from the files in its directory."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from nemo_opd.config.load import from_yaml
+from nemo_opd.errors import OPDError
+from nemo_opd.evaluation.tasks import PREFIX
+from nemo_opd.logging import ClosingTable
+from nemo_opd.logging.base import Best
+from nemo_opd.logging.jsonl import read
+from nemo_opd.training.closing import closing_table
+from nemo_opd.training.on_policy_session import scores
+from nemo_opd.training.run_directory import checkpoints_of
+
+
+def closing_of(folder: Path) -> ClosingTable | None:
+    """Return the table as far as the run got; None where its settings are of another version."""
+    try:
+        config = from_yaml(folder / "config.yaml")
+    except (OSError, OPDError):
+        return None
+    records = read(folder / "metrics.jsonl")
+    bits_per_byte: dict[str, float] = {}
+    best, metric = None, config.train.keep_best and config.train.keep_best.metric
+    with suppress(OPDError):  # both are known from checkpoints alone
+        if found := checkpoints_of(config, folder).newest(hashed=False):
+            bits_per_byte = dict(found.progress.bits_per_byte)
+            if metric and found.progress.best.values and (folder / "best").is_dir():
+                step, value = next(iter(found.progress.best.values.items()))
+                best = Best(metric, int(step), value)
+    validated = [record for record in records if record["step"] and "val/bits_per_byte" in record]
+    after = validated[-1] if validated else {}
+    table = closing_table(config, bits_per_byte, after.get("val/bits_per_byte"), int(after.get("step", 0)))
+    table = replace(table, best=best)
+    evaluated = [record for record in records if any(name.startswith(PREFIX) for name in record)]
+    if not evaluated:
+        return table
+    return replace(table, scores=scores(evaluated[0], evaluated[-1], config.active_names))

@@ -1,0 +1,41 @@
+"""Writes a commented configuration for your models and your data, and a schema by which editors complete it."""
+
+import shutil
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_opd.cli.command import Command
+from nemo_opd.errors import ConfigError
+from nemo_opd.files import write_atomically
+from nemo_opd.paths import configs_dir
+
+TEMPLATES = Path(__file__).parent / "templates"
+SCHEMA = "run.schema.json"
+EPILOG = """\
+examples:
+  nemo-opd init .                     distil.yaml, to be edited
+  nemo-opd init mine --on-policy      mine/distil_on_policy.yaml
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="where to write; made if it is not there")
+    parser.add_argument("--on-policy", action="store_true", help="for a student that learns from its own answers")
+
+
+def write(arguments: Namespace, console: Console) -> None:
+    """Raises ConfigError where the file exists, OSError where the folder cannot be written."""
+    folder: Path = arguments.folder
+    name, verb = ("distil_on_policy", "distil-on-policy") if arguments.on_policy else ("distil", "distil")
+    file = folder / f"{name}.yaml"
+    if file.exists():
+        raise ConfigError(f"{file} is there already; name another folder, or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(configs_dir() / "schema" / "run.json", folder / SCHEMA)
+    write_atomically(file, (TEMPLATES / file.name).read_bytes())
+    print(f"wrote {file}; see what would run: nemo-opd {verb} --config {file} run.dry_run=true")
+
+
+COMMAND = Command(__doc__, EPILOG, add_arguments, write)

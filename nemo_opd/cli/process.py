@@ -1,0 +1,94 @@
+"""A process: its streams, and its exit status."""
+
+import io
+import os
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from nemo_opd.cluster.placement import Processes
+from nemo_opd.config.secrets import without_secrets
+from nemo_opd.disk import OF_THE_DISK, refusal
+from nemo_opd.errors import OPDError
+from nemo_opd.paths import keep_compiled_code_private
+from nemo_opd.progress import quiet_libraries
+
+_INTERRUPTED = 130
+"""Exit status, by shell convention, of a run that was interrupted before it could save."""
+
+
+@contextmanager
+def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OPDError,)) -> Iterator[None]:
+    """Make an error inside the last line on stderr and the exit status; errors that are not expected have a traceback.
+
+    if_interrupted: what is left after Ctrl-C, where the interrupt has no note that says it.
+    """
+    quiet_libraries()
+    keep_compiled_code_private()
+    try:
+        yield
+    except expected as error:
+        fail(str(error), 1, _notes(error))
+    except KeyboardInterrupt as interrupt:
+        kept = getattr(interrupt, "__notes__", [if_interrupted])
+        fail(f"interrupted; {kept[-1]}", _INTERRUPTED)
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in OF_THE_DISK:
+            fail(refusal(Path(str(error.filename or "a file of this run")), error.errno), 1)
+        fail(f"{type(error).__name__}: {error}", 1, [traceback.format_exc()])
+
+
+@contextmanager
+def standard_streams() -> Iterator[None]:
+    """Open all three streams, and replace characters that stdout and stderr cannot encode.
+
+    Output to a closed pipe or a full disk is lost without changing the exit status.
+    """
+    _open_closed_streams()
+    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    for stream in streams:
+        stream.reconfigure(errors="replace")
+    try:
+        yield
+    finally:
+        for stream in streams:
+            _discard_undelivered(stream)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null for streams that the caller has closed, also in processes that are started later."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            nowhere = open(os.devnull, mode)  # noqa: SIM115 — it takes the closed stream's number and stays open
+            os.set_inheritable(nowhere.fileno(), True)
+            setattr(sys, name, nowhere)
+
+
+def _discard_undelivered(stream: io.TextIOWrapper) -> None:
+    """Redirect a stream that cannot be written to /dev/null; Python's flush at exit would fail again."""
+    try:
+        stream.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+def _notes(error: BaseException | None) -> Iterator[str]:
+    """Yield the notes of an error and of its causes, such as a worker's traceback or a server's log."""
+    while error is not None:
+        yield from getattr(error, "__notes__", ())
+        error = error.__cause__
+
+
+def fail(message: str, status: int, notes: Iterable[str] = ()) -> NoReturn:
+    """Print each line of an error and exit; with torchrun, rank 0 alone prints it."""
+    if Processes.started().rank > 0:
+        sys.exit(status)
+    for note in notes:
+        print(without_secrets(note), file=sys.stderr)
+    for line in without_secrets(message).splitlines():  # several problems of a configuration have a line each
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,130 @@
+"""Settings as people read them: sections, their tables of keys, and what each key means."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from nemo_opd.config.problems import models_in
+
+
+@dataclass(frozen=True)
+class Key:
+    name: str
+    type: str
+    """Empty for a section."""
+    default: str
+    """`required` where a value must be given; empty for a section."""
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Table:
+    tag: str
+    """Type of the settings; empty for the keys that all types have."""
+    meaning: str
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    """Path such as `teachers.loss`."""
+    depth: int
+    """0 for a section of the whole settings."""
+    meaning: str
+    tables: tuple[Table, ...]
+
+
+def sections(model: type[BaseModel]) -> Iterator[Section]:
+    """Yield the sections of all settings, each before those in it."""
+    for name in model.model_fields:
+        yield from section(name, model, name)
+
+
+def section(key: str, owner: type[BaseModel], name: str, depth: int = 0) -> Iterator[Section]:
+    """Yield the section at a field, and those in it; nothing where the field is no section."""
+    models = models_in(owner.model_fields[name].annotation)
+    if models:
+        yield Section(key, depth, meaning_of(owner, name), tuple(_tables(models)))
+    inner = {f"{key}.{other}": (model, other) for model in models for other in model.model_fields}
+    for path, (model, other) in inner.items():
+        yield from section(path, model, other, depth + 1)
+
+
+def _tables(models: list[type[BaseModel]]) -> Iterator[Table]:
+    first = models[0]
+    if len(models) == 1:
+        yield Table("", "", keys_of(first))
+        return
+    common = {name for name in first.model_fields if all(_same(name, first, other) for other in models)}
+    yield Table("", "", keys_of(first, without=first.model_fields.keys() - common))
+    for model in models:
+        yield Table(_tag(model), in_one_line(model.__doc__ or ""), keys_of(model, without={"type", *common}))
+
+
+def keys_of(model: type[BaseModel], without: Any = ()) -> tuple[Key, ...]:
+    """Return the keys of one type of settings."""
+    fields = {name: field for name, field in model.model_fields.items() if name not in without}
+    return tuple(
+        Key(name, _type_of(field), _default_of(field), meaning_of(model, name)) for name, field in fields.items()
+    )
+
+
+def meaning_of(model: type[BaseModel], name: str) -> str:
+    """Return what a key means, in one line; of a tag what its type means."""
+    field = model.model_fields[name]
+    is_tag = name == "type" and len(get_args(field.annotation)) == 1
+    return in_one_line(field.description or (is_tag and model.__doc__) or "")
+
+
+def _same(name: str, first: type[BaseModel], other: type[BaseModel]) -> bool:
+    own, others = first.model_fields, other.model_fields
+    return name != "type" and name in others and repr(own[name]) == repr(others[name])
+
+
+def _tag(model: type[BaseModel]) -> str:
+    field = model.model_fields.get("type")
+    return ", ".join(map(str, get_args(field.annotation))) if field else model.__name__
+
+
+def _type_of(field: FieldInfo) -> str:
+    return "" if models_in(field.annotation) else _type_name(field.annotation)
+
+
+def _type_name(annotation: Any) -> str:
+    """Format a type as people write it, without bounds: `int | null`, `list[float]`, `auto | cpu`."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
+    if origin is Literal:
+        return " | ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in arguments)
+    if origin in (Union, UnionType):
+        return " | ".join(map(_type_name, arguments))
+    if origin is tuple:
+        return f"list[{', '.join(dict.fromkeys(_type_name(each) for each in arguments if each is not ...))}]"
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_type_name, arguments))}]"
+    return (
+        "null" if annotation is NoneType else "path" if annotation is Path else getattr(annotation, "__name__", "any")
+    )
+
+
+def _default_of(field: FieldInfo) -> str:
+    if models_in(field.annotation):
+        return ""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True, validated_data={})
+    if value is PydanticUndefined:
+        return ""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def in_one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,87 @@
+"""The text of `--help`: every setting with its type, default and meaning."""
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from nemo_opd.config.described import Key, Section, Table, keys_of, sections
+from nemo_opd.config.problems import models_in
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
+
+_WIDTH = 80
+
+
+def help_text(model: type[BaseModel], config_dir: Path, program: str, only: Sequence[str] = ()) -> str:
+    """Return usage, options of groups and all settings, or the settings of the sections `only`.
+
+    Raises ConfigError for a section that there is not.
+    """
+    every = list(sections(model))
+    if only:
+        return "\n".join(line for name in only for line in _one(name, every))
+    return "\n".join((*_usage(model, config_dir, program, every), *(line for each in every for line in _section(each))))
+
+
+def _one(name: str, every: Sequence[Section]) -> Iterator[str]:
+    chosen = [each for each in every if each.name == name or each.name.startswith(f"{name}.")]
+    if not chosen:
+        known = ", ".join(each.name for each in every if not each.depth)
+        raise ConfigError(f"--help {name}: there is no such section; choose one of {known}")
+    for each in chosen:
+        yield from _section(each)
+
+
+def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequence[Section]) -> Iterator[str]:
+    yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
+    yield from ("--config FILE      start from a file of your own, or from one of the recipes", "")
+    recipes = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
+    yield from (_entry("recipes:", recipes), "")
+    yield from ("--help SECTION     show one section alone", "--cfg job          print the settings and end")
+    yield "--multirun KEY=1,2 a run with each value"
+    if model is RunConfig:
+        yield "run.dry_run=true   check everything and end"
+    yield from ("", "Options of a group, as GROUP=OPTION (a file in a folder of this name):")
+    for folder in sorted(config_dir.iterdir()):
+        if folder.name in model.model_fields:
+            options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
+            yield _entry(f"{folder.name}:", options)
+    yield from ("", "Sections:", _entry("", ", ".join(each.name for each in every if not each.depth)))
+    yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
+    single = tuple(key for key in keys_of(model) if not models_in(model.model_fields[key.name].annotation))
+    yield from _table("", Table("", "", single))
+
+
+def _section(shown: Section) -> Iterator[str]:
+    yield from ("", *_wrapped(f"{shown.name}: {shown.meaning}", 0))
+    prefix = shown.name.replace("teachers", "teachers.0", 1) if shown.name.startswith("teachers") else shown.name
+    for table in shown.tables:
+        if table.tag:
+            yield from ("", *_wrapped(f"{shown.name} of type={table.tag}: {table.meaning}", 0))
+        yield from _table(f"{prefix}.", table)
+
+
+def _table(prefix: str, table: Table) -> Iterator[str]:
+    for key in table.keys:
+        if key.type:  # a section follows by itself
+            yield from _key(prefix, key)
+
+
+def _key(prefix: str, key: Key) -> Iterator[str]:
+    default = key.default if key.default == "required" else f"default {key.default}"
+    yield from _wrapped(f"{prefix}{key.name}  ({key.type}; {default})", 2)
+    yield from _wrapped(key.meaning, 6)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2), break_on_hyphens=False
+    )
+
+
+def _entry(name: str, content: str) -> str:
+    return textwrap.fill(
+        f"{name:<13} {content}", _WIDTH, initial_indent="  ", subsequent_indent=" " * 16, break_on_hyphens=False
+    )

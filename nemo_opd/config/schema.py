@@ -1,0 +1,105 @@
+"""JSON schemas of recipes and of config groups, for editors that complete and check YAML."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_origin
+
+from pydantic import BaseModel
+
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.problems import models_in
+from nemo_opd.config.run import RunConfig
+from nemo_opd.files import write_atomically
+
+FOLDER = "schema"
+"""Folder of the schemas, beside the groups."""
+_DIALECT = "http://json-schema.org/draft-07/schema#"
+_REFERENCE = "Reference"
+
+
+def write_schemas(config_dir: Path) -> None:
+    """Write the schemas of `schemas` as files."""
+    for name, content in schemas(config_dir).items():
+        write_atomically(config_dir / FOLDER / name, content.encode())
+
+
+def schemas(config_dir: Path) -> dict[str, str]:
+    """Return file name → schema: of a run, of an evaluation, and of each group's options."""
+    whole: dict[str, type[BaseModel]] = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
+    found = {name: recipe_schema(model, config_dir) for name, model in whole.items()}
+    for group in _groups(config_dir, RunConfig):
+        if get_origin(RunConfig.model_fields[group].annotation) is tuple:
+            continue  # options of a list are whole settings: `# @package _global_`
+        found[f"{group}.json"] = {"$schema": _DIALECT, "$ref": f"run.json#/properties/{group}"}
+    return {name: json.dumps(content, indent=1, ensure_ascii=False) + "\n" for name, content in found.items()}
+
+
+def recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
+    """Return the schema of a recipe: settings of a model, of which groups may give the rest, and Hydra's own keys."""
+    schema = _partial(model.model_json_schema(ref_template="#/definitions/{model}"))
+    definitions = schema.pop("$defs")
+    definitions[_REFERENCE] = {
+        "type": "string",
+        "pattern": r"^\$\{",
+        "description": "A reference, such as ${oc.env:NAME}.",
+    }
+    options = {
+        group: {"anyOf": [{"enum": [*_options(config_dir / group)]}, {"type": ["string", "null"]}]}
+        for group in _groups(config_dir, model)
+    }
+    override = {f"override {group}": choice for group, choice in options.items()}
+    entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": options | override}]}
+    definitions["Defaults"] = {"type": "array", "items": entry}
+    about = "An option of each group; `_self_` stands for this file."
+    defaults = {"$ref": "#/definitions/Defaults", "description": about}
+    schema["properties"] |= {"defaults": defaults, "hydra": {"type": "object", "description": "Settings of Hydra."}}
+    for group in options:  # whose options may begin with others
+        for inner in models_in(model.model_fields[group].annotation):
+            definitions[inner.__name__]["properties"]["defaults"] = defaults
+    return {"$schema": _DIALECT, **schema, "definitions": definitions}
+
+
+def _groups(config_dir: Path, model: type[BaseModel]) -> list[str]:
+    return [folder.name for folder in sorted(config_dir.iterdir()) if folder.name in model.model_fields]
+
+
+def _options(group: Path) -> list[str]:
+    return sorted(file.stem for file in group.glob("*.yaml"))
+
+
+def _partial(schema: Any) -> Any:
+    """Return the schema of a part: nothing is required, and a value may be a reference, or one for a list of one.
+
+    What a union's type is may be said elsewhere, so more than one may fit.
+    """
+    if isinstance(schema, list):
+        return [_partial(each) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    is_model = "properties" in schema
+    plain = {_RENAMED.get(key, key): value for key, value in schema.items() if key not in _WITHOUT}
+    if is_model:
+        plain["properties"] = {name: _value(_partial(field)) for name, field in schema["properties"].items()}
+        if tag := plain["properties"].get("type"):
+            tag.setdefault("description", schema["description"])
+        if "$defs" in plain:
+            plain["$defs"] = {name: _partial(each) for name, each in schema["$defs"].items()}
+        return plain
+    return {key: _partial(value) for key, value in plain.items()}
+
+
+_WITHOUT = frozenset({"required", "discriminator", "title"})
+_RENAMED = {"oneOf": "anyOf", "prefixItems": "items"}
+"""The second is the name in the dialect that editors know."""
+
+
+def _value(field: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a field's value, or of a reference to one."""
+    about = {key: field.pop(key) for key in ("description", "default") if key in field}
+    choices = field["anyOf"] if set(field) == {"anyOf"} else [field]
+    single = [each["items"] for each in choices if isinstance(each.get("items"), Mapping)]
+    is_text = any(each.get("type") == "string" and not set(each) & {"enum", "const", "pattern"} for each in choices)
+    reference = [] if is_text else [{"$ref": f"#/definitions/{_REFERENCE}"}]
+    nothing = [{"type": "null"}] if single and about.get("default") == [] else []
+    return about | {"anyOf": [*choices, *single, *nothing, *reference]}

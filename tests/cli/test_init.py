@@ -1,0 +1,41 @@
+"""Configurations for a user's own models and data: they are whole, explained, and never written over another."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import nemo_opd
+from nemo_opd.cli.init import SCHEMA, TEMPLATES
+from tests.composition import CONFIGS, nothing_is_created
+from tests.config.test_schema import refusals
+from tests.exit_status import exit_status
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "run"),
+    [([], "distil.yaml", nemo_opd.distil), (["--on-policy"], "distil_on_policy.yaml", nemo_opd.distil_on_policy)],
+    ids=["off-policy", "on-policy"],
+)
+def test_what_is_written_runs(options: list[str], name: str, run, tmp_path: Path) -> None:
+    """Bug: a configuration that does not compose, or names models and data that are not there."""
+    folder = tmp_path / "mine"
+    assert exit_status("init", folder, *options) == 0
+    assert (folder / SCHEMA).read_bytes() == (CONFIGS / "schema" / "run.json").read_bytes()
+    with nothing_is_created(tmp_path):
+        run(folder / name, ["run.dry_run=true", f"run.output_dir={tmp_path / 'out'}"])
+
+
+@pytest.mark.parametrize("template", sorted(TEMPLATES.glob("*.yaml")), ids=lambda file: file.stem)
+def test_editors_accept_it(template: Path) -> None:
+    text = template.read_text(encoding="utf-8")
+    assert text.startswith(f"# yaml-language-server: $schema={SCHEMA}\n")
+    assert refusals("run.json", yaml.safe_load(text.replace("1e-3", "0.001").replace("5e-4", "0.0005"))) == []
+
+
+def test_a_file_that_is_there_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "distil.yaml").write_text("mine")
+    with nothing_is_created(tmp_path):
+        assert exit_status("init", tmp_path) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert (tmp_path / "distil.yaml").read_text() == "mine"

@@ -1,0 +1,124 @@
+"""The installed command: its verbs, its help, what a shell completes."""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from nemo_opd.cli.keys import complete_recipe, complete_setting
+from nemo_opd.cli.verbs import VERBS, Group
+from nemo_opd.config.run import RunConfig
+from tests.composition import CONFIGS
+from tests.exit_status import exit_status
+
+ALL = [
+    (name, *rest)
+    for name, entry in VERBS.items()
+    for rest in ([(v,) for v in entry.verbs] if isinstance(entry, Group) else [()])
+]
+
+
+@pytest.mark.parametrize("words", ALL, ids=" ".join)
+def test_every_verb_has_a_command_with_help(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Bug: a line of the table that names no module, or a module without `COMMAND`."""
+    assert exit_status(*words, "--help") == 0
+    assert f"nemo-opd {' '.join(words)}" in capsys.readouterr().out
+
+
+def test_a_verb_that_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("distill") == 2
+    assert "choose from init, distil, distil-on-policy" in capsys.readouterr().err.replace("'", "")
+    assert exit_status("projection", "bild") == 2
+    assert "exact-map" in capsys.readouterr().err
+    assert exit_status("--", "distil") == 2
+
+
+def test_without_a_verb_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status() == 0
+    out = capsys.readouterr().out
+    assert all(entry.help in " ".join(out.split()) for entry in VERBS.values())
+    assert exit_status("cache") == 0
+    assert "ask a teacher about the texts" in capsys.readouterr().out
+    assert exit_status("--version") == 0
+    assert capsys.readouterr().out.strip() == "0.1.0"
+
+
+OFFERED = {
+    "nemo-opd dist": ["distil", "distil-on-policy"],
+    "nemo-opd projection in": ["inspect"],
+    "nemo-opd projection build --stu": ["--student"],
+    "nemo-opd distil train.max_st": ["train.max_steps="],
+    "nemo-opd distil loss=p_": ["loss=p_kl"],
+    "nemo-opd distil --config on_": ["on_policy_demo", "on_policy_distillation"],
+}
+COMPLETING = """
+import os, sys
+from nemo_opd.cli.main import main
+for i, line in enumerate(sys.argv[2:]):
+    if os.fork() == 0:
+        said = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": ",", "_ARGCOMPLETE_STDOUT_FILENAME": f"{sys.argv[1]}/{i}"}
+        os.environ.update(said | {"COMP_LINE": line, "COMP_POINT": str(len(line))})
+        main([])
+    os.wait()
+"""
+
+
+@pytest.mark.world
+def test_a_shell_is_offered_what_continues_a_line(tmp_path: Path) -> None:
+    """Bug: nothing, where a verb's arguments are not in the parser, or an exception, which a shell does not show."""
+    subprocess.run([sys.executable, "-c", COMPLETING, str(tmp_path), *OFFERED], check=True)
+    found = [(tmp_path / str(i)).read_text().split(",") for i in range(len(OFFERED))]
+    assert [[each.strip() for each in line] for line in found] == list(OFFERED.values())
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("train.max_s", ["train.max_steps="]),
+        ("teachers.0.con", ["teachers.0.context."]),
+        ("loss.divergence=", ["loss.divergence=forward_kl", "loss.divergence=jsd"]),
+        (
+            "train.compile_losses=",
+            ["train.compile_losses=true", "train.compile_losses=false", "train.compile_losses=null"],
+        ),
+        ("loss=", ["loss=p_kl", "loss=gold"]),
+        ("lo", ["loss.", "loss=", "logging.", "logging="]),
+        ("nothing.at.all", []),
+    ],
+)
+def test_settings_are_completed_part_by_part(typed: str, offered: Sequence[str]) -> None:
+    found = [each for each in complete_setting(typed, RunConfig, CONFIGS) if each.startswith(typed)]
+    assert set(offered) <= set(found)
+    assert bool(found) == bool(offered)
+
+
+def test_recipes_are_named_and_files_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "on_mine.yaml").touch()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "on.txt").touch()
+    assert set(complete_recipe("on", CONFIGS)) >= {"on_mine.yaml", "one/", "on_policy_demo"}
+    assert "on.txt" not in complete_recipe("on", CONFIGS)
+
+
+def test_a_section_of_the_settings(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])
+    assert exit_status("distil", "--help", "train") == 0
+    out = capsys.readouterr().out
+    assert "train.max_steps  (int | null; default null)\n      Optimizer steps; given by" in out
+    assert "loss." not in out.replace("compile_losses", "")
+    assert exit_status("distil", "--help", "trian") == 1
+    assert "--help trian: there is no such section; choose one of run, train," in capsys.readouterr().err
+
+
+def test_generate_prints_samples(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("generate", "--model", "demo:arithmetic_student", "--prompt", "12+30=", "--max-new-tokens", "4")
+    assert exit_status(*asked, "--n", "2", "--json") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert exit_status(*asked, "--n", "2", "--json") == 0
+    assert capsys.readouterr().out.splitlines() == lines  # the same seed
+    assert ['"sample": 0' in lines[0], '"sample": 1' in lines[1], len(lines)] == [True, True, 2]
+    assert exit_status(*asked, "--top-p", "0") == 1
+    assert "--top-p=0: must be above 0" in capsys.readouterr().err

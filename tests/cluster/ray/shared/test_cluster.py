@@ -1,0 +1,181 @@
+"""Calls on several ranks: results by rank, the first failure at once, time limits, and no process left at the end."""
+
+import os
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+from ray.exceptions import RpcError
+
+from nemo_opd import progress
+from nemo_opd.cluster.placement import Placement
+from nemo_opd.cluster.ray import cluster as ray_cluster
+from nemo_opd.cluster.ray import session
+from nemo_opd.cluster.ray.calls import gather
+from nemo_opd.cluster.ray.cluster import RayCluster, RayGroup
+from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.teacher import SameTokenizerTeacher
+from nemo_opd.errors import ClusterError, WorkerError
+from nemo_opd.progress import current
+from nemo_opd.workers.teacher import TeacherWorker
+from tests.cluster.ray.shared.conftest import TWO_GROUPS
+from tests.cluster.toy import HANG_S, Toy
+from tests.tiny import Tiny
+from tests.waiting import CLEAN_S, wait_until
+
+pytestmark = pytest.mark.ray
+
+
+def test_results_are_by_rank_and_ranks_share_a_world(group: RayGroup) -> None:
+    assert group.call("sum_of_ranks", [(10,), (20,)]) == [(0, 31.0), (1, 31.0)]
+
+
+def test_several_calls_are_gathered_in_order(group: RayGroup) -> None:
+    calls = [group.submit("sum_of_ranks", [(offset,)] * 2) for offset in (0, 100)]
+    assert group.cluster.gather(calls) == [[(0, 1.0), (1, 1.0)], [(0, 201.0), (1, 201.0)]]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_failure_on_one_rank_is_raised_while_the_other_hangs(group: RayGroup, rank: int, tmp_path: Path) -> None:
+    """Bug: ranks are waited for in order, so a rank that hangs in a collective hides the failed one for ever."""
+    file = tmp_path / "may end"
+    with pytest.raises(WorkerError) as caught:
+        group.call("fail_while_others_wait", [(rank, file)] * 2)
+    file.touch()
+    error = caught.value
+    assert (error.group, error.rank) == ("toys", rank)
+    assert error.error == "KeyError: 'no such thing' (while in 'fail_while_others_wait')"
+    assert "fail_while_others_wait" in error.traceback
+    assert str(error) == f"toys rank {rank} failed: {error.error}"
+    assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the other rank has ended its wait"
+
+
+def test_result_that_cannot_travel_is_a_worker_error(group: RayGroup) -> None:
+    with pytest.raises(WorkerError, match="toys rank"):
+        group.call("unpicklable")
+
+
+def test_no_result_within_the_limit_is_a_cluster_error(group: RayGroup, tmp_path: Path) -> None:
+    file = tmp_path / "may end"
+    with pytest.raises(ClusterError, match=r"toys ranks 0, 1: still in 'wait_for' after cluster.timeout_s=0.5 s"):
+        gather([group.submit("wait_for", [(file,)] * 2)], timeout_s=0.5)
+    file.touch()
+    assert len(group.call("sum_of_ranks", [(0,)] * 2)) == 2, "the group is whole again once it is done"
+
+
+def test_what_a_worker_does_is_seen_while_it_is_waited_for(
+    group: RayGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_under_way", [])  # an error that another test keeps holds its loops
+    file = tmp_path / "may end"
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(group.call, "wait_for", [(file,)] * 2)
+        wait_until(lambda: (work := current()) is not None and work.name == "toys: waiting", "the worker's work")
+        file.touch()
+        call.result()
+    assert current() is None
+
+
+def test_truncated_weights_are_named_and_processes_end(cluster: RayCluster, tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "truncated"
+    folder.mkdir()
+    for file in tiny.teacher_same.iterdir():
+        content = file.read_bytes()
+        (folder / file.name).write_bytes(content[: len(content) // 2] if file.suffix == ".safetensors" else content)
+    arguments = {
+        "settings": SameTokenizerTeacher(type="same_tokenizer", name="t", model=str(folder)),
+        "key": "teachers.1.model",
+        "vocab_size": 400,
+        "device": "cpu",
+        "transport": "shared_memory",
+        "handoff": "hidden_states",
+    }
+    before = rank_processes()
+    with (
+        pytest.raises(
+            WorkerError,
+            match=rf"teacher t rank \d failed: ModelError: teachers.1.model={folder}: .*is missing or damaged",
+        ) as caught,
+        RayGroup(cluster, "teacher t", TeacherWorker, arguments, TWO_GROUPS.teachers[0]) as teacher,
+    ):
+        teacher.cluster.gather([teacher.ready])
+    assert not hasattr(caught.value, "__notes__"), "nothing else to print of a mistake of the user's"
+    wait_for_end(rank_processes() - before)
+
+
+def test_a_dead_process_is_named_by_whoever_misses_it_first(
+    cluster: RayCluster, group: RayGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: the student's missing buffer was the error, since nobody waits for a teacher that is a batch ahead."""
+    monkeypatch.setattr(cluster, "is_broken", False)
+    monkeypatch.setattr(cluster, "under_way", {})  # a call that nobody gathers would explain later deaths
+    with RayGroup(cluster, "senders", Toy, {}, TWO_GROUPS.teachers[0]) as senders:
+        cluster.gather([senders.ready])
+        senders.submit("die", [(1,)] * 2, about="step 9")
+        with pytest.raises(ClusterError, match=r"^senders rank 1 died while in 'die' \(step 9\) \(its process on "):
+            group.call("miss_a_sender")
+
+
+def test_dead_process_is_one_cluster_error(group: RayGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last test of the shared group. Its other rank hangs, so that `close` must end it by force."""
+    with pytest.raises(ClusterError) as caught:
+        group.call("die", [(1,)] * 2)
+    assert str(caught.value).startswith("toys rank 1 died while in 'die' (its process on ")
+    assert not isinstance(caught.value, WorkerError)
+    assert group.cluster.is_broken, "so that nobody is asked to leave"
+    monkeypatch.setattr(group.cluster, "is_broken", False)
+    monkeypatch.setattr(ray_cluster, "LEAVE_S", 2.0)
+    before = rank_processes()
+    start = time.monotonic()
+    group.close()
+    assert 2.0 <= time.monotonic() - start < HANG_S
+    wait_for_end(before)
+
+
+def test_more_than_the_cluster_has_is_a_cluster_error(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session has room for 2 ranks of 2 groups; 3 ranks do not fit."""
+    larger = Placement.colocated(num_nodes=1, ranks_per_node=3, num_teachers=1)
+    monkeypatch.setattr(cluster, "placement", larger)
+    monkeypatch.setattr(cluster, "timeout_s", 1.0)
+    with pytest.raises(ClusterError, match=r"3 ranks of {'CPU': 2} are not free .* lower cluster.num_nodes"):
+        cluster._reserve()
+
+
+def test_what_is_no_ray_cluster_is_a_cluster_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: a traceback where something else listens, as a web server does."""
+
+    def other(address: str) -> None:
+        raise RpcError("Timed out while waiting for GCS to become available")
+
+    monkeypatch.setattr(session, "probe", other)
+    with pytest.raises(ClusterError, match=r"address=127.0.0.1:80: no Ray cluster answers there \(Timed out"):
+        RayCluster(Cluster(address="127.0.0.1:80"), device="cpu", placement=TWO_GROUPS)
+
+
+def test_cluster_that_does_not_answer_is_a_cluster_error_at_once() -> None:
+    """Ray would retry for minutes."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ClusterError, match=f"cluster.address={address}: no Ray cluster answers there"):
+            RayCluster(Cluster(address=address), device="cpu", placement=TWO_GROUPS)
+
+
+def rank_processes() -> set[psutil.Process]:
+    return {process for process in psutil.Process(os.getpid()).children(recursive=True) if is_rank(process)}
+
+
+def is_rank(process: psutil.Process) -> bool:
+    """Return whether a child is a rank; one that ends meanwhile is not."""
+    try:
+        return "RankActor" in process.name() or "RankActor" in " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for_end(processes: set[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=CLEAN_S)
+    assert not alive

@@ -1,0 +1,72 @@
+"""Users' code in the loop: what it sees, what it decides, and how it fails."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import nemo_opd
+from nemo_opd.errors import CallbackError, ConfigError
+from nemo_opd.training.callbacks import Callbacks
+from tests.training.test_entry import SETTINGS
+
+SEEN: list[tuple[str, int]] = []
+
+
+class Watch(nemo_opd.Callback):
+    """Notes everything, and ends the run after its second step."""
+
+    def on_step(self, step: int, record: Mapping[str, float]) -> bool:
+        assert record["train/loss"] > 0
+        SEEN.append(("step", step))
+        return step == 2
+
+    def on_save(self, step: int, folder: Path) -> None:
+        AutoModelForCausalLM.from_pretrained(folder / "student")
+        SEEN.append(("save", step))
+
+    def on_evaluate(self, step: int, values: Mapping[str, float]) -> None:
+        assert "val/bits_per_byte" in values
+        assert not any(name.startswith("train/") for name in values)
+        SEEN.append(("evaluate", step))
+
+
+def counted(step: int, record: Mapping[str, float]) -> None:
+    SEEN.append(("function", step))
+
+
+class Fails:
+    def on_step(self, step: int, record: Mapping[str, float]) -> None:
+        raise KeyError("no such metric")
+
+
+def test_callbacks_see_a_run_and_end_it(tmp_path: Path) -> None:
+    """Bug: a method that is not called, twice, or before what it is about is there; an end without a checkpoint."""
+    SEEN.clear()
+    settings = SETTINGS | {
+        "run": {"output_dir": str(tmp_path), "callbacks": f"{__name__}:Watch"},
+        "train": SETTINGS["train"] | {"max_steps": 5, "validate_every": 1},
+        "data": SETTINGS["data"] | {"validation": {"arrow_files": "demo:validation", "max_samples": 2}},
+    }
+    finished = nemo_opd.distil(settings, callbacks=[counted])
+    steps = [("evaluate", 1), ("step", 1), ("function", 1), ("evaluate", 2), ("step", 2), ("function", 2)]
+    assert [("evaluate", 0), *steps, ("save", 2)] == SEEN
+    assert finished.model is None
+    assert (tmp_path / "checkpoints" / "step_000002").is_dir()
+
+
+def test_an_exception_is_told_with_its_place() -> None:
+    with pytest.raises(CallbackError, match=r"Fails: on_step raised KeyError: 'no such metric'") as caught:
+        Callbacks([f"{__name__}:Fails"]).on_step(1, {})
+    assert "raise KeyError" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("nowhere:Watch", "cannot be imported"), (f"{__name__}:SEEN", "neither a function"), ("builtins:int", "neither")],
+)
+def test_what_is_no_callback_is_refused_before_the_run(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"run.callbacks={name}: .*{reason}"):
+        nemo_opd.distil(SETTINGS | {"run": {"callbacks": [name], "output_dir": str(tmp_path / "run")}})
+    assert not (tmp_path / "run").exists()
