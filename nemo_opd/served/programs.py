@@ -1,4 +1,4 @@
-"""What programs that serve a model are asked about a prompt's tokens, and how they answer."""
+"""Requests about the tokens of a prompt to programs that serve a model, and their answers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What a server says of a prompt of N tokens, unchecked."""
+    """Answer of a server about a prompt of N tokens, unchecked."""
 
     realised: list[Any]
     """[N − 1]: log-probability of each token but the first."""

@@ -20,7 +20,7 @@ _LEAST = -9999.0
 _NOISE = 2.0**-20
 """Error of a sum of probabilities that were computed in 32 bits: a rest below it is not known from the sum."""
 _EXCESS = 0.01
-"""What probabilities may sum to beyond 1; more are no probabilities."""
+"""Largest excess of a sum of probabilities over 1 that is taken for rounding."""
 _Floats = NDArray[np.float64]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nemo_opd.cli.main import main
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, EndpointError, ModelError, OPDError
@@ -28,7 +29,6 @@ from tests.served.endpoint import answering, endpoint, scores_of
 from tests.tiny import Tiny
 from tests.workers import on_policy
 from tests.workers.local import evaluate, first_batches, opened, train_step
-from tools.teacher_cache import build as build_tool
 
 pytestmark = pytest.mark.world
 ALL = 99_999
@@ -117,7 +117,7 @@ def assert_same_cache(asked: Path, served: Path) -> None:
     for shard in theirs.shards:
         for number in range(len(shard)):
             segment = shard.segment(number)
-            own = ours._segment(ours._place(shard.keys[number].tobytes()))  # type: ignore[arg-type]
+            own = ours._segment(next(ours._places(shard.keys[number].tobytes())))
             assert np.array_equal(own.tokens, segment.tokens)
             found, expected = (layout.decode(_tensor(each.rows)) for each in (own, segment))
             for name in ("log_p", "log_p_next", "log_rest"):
@@ -243,10 +243,15 @@ def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pyte
     model = servers.live.teachers[1].reference
     common = ["--data", str(texts), "--top-k", "4", "--max-length", "48"]
     served = ["--urls", servers.urls["same"], "--model", "the same", "--tokenizer", model]
-    assert build_tool.main([*served, *common, "--output", str(tmp_path / "served")]) == 0
-    assert build_tool.main(["--model", model, *common, "--output", str(tmp_path / "asked"), "--dtype", "float32"]) == 0
+    assert main(["cache", "build", *served, *common, "--output", str(tmp_path / "served")]) == 0
+    assert (
+        main(["cache", "build", "--model", model, *common, "--output", str(tmp_path / "asked"), "--dtype", "float32"])
+        == 0
+    )
     ours, theirs = (CacheReader(tmp_path / name) for name in ("served", "asked"))
     assert {key.tobytes() for key in ours.shards[0].keys} == {key.tobytes() for key in theirs.shards[0].keys}
     capsys.readouterr()
-    assert build_tool.main(["--tokenizer", model, "--model", model, *common, "--output", str(tmp_path / "none")]) == 1
+    with pytest.raises(SystemExit) as refused:
+        main(["cache", "build", "--tokenizer", model, "--model", model, *common, "--output", str(tmp_path / "none")])
+    assert refused.value.code == 1
     assert "it is for --urls alone" in capsys.readouterr().err
