@@ -173,6 +173,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def streamed_teachers_answer_no_questions(self) -> Self:
+        for i, teacher in enumerate(self.active_teachers):
+            if teacher.offload == "layers" and self.evaluation is not None and self.evaluation.teachers:
+                raise ValueError(
+                    f"teachers.{i}.offload=layers: with evaluation.teachers=true all layers of {teacher.name} would be "
+                    "brought for every token of an answer; write evaluation.teachers=false, or another offload"
+                )
+        return self
+
+    @model_validator(mode="after")
     def routes_have_a_column(self) -> Self:
         data, aggregation = self.data, self.aggregation
         if not isinstance(aggregation, Routed):

@@ -41,9 +41,10 @@ class TeacherBase(Model):
     """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
     longest sequence of this teacher.
     """
-    offload: Literal[True, False, "auto"] = "auto"
+    offload: Literal[True, False, "auto", "layers"] = "auto"
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
-    does not fit otherwise, the largest teacher first.
+    does not fit otherwise, the largest teacher first. layers: keep decoder layers there, of which the one that computes
+    and the next are on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
     """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
@@ -87,6 +88,20 @@ class TeacherBase(Model):
     def with_parallelism(self, **changes: object) -> Self:
         """Return the settings with other values of `parallelism`; a self-teacher has the student's and stays."""
         return self if self.is_student else super().with_parallelism(**changes)
+
+    @model_validator(mode="after")
+    def streamed_layers_are_frozen_and_come_and_go(self) -> Self:
+        reasons = {
+            f"weights={self.weights}": self.is_student,
+            "compile=true": self.compile,
+            "parallelism.reshard_after_forward=false": not self.parallelism.frees_gathered,
+        }
+        if self.offload == "layers" and (wrong := next((name for name, holds in reasons.items() if holds), None)):
+            raise ValueError(
+                f"offload=layers: with {wrong}, layers cannot come and go one by one; leave {wrong.partition('=')[0]} "
+                "out, or write offload: true"
+            )
+        return self
 
     @model_validator(mode="after")
     def frozen_weights_are_of_a_model(self) -> Self:

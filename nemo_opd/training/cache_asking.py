@@ -50,8 +50,9 @@ class Asker:
         """Load the teacher. key: its model's, for messages. folder: the cache. Raises WorkerError and ClusterError."""
         self._layout, self._folder = layout, folder
         self._sparse = sparse_layout(manifest) if manifest.form == "top_k" else None
+        offload = "layers" if settings.offload == "layers" else False  # there is nobody else on the device
         arguments: dict[str, Any] = {
-            "settings": settings.model_copy(update={"offload": False}),
+            "settings": settings.model_copy(update={"offload": offload}),
             "key": key,
             "vocab_size": manifest.vocab_size,
             "device": device,

@@ -16,7 +16,7 @@ from nemo_opd.models.fused_layers import check_fused_layers
 from nemo_opd.models.load import build_on_meta, load_config, tokenizer_of
 from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
-from nemo_opd.models.sharded_load import check_weights
+from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.rollout.hf import max_positions
 from nemo_opd.served.check import check_endpoint
 from nemo_opd.teacher_cache.manifest import read_manifest

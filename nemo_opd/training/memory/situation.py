@@ -63,6 +63,12 @@ class ModelSetup:
         return shard_numel(self.size.shapes, self.layout)
 
     @property
+    def streamed_shard(self) -> int:
+        """Number of these on the device while layers come and go: all outside of them, and two layers."""
+        layers = max(shard_numel(layer.shapes, self.layout) for layer in self.size.layers)
+        return shard_numel(self.size.rest, self.layout) + min(2, len(self.size.layers)) * layers
+
+    @property
     def trained(self) -> int:
         """Number of trained parameters that a rank keeps."""
         return shard_numel(self.size.trained_shapes, self.layout)

@@ -212,14 +212,16 @@ def _reading(working: Collection[Phase]) -> list[Phase]:
 def _own_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
     """Return the weights of a teacher with a process of its own."""
     name, t, setup = job.settings.name, job.item_bytes, job.setup
-    offload = job.settings.offload is True
+    streams = job.settings.offload == "layers" and job.device == "cuda"
+    offload = job.settings.offload is True or streams
     waiting = [phase for phase in Phase if phase not in (Phase.LOADING, *working)]
     # FSDP2 keeps embedding and head gathered until the model moves, or all of it.
     left = [] if offload else [phase for phase in reading_phases(job.config) if phase in waiting]
     stays = setup.rest if job.settings.parallelism.frees_gathered else setup.whole
     gathered = dict.fromkeys(left, t * stays) | dict.fromkeys(_reading(working), t * setup.kept(job.settings, t))
+    here = setup.streamed_shard if streams else setup.shard
     device = (
-        part(name, "parameters", t * setup.shard, Phase.LOADING, *working, *([] if offload else waiting)),
+        part(name, "parameters", t * here, Phase.LOADING, *working, *([] if offload else waiting)),
         Part(name, "gathered parameters", gathered if setup.is_sharded(job.settings, t) else {}),
     )
     read = part(name, "largest tensor, read from the file", t * setup.largest_tensor, Phase.LOADING)
