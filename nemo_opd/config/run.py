@@ -48,6 +48,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def served_teachers_answer_no_questions(self) -> Self:
+        served = (each.name for each in self.active_teachers if not each.is_computed)
+        if self.evaluation is not None and self.evaluation.teachers and (name := next(served, None)):
+            raise ValueError(
+                f"evaluation.teachers=true: {name} is served, and its servers are asked for log-probabilities alone; "
+                "write evaluation.teachers=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss
@@ -160,6 +170,16 @@ class RunConfig(RunFields):
                 f"{teachers[0].weights}) and computes in the student's processes, so none has devices of its own; "
                 "write cluster.placement=colocated"
             )
+        return self
+
+    @model_validator(mode="after")
+    def streamed_teachers_answer_no_questions(self) -> Self:
+        for i, teacher in enumerate(self.active_teachers):
+            if teacher.offload == "layers" and self.evaluation is not None and self.evaluation.teachers:
+                raise ValueError(
+                    f"teachers.{i}.offload=layers: with evaluation.teachers=true all layers of {teacher.name} would be "
+                    "brought for every token of an answer; write evaluation.teachers=false, or another offload"
+                )
         return self
 
     @model_validator(mode="after")

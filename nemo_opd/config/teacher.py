@@ -1,11 +1,13 @@
 """Teachers: frozen models, each with its own tokenizer and weight, or the student with its own weights."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
 from nemo_opd.config.context import Context
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
 
@@ -39,9 +41,10 @@ class TeacherBase(Model):
     """Tokens of this teacher in one forward pass of a rank; by default those of the student's microbatch, scaled by the
     longest sequence of this teacher.
     """
-    offload: Literal[True, False, "auto"] = "auto"
+    offload: Literal[True, False, "auto", "layers"] = "auto"
     """Move the parameters to host memory while others use the device. auto: where the memory estimate says that the run
-    does not fit otherwise, the largest teacher first.
+    does not fit otherwise, the largest teacher first. layers: keep decoder layers there, of which the one that computes
+    and the next are on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
     """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
@@ -51,6 +54,10 @@ class TeacherBase(Model):
     """A text that the cache does not have, or not as it was written. stop: the run ends and names it. ask: before the
     first step the model that the cache was built from, under the name that it had then, is asked about every such text,
     and the cache keeps its answers.
+    """
+    served: Endpoint | None = None
+    """Servers that are asked in place of a forward pass; `model` is then the name under which they serve it. As a rule
+    written with type: served, which finds out the tokenizer.
     """
     context: Context | None = None
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
@@ -65,7 +72,12 @@ class TeacherBase(Model):
     @property
     def has_model(self) -> bool:
         """Whether a model of this teacher is loaded."""
-        return self.cache is None and not self.is_student
+        return self.is_computed and not self.is_student
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the run computes its output, which is otherwise read from a cache or asked of a server."""
+        return self.cache is None and self.served is None
 
     def with_model_of(self, student: Student) -> Self:
         """Return a self-teacher with the settings that it has from the student; its own chat template goes before."""
@@ -76,6 +88,20 @@ class TeacherBase(Model):
     def with_parallelism(self, **changes: object) -> Self:
         """Return the settings with other values of `parallelism`; a self-teacher has the student's and stays."""
         return self if self.is_student else super().with_parallelism(**changes)
+
+    @model_validator(mode="after")
+    def streamed_layers_are_frozen_and_come_and_go(self) -> Self:
+        reasons = {
+            f"weights={self.weights}": self.is_student,
+            "compile=true": self.compile,
+            "parallelism.reshard_after_forward=false": not self.parallelism.frees_gathered,
+        }
+        if self.offload == "layers" and (wrong := next((name for name, holds in reasons.items() if holds), None)):
+            raise ValueError(
+                f"offload=layers: with {wrong}, layers cannot come and go one by one; leave {wrong.partition('=')[0]} "
+                "out, or write offload: true"
+            )
+        return self
 
     @model_validator(mode="after")
     def frozen_weights_are_of_a_model(self) -> Self:
@@ -89,6 +115,13 @@ class TeacherBase(Model):
                 "model: required, but not given; name the teacher's, or write weights: student or weights: ema for a "
                 "teacher with the student's weights"
             )
+        return self
+
+    @model_validator(mode="after")
+    def answers_have_one_origin(self) -> Self:
+        if self.served is not None and (self.cache is not None or self.is_student):
+            name = f"cache={self.cache}" if self.cache is not None else f"weights={self.weights}"
+            raise ValueError(f"{name}: the servers in served answer for this teacher; leave one of the two out")
         return self
 
     @model_validator(mode="after")
@@ -174,10 +207,18 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
     type: Literal["cross_tokenizer"]
 
 
-_OF_A_MODEL = (
-    *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
-    *("fused_layers", "dtype", "offload", "micro_batch_tokens", "ema_decay", "adapters"),
+_OF_WEIGHTS = (
+    *("parallelism", "attn_implementation", "compile", "fused_layers", "dtype", "offload", "micro_batch_tokens"),
+    *("ema_decay", "adapters"),
 )
+_OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
+
+
+def _changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
+    """Return the first of some settings that has another value than its default."""
+    fields = type(teacher).model_fields
+    changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
+    return next(changed, None)
 
 
 class CachedTeacher(OwnIdsTeacher):
@@ -193,13 +234,38 @@ class CachedTeacher(OwnIdsTeacher):
 
     @model_validator(mode="after")
     def cached_teachers_have_no_model(self) -> "CachedTeacher":
-        for name in _OF_A_MODEL:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
-                    "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
-                )
+        if name := _changed(self, _OF_A_MODEL):
+            raise ValueError(
+                f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
+                "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
+            )
         return self
 
 
-Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher, Field(discriminator="type")]
+class ServedTeacher(Endpoint, OwnIdsTeacher):
+    """A teacher that servers answer for: the log-probabilities of the likeliest tokens of each position come from them,
+    and no model is loaded. With the student's tokenizer it is then of type same_tokenizer, else of type
+    cross_tokenizer, which config.yaml says.
+    """
+
+    type: Literal["served"]
+    model: str
+    """Name under which the servers serve the model; where it is no folder or hub name, `tokenizer` is needed."""
+
+    @property
+    def is_computed(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def served_teachers_have_no_weights(self) -> "ServedTeacher":
+        if name := _changed(self, (*_OF_WEIGHTS, "weights", "cache", "served")):
+            raise ValueError(
+                f"{name} has no effect: {self.model} is computed by the servers in urls; leave it out, or write type: "
+                "same_tokenizer or cross_tokenizer for a teacher that the run loads"
+            )
+        return self
+
+
+Teacher = Annotated[
+    SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher | ServedTeacher, Field(discriminator="type")
+]

@@ -12,6 +12,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from nemo_opd.errors import ModelError
 from nemo_opd.models.head import replaced_forward
+from nemo_opd.models.stored_weights import kept_in_fp32
 
 
 def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: str, reference: str) -> None:
@@ -40,14 +41,8 @@ def check_head_precision(config: PretrainedConfig, dtype: torch.dtype, *, key: s
 
 
 def _is_kept_in_fp32(model: Any, head: nn.Module, dtype: torch.dtype) -> bool:
-    """Apply transformers' rule on names of modules or parameters, one kind of which counts for fp16 only."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
-    names = [name for name, module in model.named_modules() if module is head]
-    return any(
-        each in f"{name}.weight".split(".") or f"{name}.weight".endswith(each) for name in names for each in kept
-    )
+    kept = kept_in_fp32(model, dtype)
+    return any(kept(f"{name}.weight") for name, module in model.named_modules() if module is head)
 
 
 def dtype_before(model: Any, head: nn.Linear) -> torch.dtype | None:

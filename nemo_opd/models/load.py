@@ -18,6 +18,8 @@ from nemo_opd.config.model import Model
 from nemo_opd.distributed.finite import NotFinite
 from nemo_opd.errors import ModelError
 from nemo_opd.models.folder import check_folder, num_tensors, read_template, reason, resolve, safetensors_files
+from nemo_opd.models.quantised import dequantised, quantisation
+from nemo_opd.models.text_part import NAMES, text_part
 
 _SOME_LAYERS = 512
 """Number of layers that no model exceeds and that can be built quickly."""
@@ -50,18 +52,20 @@ def tokenizer_of(settings: Model, *, key: str) -> PreTrainedTokenizerFast:
 
 
 def load_config(reference: str, *, key: str) -> PretrainedConfig:
-    """Load the configuration of a causal language model and check its folder. Raises ModelError naming `key`."""
-    check_folder(reference, key=key)
-    try:
-        config = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
-    except Exception as error:  # the hub and transformers each raise their own
-        raise ModelError(
-            f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
-            "form, of an architecture that transformers has, or a hub name that this machine can reach"
-        ) from error
+    """Load the configuration of a causal language model and check its folder. Raises ModelError naming `key`.
+
+    Of a model that reads more than text it is that of its text part.
+    """
+    whole = _whole_config(reference, key=key)
+    config = text_part(whole)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"{key}={reference}: {config.model_type} is no causal language model; name a model that continues text"
+        )
+    if config is not whole and getattr(config, "quantization_config", None) is not None:
+        raise ModelError(
+            f"{key}={reference}: {whole.model_type} reads more than text and is quantised, so its text part cannot be "
+            "loaded alone; name the unquantised model"
         )
     if "/" in str(config._attn_implementation):  # transformers would fetch it from the hub, and run it
         raise ModelError(
@@ -69,6 +73,18 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
             "from the hub; take attn_implementation out of the file"
         )
     _check_depth(config, reference, key=key)
+    return config
+
+
+def _whole_config(reference: str, *, key: str) -> PretrainedConfig:
+    check_folder(reference, key=key)
+    try:
+        config: PretrainedConfig = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
+    except Exception as error:  # the hub and transformers each raise their own
+        raise ModelError(
+            f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
+            "form, of an architecture that transformers has, or a hub name that this machine can reach"
+        ) from error
     return config
 
 
@@ -119,21 +135,41 @@ def build_on_meta(
 
 
 def load_model(
-    reference: str, dtype: torch.dtype, *, key: str, attn_implementation: str | None = None
+    reference: str,
+    dtype: torch.dtype,
+    *,
+    key: str,
+    attn_implementation: str | None = None,
+    quantised_on: str | None = None,
 ) -> PreTrainedModel:
     """Load a whole causal language model on the CPU in `dtype`, with an attention of transformers or its default.
 
-    Raises ModelError naming `key` where weights are unreadable, or missing, which transformers would draw at random.
+    quantised_on: the device on which quantised weights stay so; None: they are dequantised. Raises ModelError naming
+    `key` where weights are unreadable, or missing, which transformers would draw at random.
     """
-    options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    config = load_config(reference, key=key)
+    if is_part := type(config) is not type(_whole_config(reference, key=key)):
+        options["key_mapping"] = NAMES
+    is_quantised = quantisation(config) is not None
+    if is_quantised:
+        if quantised_on is None:
+            config = dequantised(config)
+        else:
+            options["device_map"] = {"": quantised_on}
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(reference), dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
+            resolve(reference), config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False, **options
         )
     except Exception as error:  # safetensors, pickle and transformers each raise their own
         raise unreadable(reference, error, key=key) from error
     model: PreTrainedModel = loaded[0]
+    if is_part:  # so that names are not changed back when it is saved
+        model._weight_conversions = None  # type: ignore[assignment]
     check_nothing_missing(reference, sorted(loaded[1]["missing_keys"]), key=key)
+    if is_quantised and quantisation(model.config) is None:  # dequantised in the precision of its scales
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -65,12 +65,17 @@ def shard(
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # Inputs of layers keep their dtype: some models keep rotary angles in fp32.
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # What is outside of the layers is needed first in backward, so it stays whole until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers in order."""
+    names = set(model._no_split_modules or ())
+    # FSDP2 makes a layer's class a subclass with another name.
+    return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:
@@ -87,10 +92,8 @@ def checkpoint_activations(model: PreTrainedModel) -> None:
 
 def compile_in_place(model: PreTrainedModel) -> None:
     """Compile decoder layers at their first call, once for all equal layers and for any length."""
-    layers = set(model._no_split_modules or ())
-    for module in model.modules():
-        if type(module).__name__ in layers:
-            module.compile(dynamic=True)
+    for layer in decoder_layers(model):
+        layer.compile(dynamic=True)
 
 
 def is_compiled_in_place(model: PreTrainedModel) -> bool:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 from transformers import PreTrainedModel
 
@@ -12,11 +12,13 @@ from nemo_opd.errors import ModelError
 from nemo_opd.models.tensor_plan import Style, TensorPlan, inside, tensor_plan
 from nemo_opd.models.tensor_styles import (
     Block,
+    Experts,
+    Local,
+    Mixture,
     Residual,
     Rows,
     VocabularyEmbedding,
     VocabularyHead,
-    Whole,
     share_positions,
 )
 
@@ -39,6 +41,8 @@ def cut_over_ranks(model: PreTrainedModel, mesh: DeviceMesh, *, sequence_paralle
             parallelize_module(module, mesh, style, src_data_rank=None)
     for block in plan.blocks:
         parallelize_module(modules[block], mesh, Block(residual), src_data_rank=None)
+    for mixture in plan.mixtures:
+        parallelize_module(modules[mixture], mesh, Mixture(residual), src_data_rank=None)
     if sequence_parallel:
         share_positions(modules[plan.layers[0]], modules[plan.layers[-1]], mesh, residual)
 
@@ -63,7 +67,12 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
     own = list(module.parameters(recurse=False))
     if not own or isinstance(own[0], DTensor):
         return None
-    match plan.styles.get(name):
+    style = plan.styles.get(name)
+    if name in plan.experts:
+        return Experts()
+    if any(inside(name, mixture) for mixture in plan.mixtures):
+        return _in_mixture(style)
+    match style:
         case Style.COLUMNS:
             return ColwiseParallel()
         case Style.COLUMNS_GATHERED:
@@ -73,8 +82,18 @@ def _style(name: str, module: nn.Module, plan: TensorPlan, residual: Residual) -
         case Style.ROWS_SPLIT:
             return Rows(residual, input_layouts=Replicate())
         case Style.OF_HEADS:
-            return Whole(Partial())
+            return Local(Replicate(), Partial())
     in_layer = any(inside(name, layer) or name == layer for layer in plan.layers)
     in_block = any(inside(name, block) for block in plan.blocks)
     # Between blocks a rank may have a part of the positions only.
-    return Whole(Partial() if residual.is_shared and in_layer and not in_block else Replicate())
+    return Local(Replicate(), Partial() if residual.is_shared and in_layer and not in_block else Replicate())
+
+
+def _in_mixture(style: Style | None) -> ParallelStyle:
+    """Return the style of a shared expert's linear layer, or of a router, whose gradient is a part of the sum."""
+    match style:
+        case Style.COLUMNS:
+            return Local(Shard(0), Shard(0))
+        case Style.ROWS:
+            return Local(Shard(1), Shard(1))
+    return Local(Replicate(), Partial())

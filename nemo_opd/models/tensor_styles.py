@@ -42,16 +42,16 @@ class Residual:
         return _SEQUENCE if self.is_shared and not _HAS_ALL.get() else Replicate()
 
 
-class Whole(ParallelStyle):
-    """Parameters that every rank has whole; the module computes with plain tensors."""
+class Local(ParallelStyle):
+    """Parameters that are placed in one way; the module computes with plain tensors, this rank's parts of them."""
 
-    def __init__(self, gradient: Placement) -> None:
-        """gradient: placement of each rank's gradient, which is the same everywhere or a part of the sum."""
-        self.gradient = gradient
+    def __init__(self, placement: Placement, gradient: Placement) -> None:
+        """gradient: placement of each rank's gradient: of its part, the same everywhere, or one of a sum."""
+        self.placement, self.gradient = placement, gradient
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, _ in list(module.named_parameters(recurse=False)):
-            _distribute(module, name, device_mesh, Replicate())
+            _distribute(module, name, device_mesh, self.placement)
         forward = module.forward
 
         @wraps(forward)
@@ -61,6 +61,56 @@ class Whole(ParallelStyle):
 
         module.forward = with_local
         return module
+
+
+class Experts(ParallelStyle):
+    """Experts of which each rank has some whole, and computes what they say of the tokens that are sent to them.
+
+    Its output, and the gradients of its inputs, are to be summed over the ranks.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        experts: Any = module
+        begin, end = own_part(experts.num_experts, device_mesh)
+        local = Local(Shard(0), Shard(0))._apply(module, device_mesh)
+        # transformers leaves out tokens whose expert has this number.
+        experts.num_experts, experts._is_expert_parallel = end - begin, True
+        forward: Callable[..., Tensor] = local.forward
+
+        def of_own(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+            is_own = (index >= begin) & (index < end)
+            return forward(hidden, torch.where(is_own, index - begin, end - begin), weights.masked_fill(~is_own, 0))
+
+        module.forward = of_own
+        return module
+
+
+class Mixture(ParallelStyle):
+    """Part of a layer with experts: each rank's output, of whole hidden states, is a part of the sum over ranks.
+
+    Communicates an all-reduce forward, and one backward; where positions are shared, an all-gather and a
+    reduce-scatter. All inside compute with plain tensors, whose gradients are parts of sums as well.
+    """
+
+    def __init__(self, residual: Residual) -> None:
+        self.residual = residual
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return _with_hidden(args, kwargs, lambda hidden: self._gathered(hidden, device_mesh))
+
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            if isinstance(output, tuple):
+                return leave(module, args, output[0]), *output[1:]
+            return _moved(output, device_mesh, Partial(), self.residual.placement)
+
+        module.register_forward_pre_hook(enter, with_kwargs=True)
+        module.register_forward_hook(leave)
+        return module
+
+    def _gathered(self, hidden: Tensor, mesh: DeviceMesh) -> Tensor:
+        local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
+        return local.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
 
 class VocabularyEmbedding(ParallelStyle):
@@ -148,9 +198,16 @@ class Block(ParallelStyle):
             local = DTensor.from_local(hidden, mesh, [self.residual.placement], run_check=False)
             return local.redistribute(placements=[Replicate()])
 
-        if args:
-            return (entered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": entered(kwargs["hidden_states"])}
+        return _with_hidden(args, kwargs, entered)
+
+
+def _with_hidden(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a module's arguments with other hidden states."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
 
 
 def share_positions(first: nn.Module, last: nn.Module, mesh: DeviceMesh, residual: Residual) -> None:

@@ -41,7 +41,7 @@ def _undecided(config: RunConfig, situation: Situation) -> Iterator[_Kept]:
 
 
 def _may_stay(model: Student | Teacher) -> bool:
-    return model.parallelism.reshard_after_forward == "auto" and model.offload is not True
+    return model.parallelism.reshard_after_forward == "auto" and model.offload in (False, "auto")
 
 
 def _decided(config: RunConfig, kept: Collection[_Kept]) -> RunConfig:

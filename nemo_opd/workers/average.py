@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nemo_opd.distributed.shards import local
-from nemo_opd.workers.residence import HostCopy
+from nemo_opd.workers.host_copy import HostCopy
 
 
 class Average:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from nemo_opd.distributed.shards import local
 from nemo_opd.models.parallelize import sharded_units
-
-_BLOCK_BYTES = 2**28
-"""Size of a block of pinned memory, a power of two: PyTorch's allocator takes the next one."""
+from nemo_opd.workers.host_copy import HostCopy, storages_of
+from nemo_opd.workers.layer_stream import LayerStream
 
 
 class Residence:
@@ -24,14 +21,22 @@ class Residence:
     """
 
     def __init__(
-        self, model: nn.Module, device: str, *, offload: bool, gives_back: bool, optimizer: Optimizer | None = None
+        self,
+        model: nn.Module,
+        device: str,
+        *,
+        offload: bool,
+        gives_back: bool,
+        optimizer: Optimizer | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
         """offload: the model leaves; it may be on the host at first. On CPU it has nowhere to go.
 
-        gives_back: other processes need what PyTorch caches of the device's memory.
+        gives_back: other processes need what PyTorch caches of the device's memory. stream: brings layers while the
+        model is in use, with `offload`.
         """
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._offload, self._gives_back = offload, gives_back
+        self._offload, self._gives_back, self._stream = offload, gives_back, stream
         self._leaves = offload and device == "cuda"
         self._has_come = False
         self._parameters, self._state = HostCopy(), HostCopy()
@@ -53,14 +58,19 @@ class Residence:
 
     def _arrive(self, optimizer: bool) -> None:
         if not self._has_come:
-            self._model.to(self._device)
+            if self._stream is None:
+                self._model.to(self._device)
+            else:
+                self._stream.settle()
             self._has_come = True
         self._parameters.restore()
         if optimizer:
             self._state.restore()
 
     def _leave(self, optimizer: bool) -> None:
-        self._parameters.hold(self._model.parameters())
+        if self._stream is not None:
+            self._stream.leave()
+        self._parameters.hold(self._model.parameters() if self._stream is None else self._stream.rest())
         if optimizer and self._optimizer is not None:
             self._state.hold(_moments(self._optimizer))
         torch.cuda.current_stream().synchronize()
@@ -73,7 +83,7 @@ class Residence:
     def close(self) -> None:
         """Free the device's memory; the model must not be used any more."""
         self._reshard()
-        for storage in _storages(self._model.parameters()) if self._device == "cuda" else ():
+        for storage in storages_of(self._model.parameters()) if self._device == "cuda" else ():
             storage.resize_(0)
 
 
@@ -81,88 +91,3 @@ def _moments(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the state's tensors without AdamW's step counters, which stay where they are."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor) and value.dim() > 0)
-
-
-@dataclass(slots=True)
-class _Slot:
-    """Room on the host for what a storage holds."""
-
-    storage: UntypedStorage
-    pieces: list[Tensor]
-    """Consecutive bytes, in one or more blocks."""
-    is_fixed: bool
-    """Nothing trains it, so that the host's copy stays right."""
-    has_values: bool = False
-
-
-class HostCopy:
-    """The values of tensors while their memory on a device is free, in pinned memory that is allocated once.
-
-    Storages are emptied and filled again under the tensors, so that views of them stay views: FSDP2's shards, tied
-    weights. Copies are queued on the current stream, one for each storage, which a restored tensor is used on; after
-    `hold` wait for the stream before others use the host's memory.
-    """
-
-    def __init__(self) -> None:
-        self._slots: list[_Slot] = []
-
-    def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Copy tensors to the host, parameters that nothing trains only once, and free their memory."""
-        tensors = list(tensors)
-        storages = _storages(tensors)
-        if [slot.storage._cdata for slot in self._slots] != [storage._cdata for storage in storages]:
-            trained = {each._cdata for each in _storages(t for t in tensors if t.requires_grad or not _is_weight(t))}
-            self._slots = _allocate(storages, trained)
-        for slot in self._slots:
-            if not slot.storage.nbytes():
-                continue  # an empty shard, or one that an exhausted device had no room for
-            if not (slot.is_fixed and slot.has_values):
-                for piece, part in _pairs(slot):
-                    piece.copy_(part, non_blocking=True)
-                slot.has_values = True
-            slot.storage.resize_(0)
-
-    def restore(self) -> None:
-        """Allocate and fill the memory of all that is held."""
-        for slot in filter(_has_bytes, self._slots):
-            slot.storage.resize_(sum(map(len, slot.pieces)))
-            for piece, part in _pairs(slot):
-                part.copy_(piece, non_blocking=True)
-
-
-def _has_bytes(slot: _Slot) -> bool:
-    return bool(slot.pieces)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
-
-
-def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the storages of tensors, each once."""
-    found = (local(tensor.detach()).untyped_storage() for tensor in tensors)
-    return list({storage._cdata: storage for storage in found}.values())
-
-
-def _pairs(slot: _Slot) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the host's pieces with the same bytes of the storage."""
-    whole = torch.empty(0, dtype=torch.uint8, device=slot.storage.device).set_(slot.storage)
-    return zip(slot.pieces, whole.split([len(piece) for piece in slot.pieces]), strict=True)
-
-
-def _allocate(storages: Sequence[UntypedStorage], trained: set[int]) -> list[_Slot]:
-    """Return a slot for each storage, one after the other in blocks, of which the last is as large as needed."""
-    total = sum(storage.nbytes() for storage in storages)
-    is_pinned = any(storage.device.type == "cuda" for storage in storages)
-    sizes = [_BLOCK_BYTES] * (total // _BLOCK_BYTES) + [total % _BLOCK_BYTES]
-    blocks = [torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned) for size in sizes]
-    slots = []
-    for storage in storages:
-        pieces: list[Tensor] = []
-        while (left := storage.nbytes() - sum(map(len, pieces))) > 0:
-            pieces.append(blocks[0][:left])
-            blocks[0] = blocks[0][left:]
-            if not len(blocks[0]):
-                blocks.pop(0)
-        slots.append(_Slot(storage, pieces, storage._cdata not in trained))
-    return slots

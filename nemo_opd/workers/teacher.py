@@ -35,6 +35,7 @@ from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import Mean, SequenceScores, TokenRows
+from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import (
     handoff_buffer,
     loading_teacher,
@@ -57,6 +58,8 @@ class TeacherOutput:
     """Time from the call until the output can be read."""
     positions: int
     """Positions, padding included, that the model has read."""
+    retried: int | None = None
+    """Requests sent again; None without servers."""
 
 
 ReadingModel = Headless | WithHead
@@ -89,6 +92,7 @@ def load_teacher(
 ) -> TeacherModel:
     """Load a teacher's own model. Raises ModelError and ClusterError as `TeacherWorker` does."""
     dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
+    moves = settings.offload in (True, "layers")
     mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
     with needs_memory(loading_teacher(key.removesuffix(".model"), settings.name)):
         model = load_sharded(
@@ -98,13 +102,14 @@ def load_teacher(
             key=key,
             parallelism=parallelism,
             compute_dtype=dtype,
-            device="cpu" if settings.offload is True else device,
+            device="cpu" if moves else device,
             trainable=False,
             compile_layers=settings.compile,
             fused_layers=settings.fused_layers,
             attn_implementation=settings.attn_implementation,
         )
-    residence = Residence(model, device, offload=settings.offload is True, gives_back=gives_back)
+    stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
+    residence = Residence(model, device, offload=moves, gives_back=gives_back, stream=stream)
     logit_rows: ReadingModel
     if handoff == "hidden_states":
         logit_rows = Headless(model, key=key, mesh=mesh, parallelism=parallelism)

@@ -13,21 +13,21 @@ from tests.models.world import on_ranks
 
 @dataclass(frozen=True)
 class Work:
-    large: Path
+    large: dict[str, Path]
     families: dict[str, Path]
     output: Path
 
 
 @dataclass(frozen=True)
 class OfRank:
-    memory: test_sharded_load.Memory
+    memory: dict[str, test_sharded_load.Memory]
     gathered: tuple[Tensor, Tensor]
     errors: dict[str, dict[str, float]]
 
 
 def on_rank(work: Work) -> OfRank:
     # What is freed later may stay in a pool, where memory that is used again cannot be seen.
-    memory = test_sharded_load.memory_on_rank(work.large)
+    memory = {name: test_sharded_load.memory_on_rank(folder) for name, folder in work.large.items()}
     gathered = test_context_parallel.gathered_on_rank()
     return OfRank(memory, gathered, test_parallel.errors_on_rank(work.families, work.output))
 

@@ -6,16 +6,21 @@ from pathlib import Path
 import torch
 from torch import nn
 from transformers import (
+    DeepseekV3Config,
     Gemma2Config,
     Gemma3TextConfig,
+    GptOssConfig,
     LlamaConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PhiConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
@@ -60,14 +65,57 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "phi3, fused": Phi3Config(**SIZES, rope_parameters=LONG_ROPE, tie_word_embeddings=False),
     "olmo2, norms of all heads": Olmo2Config(**SIZES, tie_word_embeddings=False),
 }
+EXPERTS = {"num_experts_per_tok": 2, "head_dim": 8, "tie_word_embeddings": False}
+"""Four experts in each, of which a token is sent to two."""
+MIXTURES: dict[str, PretrainedConfig] = {
+    "qwen3_moe, and a dense layer": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, num_experts=4, moe_intermediate_size=16, norm_topk_prob=True, mlp_only_layers=[0]
+    ),
+    "mixtral, all layers": MixtralConfig(**SIZES, **EXPERTS, num_local_experts=4),
+    "gpt_oss, biases and sinks": GptOssConfig(
+        **SIZES, **EXPERTS, num_local_experts=4, sliding_window=4, rope_parameters=LLAMA3_ROPE
+    ),
+    "deepseek_v3, shared experts": DeepseekV3Config(
+        **{**SIZES, "num_key_value_heads": 4},
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        first_k_dense_replace=1,
+        moe_intermediate_size=16,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=4,
+        v_head_dim=8,
+        tie_word_embeddings=False,
+    ),
+    "qwen2_moe, a gated shared expert": Qwen2MoeConfig(
+        **SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=20,
+        tie_word_embeddings=False,
+    ),
+}
+
+MIXED = tuple(MIXTURES)[:4]
+"""Mixtures that can be cut."""
 
 
 def model_of(family: str, seed: int = 0) -> PreTrainedModel:
     """With random weights everywhere: biases that start at 0 and norms that start at 1 would hide a missing one."""
-    model = AutoModelForCausalLM.from_config(deepcopy(FAMILIES[family])).eval()  # models change their configuration
+    model = AutoModelForCausalLM.from_config(
+        deepcopy((FAMILIES | MIXTURES)[family])
+    ).eval()  # models change their configuration
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=0.3, generator=generator)
     return model
 
 

@@ -14,7 +14,7 @@ from transformers import (
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.errors import ModelError
 from nemo_opd.models.tensor_plan import Style, tensor_plan
-from tests.models.families import FAMILIES, SIZES
+from tests.models.families import FAMILIES, MIXTURES, SIZES
 
 KEY = "student.parallelism.tp"
 
@@ -65,12 +65,29 @@ def test_sizes_that_cannot_be_cut(change: dict[str, int], tp: int, message: str)
 def test_models_that_transformers_cuts_otherwise_or_not_at_all() -> None:
     with pytest.raises(ModelError, match="no tensor-parallel plan for GPT2LMHeadModel; set it to 1"):
         tensor_plan(on_meta(GPT2Config(n_layer=1, n_embd=8, n_head=2)), 2, sequence_parallel=False, key=KEY)
-    with pytest.raises(ModelError, match=r"mlp\.experts.*in the way '.*', which is not supported"):
-        tensor_plan(on_meta(MixtralConfig(**SIZES)), 2, sequence_parallel=False, key=KEY)
+    with pytest.raises(ModelError, match=r"does not say how model\.layers\.0\.mlp\.shared_expert\.gate_proj is cut"):
+        tensor_plan(on_meta(MIXTURES["qwen2_moe, a gated shared expert"]), 2, sequence_parallel=False, key=KEY)
     quantised = on_meta(LlamaConfig(**SIZES))
-    quantised.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ModelError, match="quantised weights cannot be cut"):
+    quantised.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ModelError, match=r"quantised weights \(gptq\) cannot be cut"):
         tensor_plan(quantised, 2, sequence_parallel=False, key=KEY)
+
+
+def test_experts_that_cannot_be_cut() -> None:
+    """Bug: a number of experts that ranks do not divide, or attention that reads a part of the positions."""
+    model = on_meta(MIXTURES["mixtral, all layers"])
+    plan = tensor_plan(model, 2, sequence_parallel=True, key=KEY)
+    assert plan.mixtures == ("model.layers.0.mlp", "model.layers.1.mlp")
+    assert plan.experts == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    assert plan.blocks == ("model.layers.0.self_attn", "model.layers.1.self_attn")
+    three = on_meta(MixtralConfig(**SIZES, num_local_experts=3))
+    with pytest.raises(ModelError, match=r"=2: experts of model\.layers\.0\.mlp\.experts=3 of .* set it to one of: 1$"):
+        tensor_plan(three, 2, sequence_parallel=False, key=KEY)
+    for family in ("gpt_oss, biases and sinks", "deepseek_v3, shared experts"):
+        with pytest.raises(
+            ModelError, match=r"leaves model\.layers\.0\.self_attn\..* whole, .* sequence_parallel=false"
+        ):
+            tensor_plan(on_meta(MIXTURES[family]), 2, sequence_parallel=True, key=KEY)
 
 
 def test_positions_can_only_be_shared_by_several_ranks() -> None:

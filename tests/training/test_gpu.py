@@ -35,11 +35,12 @@ def check_follows(
     assert all(any(key in record for record in expected) for key in keys)
 
 
-@pytest.mark.parametrize("offload", ["false", "true"])
+@pytest.mark.parametrize("offload", ["false", "true", "layers"])
 def test_a_run_on_a_gpu_follows_the_run_on_the_cpu(tiny: Tiny, tmp_path: Path, offload: str) -> None:
     """In fp32 both compute the same, up to the order of sums: fp32 rounding, grown over four steps of Adam."""
     on_cpu = run(tiny, tmp_path / "cpu", "cluster.device=cpu")
-    moved = [f"student.offload={offload}", f"teachers.0.offload={offload}", f"teachers.1.offload={offload}"]
+    of_student = "true" if offload == "layers" else offload
+    moved = [f"student.offload={of_student}", f"teachers.0.offload={offload}", f"teachers.1.offload={offload}"]
     on_gpu = run(
         tiny, tmp_path / "gpu", "cluster.device=cuda", "cluster.gpus_per_node=1", "student.dtype=float32", *moved
     )

@@ -28,6 +28,7 @@ from nemo_opd.training.memory import (
 from nemo_opd.training.memory.estimate import CONTEXT_BYTES
 from nemo_opd.training.memory.parts import USABLE
 from nemo_opd.training.memory.report import memory_report
+from nemo_opd.training.memory.size import numel
 from nemo_opd.training.plan import Plan
 from tests.composition import compose
 
@@ -92,7 +93,7 @@ def offloaded(config: RunConfig) -> tuple[bool | str, bool | str, bool | str]:
     return config.teachers[0].offload, config.teachers[1].offload, config.student.offload
 
 
-def with_offloads(config: RunConfig, *flags: bool) -> RunConfig:
+def with_offloads(config: RunConfig, *flags: bool | str) -> RunConfig:
     teachers = tuple(
         teacher.model_copy(update={"offload": flag}) for teacher, flag in zip(config.teachers, flags[:2], strict=True)
     )
@@ -262,6 +263,18 @@ def test_what_is_offloaded_leaves_buffers_alone(sizes: list[ModelSize]) -> None:
     # The host's copies stay while their models are on the device.
     of_all = 12 * sizes[0].parameters + 2 * (sizes[1].parameters + sizes[2].parameters)
     assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == of_all
+
+
+def test_of_layers_that_come_and_go_two_are_there(sizes: list[ModelSize]) -> None:
+    """Bug: a streamed teacher counts as whole while it computes, so that the run is refused or others are offloaded."""
+    config = with_offloads(configure(), "layers", False, False)
+    gpu, host = estimate(config, situation(sizes, gib=80)).memories
+    (weights,) = [each for each in gpu.parts if each.owner == config.teachers[0].name and each.name == "parameters"]
+    there = numel(sizes[1].rest) + 2 * numel(sizes[1].layers[0].shapes)
+
+    assert weights.at(Phase.TEACHERS) == 2 * there < sizes[1].parameters
+    assert weights.at(Phase.BACKWARD) == 0
+    assert host.total(Phase.TEACHERS) == host.total(Phase.BACKWARD) == 2 * sizes[1].parameters
 
 
 def test_a_student_without_logits(sizes: list[ModelSize]) -> None:

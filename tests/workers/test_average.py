@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from nemo_opd.workers.average import Average
-from nemo_opd.workers.residence import _storages
+from nemo_opd.workers.host_copy import storages_of
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +33,7 @@ def test_an_average_that_leaves_is_the_same(monkeypatch: pytest.MonkeyPatch) -> 
         weights = [parameter.detach().clone() for parameter in own.parameters()]
         for average in averages:
             average.update()
-        assert not any(storage.nbytes() for storage in _storages(away.values()))
+        assert not any(storage.nbytes() for storage in storages_of(away.values()))
         inside = []
         for average in averages:
             with average.in_model():

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nemo_opd.workers import residence
-from nemo_opd.workers.residence import HostCopy, Residence
+from nemo_opd.workers import host_copy, residence
+from nemo_opd.workers.host_copy import HostCopy, storages_of
+from nemo_opd.workers.residence import Residence
 from tests.models.world import alone, as_rank
 
 
@@ -37,7 +38,7 @@ class Copies(TorchDispatchMode):
 
 
 def held_bytes(tensors: Iterator[Tensor]) -> int:
-    return sum(storage.nbytes() for storage in residence._storages(tensors))
+    return sum(storage.nbytes() for storage in storages_of(tensors))
 
 
 def model() -> nn.Sequential:
@@ -50,7 +51,7 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("block", [2**28, 64, 100])
 def test_values_leave_and_come_back_to_the_same_tensors(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     """Bugs: bytes in the wrong place where a storage is in two blocks; views and ties that are copies afterwards."""
-    monkeypatch.setattr(residence, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(host_copy, "_BLOCK_BYTES", block)
     own = model()
     view, tied = own[1].weight[2:4], nn.Parameter(own[0].weight.data)
     expected = [parameter.detach().clone() for parameter in (*own.parameters(), tied)]

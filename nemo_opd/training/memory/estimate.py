@@ -65,8 +65,8 @@ def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
 
 
 def _may_leave(teacher: Teacher) -> bool:
-    """Return whether the estimate decides if a teacher's weights leave the device; a cache has none."""
-    return teacher.offload == "auto" and teacher.weights != "student" and teacher.cache is None
+    """Return whether the estimate decides if a teacher's weights leave the device, where it has weights."""
+    return teacher.offload == "auto" and teacher.weights != "student" and teacher.is_computed
 
 
 def _complaint(estimated: MemoryEstimate) -> str:
@@ -193,8 +193,11 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str
     if config.student.offload is not True:
         yield "student", "offload", True
     for i, teacher in enumerate(config.active_teachers):
-        if teacher.offload is not True and teacher.weights != "student":
+        if teacher.offload in (False, "auto") and teacher.weights != "student":
             yield f"teachers.{i}", "offload", True
+        may_stream = teacher.has_model and not teacher.compile and not teachers_answer(config)
+        if teacher.offload != "layers" and may_stream and teacher.parallelism.frees_gathered:
+            yield f"teachers.{i}", "offload", "layers"
         if teacher.dtype == "float32" and not teacher.is_student:
             yield f"teachers.{i}", "dtype", "bfloat16"
 

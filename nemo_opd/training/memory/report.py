@@ -38,7 +38,7 @@ def memory_report(estimate: MemoryEstimate, config: RunConfig) -> Iterator[Table
                 yield _table(memory)
             yield _verdict(memory)
             yield Text(f"  most of it: {largest_parts(memory)}", "dim")
-    names = [teacher.name for teacher in config.active_teachers if teacher.offload is True]
+    names = [teacher.name for teacher in config.active_teachers if teacher.offload in (True, "layers")]
     names += ["student"] if config.student.offload is True else []
     yield Text(f"in main memory while others use the device: {', '.join(names) or 'none'}")
     is_counted = any(part.owner == SERVER for memory in estimate.memories for part in memory.parts)

@@ -63,6 +63,12 @@ class ModelSetup:
         return shard_numel(self.size.shapes, self.layout)
 
     @property
+    def streamed_shard(self) -> int:
+        """Number of these on the device while layers come and go: all outside of them, and two layers."""
+        layers = max(shard_numel(layer.shapes, self.layout) for layer in self.size.layers)
+        return shard_numel(self.size.rest, self.layout) + min(2, len(self.size.layers)) * layers
+
+    @property
     def trained(self) -> int:
         """Number of trained parameters that a rank keeps."""
         return shard_numel(self.size.trained_shapes, self.layout)
@@ -159,5 +165,5 @@ class Situation:
 
 
 def teachers_ahead(config: RunConfig) -> int:
-    """Return the number of batches that teachers on separate devices work ahead."""
-    return config.cluster.prefetch if config.cluster.placement == "separate" else 0
+    """Return the number of batches that teachers work ahead."""
+    return config.cluster.prefetch if config.active_teachers and config.teachers_work_ahead else 0

@@ -1,0 +1,296 @@
+"""A model's weights in safetensors files: which tensor is which part of which parameter, by transformers' rules."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils.hub import get_checkpoint_shard_files
+
+from nemo_opd.models.folder import resolve, safetensors_files, shards_in
+from nemo_opd.models.load import check_nothing_missing, unreadable
+from nemo_opd.models.text_part import text_name
+
+_COMPARED_ROWS = 1024
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+"""Types, as named by safetensors, of weights that are not quantised."""
+_AS_IT_IS = ""
+"""Key of a tensor that no converter takes, among the patterns of converters."""
+
+
+class NotPiecewiseError(Exception):
+    """Signal that weights cannot be read piece by piece."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Tensor in a safetensors file."""
+
+    file: Path
+    name: str
+    shape: torch.Size
+    dtype: str
+    """Name of the type in safetensors."""
+
+    def read(self, tensors: Any, region: tuple[slice, ...]) -> Tensor:
+        """Read a region of the tensor from the opened file."""
+        part: Tensor = tensors.get_slice(self.name)[region] if region else tensors.get_tensor(self.name)
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Block of a parameter that a stored tensor is; the whole one but where transformers stacks or joins tensors."""
+
+    stored: Stored
+    begins: tuple[int, ...]
+    """Index in the parameter of the block's first value."""
+    stacked: int | None = None
+    """Dimension of the parameter that the stored tensor lacks, as one of those that are stacked there."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the block, with as many dimensions as the parameter."""
+        shape = list(self.stored.shape)
+        if self.stacked is not None:
+            shape.insert(self.stacked, 1)
+        return tuple(shape)
+
+    def overlap(self, region: tuple[slice, ...]) -> tuple[tuple[slice | int, ...], tuple[slice, ...]] | None:
+        """Return what of the parameter's `region` is stored here: where in the region, and where in the stored tensor.
+
+        None where they do not overlap.
+        """
+        target: list[slice | int] = []
+        source = []
+        for dim, (begin, size, wanted) in enumerate(zip(self.begins, self.shape, region, strict=True)):
+            first, last = max(begin, wanted.start), min(begin + size, wanted.stop)
+            if first >= last:
+                return None
+            if dim == self.stacked:
+                target.append(first - wanted.start)
+            else:
+                target.append(slice(first - wanted.start, last - wanted.start))
+                source.append(slice(first - begin, last - begin))
+        return tuple(target), tuple(source)
+
+
+def check_weights(model: PreTrainedModel, reference: str, *, key: str) -> None:
+    """Compare a model on meta with the headers of its files, where they are on this machine.
+
+    Raises ModelError, naming `key`, for tensors that are missing, or of another shape or kind than the model's.
+    """
+    if Path(resolve(reference)).is_dir():
+        with suppress(NotPiecewiseError):
+            require_piecewise(model, model.dtype)
+            find_pieces(model, reference, key=key)
+
+
+def require_piecewise(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise NotPiecewiseError for a model on meta that transformers' own loading in `dtype` would change.
+
+    Buffers that it keeps in float32 become that here, parameters would be several of a kind.
+    """
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise NotPiecewiseError
+    kept = kept_in_fp32(model, dtype)
+    if any(kept(name) for name, _ in model.named_parameters()):
+        raise NotPiecewiseError
+    for name, buffer in model.named_buffers():
+        if kept(name):
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner)._buffers[own] = buffer.float()
+    buffers = {id(buffer) for buffer in model.buffers()}
+    for module in model.modules():
+        # Tensors that are neither parameters nor buffers would stay on meta.
+        if any(isinstance(value, Tensor) and id(value) not in buffers for value in vars(module).values()):
+            raise NotPiecewiseError
+
+
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Return the predicate, by name, of tensors that transformers keeps in float32 in a model of `dtype`.
+
+    Its rule is of parts of names, one kind of which counts for float16 only.
+    """
+    parts: set[str] = set()
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype == torch.float16:
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    expressions = [re.compile(re.escape(part).replace(r"\*", ".*")) for part in parts]
+    return lambda name: any(expression.search(name) for expression in expressions)
+
+
+def find_pieces(model: PreTrainedModel, reference: str, *, key: str) -> dict[str, list[Piece]]:
+    """Find in its files the pieces of all parameters and stored buffers of a model on meta, by name.
+
+    Raises ModelError naming `key`, and NotPiecewiseError where there are no safetensors or transformers does more than
+    rename, stack and join tensors.
+    """
+    try:
+        pieces = _pieces(model, _weight_files(reference))
+    except NotPiecewiseError:
+        raise
+    except Exception as error:  # safetensors, the hub and transformers each raise their own
+        raise unreadable(reference, error, key=key) from error
+    check_nothing_missing(reference, _missing(model, pieces), key=key)
+    return pieces
+
+
+def require_equal_ties(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -> None:
+    """Raise NotPiecewiseError where tied weights differ, which transformers would then leave untied."""
+    for target, source in model.all_tied_weights_keys.items():
+        if target in pieces and source in pieces and not _are_equal(pieces[target][0].stored, pieces[source][0].stored):
+            raise NotPiecewiseError
+
+
+def _weight_files(reference: str) -> list[Path]:
+    """Return the files of a model's weights. Raises NotPiecewiseError where there are no safetensors."""
+    source = resolve(reference)
+    files = safetensors_files(Path(source)) if Path(source).is_dir() else _hub_files(source)
+    if not files:
+        raise NotPiecewiseError
+    return files
+
+
+def _hub_files(name: str) -> list[Path]:
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    if (single := cached_file(name, SAFE_WEIGHTS_NAME, **options)) is not None:
+        return [Path(single)]
+    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is None:
+        return []
+    shards_in(Path(index))  # refuses names of files elsewhere
+    files, _ = get_checkpoint_shard_files(name, index)
+    return [Path(file) for file in files]
+
+
+def _pieces(model: PreTrainedModel, files: list[Path]) -> dict[str, list[Piece]]:
+    """Find pieces by parameter; tensors that the model has not are ignored.
+
+    Raises NotPiecewiseError, and ValueError for a tensor of another shape or kind.
+    """
+    mapping = get_model_conversion_mapping(model)
+    expected = model.state_dict()
+    found: dict[str, dict[str, list[Stored]]] = defaultdict(lambda: defaultdict(list))
+    for stored in _stored(files):
+        target, pattern = _target(text_name(stored.name), mapping, model.base_model_prefix, expected)
+        if target in expected:
+            found[target][pattern or _AS_IT_IS].append(stored)
+    # Renamed weights get their old names in exports. Older versions of transformers do not have `was_used`.
+    used: Any = [each for each in mapping if not hasattr(each, "was_used") or each.was_used()]
+    model._weight_conversions = used
+    converters = {
+        pattern: each for each in mapping if isinstance(each, WeightConverter) for pattern in each.source_patterns
+    }
+    pieces = {}
+    for name, parts in found.items():
+        if as_it_is := parts.get(_AS_IT_IS):
+            pieces[name] = [Piece(as_it_is[-1], (0,) * len(as_it_is[-1].shape))]
+        else:
+            pieces[name] = list(_joined(converters[next(iter(parts))], parts, expected[name].dim()))
+        _check(pieces[name], expected[name])
+    return pieces
+
+
+def _stored(files: list[Path]) -> Iterator[Stored]:
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
+                about = tensors.get_slice(name)
+                yield Stored(file, name, torch.Size(about.get_shape()), about.get_dtype())
+
+
+def _target(name: str, mapping: list[Any], prefix: str, expected: dict[str, Tensor]) -> tuple[str, str | None]:
+    """Return the name in the model of a file's tensor, and the pattern of the converter that takes it, if one does."""
+    renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+    converters = [each for each in mapping if isinstance(each, WeightConverter)]
+    target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
+    if target not in expected and name in expected:
+        target, pattern = rename_source_key(name, [], [], prefix, expected)
+    return str(target), pattern
+
+
+def _joined(converter: Any, parts: dict[str, list[Stored]], num_dims: int) -> Iterator[Piece]:
+    """Yield the pieces of a parameter that transformers makes of several tensors. Raises NotPiecewiseError."""
+    stacked, joined = _dims(converter.operations)
+    if len(converter.target_patterns) > 1:
+        raise NotPiecewiseError
+    begin = 0
+    for pattern in converter.source_patterns:
+        piece = None
+        for index, stored in enumerate(sorted(parts.get(pattern, ()), key=lambda each: dot_natural_key(each.name))):
+            begins = [0] * num_dims
+            if joined is not None:
+                begins[joined] = begin
+            if stacked is not None:
+                begins[stacked] = index
+            piece = Piece(stored, tuple(begins), stacked)
+            yield piece
+        if piece is not None and joined is not None:
+            begin += piece.shape[joined]
+
+
+def _dims(operations: list[Any]) -> tuple[int | None, int | None]:
+    """Return along which dimensions tensors are stacked, and then joined. Raises NotPiecewiseError for other work."""
+    match operations:
+        case [MergeModulelist(dim=stacked)]:
+            return stacked, None
+        case [MergeModulelist(dim=stacked), Concatenate(dim=joined)]:
+            return stacked, joined
+        case [Concatenate(dim=joined)] if getattr(operations[0], "num_shards_attribute", None) is None:
+            return None, joined
+    raise NotPiecewiseError
+
+
+def _check(pieces: list[Piece], expected: Tensor) -> None:
+    """Raise ValueError for a piece that lies beyond the parameter, is too small, or has codes for values."""
+    for each in pieces:
+        ends = [begin + size for begin, size in zip(each.begins, each.shape, strict=False)]
+        is_inside = len(each.shape) == expected.dim() and all(map(int.__le__, ends, expected.shape))
+        if not is_inside or (len(pieces) == 1 and each.shape != expected.shape and each.stacked is None):
+            raise ValueError(f"{each.stored.name} is {list(each.stored.shape)}, the model has {list(expected.shape)}")
+        if expected.is_floating_point() and each.stored.dtype not in _FLOATS:
+            raise ValueError(
+                f"{each.stored.name} is of type {each.stored.dtype}, and config.json has no quantization_config for it"
+            )
+
+
+def _are_equal(left: Stored, right: Stored) -> bool:
+    rows = left.shape[0]
+    parts = ((slice(start, min(start + _COMPARED_ROWS, rows)),) for start in range(0, rows, _COMPARED_ROWS))
+    with safe_open(left.file, framework="pt") as own, safe_open(right.file, framework="pt") as other:
+        return all(torch.equal(left.read(own, part), right.read(other, part)) for part in parts)
+
+
+def _missing(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -> list[str]:
+    """Return names that no file has whole, except those tied to stored ones and those that the model does not need."""
+    tied: dict[str, str] = model.all_tied_weights_keys
+    state = model.state_dict()
+    whole = {name for name, parts in pieces.items() if sum(prod(each.shape) for each in parts) == state[name].numel()}
+    sources = {tied[name] for name in whole if name in tied} | whole
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    return sorted(
+        name
+        for name in state
+        if name not in sources and tied.get(name) not in sources and not any(each.search(name) for each in ignored)
+    )
