@@ -41,6 +41,10 @@ class RolloutError(OPDError, RuntimeError):
     """A rollout engine, a reward or an environment that does not do its part."""
 
 
+class EndpointError(OPDError, RuntimeError):
+    """A server that does not answer for a teacher, or otherwise than it should."""
+
+
 class CheckpointError(OPDError, RuntimeError):
     """A checkpoint that is incomplete, unreadable or of another run."""
 

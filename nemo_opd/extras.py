@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from nemo_opd.config.logging import Logging
     from nemo_opd.config.reward import Reward
     from nemo_opd.config.rollout import Rollouts
+    from nemo_opd.config.teacher import Teacher
 
 EXTRAS = {
     "wandb": "logging",
@@ -24,9 +25,11 @@ EXTRAS = {
 """Module → extra."""
 
 
-def require_extras(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> None:
+def require_extras(
+    logging: Logging | None, reward: Reward | None, rollout: Rollouts | None, teachers: Sequence[Teacher] = ()
+) -> None:
     """Raise ConfigError for a setting whose library is not installed."""
-    for setting, module in _needed(logging, reward, rollout):
+    for setting, module in _needed(logging, reward, rollout, teachers):
         require_library(module, setting)
 
 
@@ -39,7 +42,9 @@ def require_library(module: str, setting: str) -> None:
         )
 
 
-def _needed(logging: Logging | None, reward: Reward | None, rollout: Rollouts | None) -> Iterator[tuple[str, str]]:
+def _needed(
+    logging: Logging | None, reward: Reward | None, rollout: Rollouts | None, teachers: Sequence[Teacher]
+) -> Iterator[tuple[str, str]]:
     if logging is not None and logging.wandb.enabled:
         yield "logging.wandb.enabled=true", "wandb"
     if logging is not None and logging.tensorboard.enabled:
@@ -51,3 +56,6 @@ def _needed(logging: Logging | None, reward: Reward | None, rollout: Rollouts | 
             yield f"reward.extract.schema_file={file}", "jsonschema"
     if rollout is not None and rollout.type == "server":
         yield "rollout.type=server", "httpx2"
+    for i, teacher in enumerate(teachers):
+        if not teacher.is_computed and teacher.cache is None:
+            yield f"teachers.{i}.type=served", "httpx2"

@@ -35,6 +35,7 @@ ORDER = (
     "logging",
     "rewards",
     "rollout",
+    "served",
     "evaluation",
     "workers",
     "cluster",

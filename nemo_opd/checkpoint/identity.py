@@ -14,6 +14,7 @@ from nemo_opd.config import environment, handoff, reward, rollout
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.health import Health
 from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
 from nemo_opd.config.lora import Lora
@@ -38,6 +39,8 @@ FREE: dict[type[BaseModel], str] = {
     Model: "compile fused_layers attn_implementation",
     Student: "offload activation_checkpointing sync_each_micro_batch",
     TeacherBase: "offload micro_batch_tokens on_missing",
+    # Where servers are and how they are reached. The program is bound, as for rollouts.
+    Endpoint: "urls api_key request_timeout_s retries concurrency",
     Context: "gap_every contrast",
     Lora: "export",
     Parallelism: "tp cp sequence_parallel replicas reshard_after_forward",

@@ -9,7 +9,7 @@ from nemo_opd.config.loss import ChunkTerm, DivergenceTerm, Objective, TCADTerm
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run_fields import RunFields
-from nemo_opd.config.teacher import CrossTokenizerTeacher, SameTokenizerTeacher
+from nemo_opd.config.teacher import SameTokenizerTeacher
 
 _Ignored = Iterator[tuple[str, str]]
 """Key, and why it has no effect and what to do."""
@@ -68,7 +68,7 @@ def _of_templates(config: RunFields) -> _Ignored:
         for name in ("chat_template", "chat_template_kwargs"):
             if not is_chat:
                 yield f"teachers.{i}.{name}", texts
-            elif not (isinstance(teacher, CrossTokenizerTeacher) or teacher.context or asks_teachers):
+            elif isinstance(teacher, SameTokenizerTeacher) and not (teacher.context or asks_teachers):
                 yield (
                     f"teachers.{i}.{name}",
                     f"{teacher.name} is of type same_tokenizer and reads the student's ids, as student.{name} renders "
@@ -126,7 +126,7 @@ def _of_sampling(config: RunFields) -> _Ignored:
 
 def _of_cluster(config: RunFields) -> _Ignored:
     cluster = config.cluster
-    if cluster.placement == "colocated":
+    if not config.teachers_work_ahead:
         yield "cluster.prefetch", "teachers take turns with the student; write cluster.placement=separate"
     if cluster.device == "cpu":
         yield "cluster.gpus_per_node", "cluster.device=cpu; set cluster.cpu_ranks, or leave it out"

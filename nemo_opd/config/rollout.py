@@ -2,11 +2,11 @@
 
 from pathlib import Path
 from typing import Annotated, Literal, Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.endpoint import whole_url
 
 
 class RolloutBase(Settings):
@@ -104,15 +104,7 @@ class ServerRollout(RolloutBase):
     @field_validator("url")
     @classmethod
     def url_is_whole(cls, url: str | None) -> str | None:
-        if url is not None:
-            try:
-                parts = urlsplit(url)
-                is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-            except ValueError:  # of a port that is none
-                is_whole = False
-            if not is_whole:
-                raise ValueError("it is no address of a server; write one such as http://localhost:8000")
-        return url
+        return url if url is None else whole_url(url)
 
     @model_validator(mode="after")
     def overlap_is_stale(self) -> Self:

@@ -48,6 +48,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def teachers_without_a_model_answer_no_questions(self) -> Self:
+        stored = (each.name for each in self.active_teachers if not each.is_computed)
+        if self.evaluation is not None and self.evaluation.teachers and (name := next(stored, None)):
+            raise ValueError(
+                f"evaluation.teachers=true: {name} is cached or served, which gives log-probabilities alone; write "
+                "evaluation.teachers=false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def cross_tokenizer_teachers_need_a_cross_tokenizer_loss(self) -> Self:
         for i, teacher in enumerate(self.active_teachers):
             term = teacher.loss or self.loss

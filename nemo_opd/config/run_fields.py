@@ -116,6 +116,17 @@ class RunFields(Settings):
         return self.data.packing and self.rollout is None and self.data.messages_key is None
 
     @property
+    def teachers_work_ahead(self) -> bool:
+        """Whether teachers read the next batch while the student learns: on devices of their own, or without any.
+
+        In one process with the student they take turns, and what the student samples is not there earlier.
+        """
+        others = [teacher for teacher in self.teachers if not teacher.is_student]
+        needs_no_turn = not any(teacher.is_computed for teacher in others)
+        is_aside = self.rollout is None and self.cluster.launcher == "ray" and needs_no_turn
+        return bool(others) and (self.cluster.placement == "separate" or is_aside)
+
+    @property
     def active_names(self) -> tuple[str, ...]:
         return tuple(teacher.name for teacher in self.active_teachers)
 
@@ -142,9 +153,9 @@ class RunFields(Settings):
         entry = self.teachers[teacher]
         if entry.loss is not None:
             return entry.loss
-        if entry.type == "same_tokenizer":
+        # Where the tokenizer has yet to be found out, GRPO's loss is of no other.
+        if entry.type == "same_tokenizer" or isinstance(self.loss, GRPOLoss):
             kind = next((kind for kind in _SAME_TOKENIZER_TERMS if isinstance(self.loss, kind)), SameVocabTerm)
             common = kind if isinstance(self.loss, kind) else DivergenceTerm
             return kind(**self.loss.model_dump(include=set(common.model_fields) - {"type"}))
-        assert not isinstance(self.loss, GRPOLoss)
         return self.loss

@@ -1,8 +1,8 @@
 """Secrets in a configuration, and how they are masked.
 
-These are secret: values of `rollout.environment` (but plain numbers and switches), of options such as `--api-key`,
-credentials in addresses, and what `${oc.env:NAME}` stood for. The last is written as it was, which is enough to repeat
-a run; the others are masked, so that whoever repeats it gives them again.
+These are secret: values of `rollout.environment` (but plain numbers and switches), of options such as `--api-key`, a
+teacher's `api_key`, credentials in addresses, and what `${oc.env:NAME}` stood for. The last is written as it was, which
+is enough to repeat a run; the others are masked, so that whoever repeats it gives them again.
 """
 
 import os
@@ -40,6 +40,8 @@ shorter ones would be found where they are not meant.
 """
 ENVIRONMENT, ARGUMENTS = "environment", ("options", "command")
 """Keys of a server's section."""
+API_KEY, SERVED = "api_key", "served"
+"""Key of a served teacher, and the section into which its keys are moved when its tokenizer is known."""
 _PROBE = "what-is-secret"
 """Stands for one, to see what masking makes of it."""
 
@@ -124,7 +126,8 @@ def _reference(path: Path, value: str) -> str | None:
 
     Paths lose what is superfluous, and single values become lists.
     """
-    for above in (path, path[:-1]):
+    as_given = tuple(part for part in path if part != SERVED)
+    for above in (path, path[:-1], as_given, as_given[:-1]):
         known, written = _references.get(above, (None, None))
         if known is not None and PurePath(known) == PurePath(value):
             return written
@@ -135,6 +138,8 @@ def masked_leaf(settings: Any, path: Path, value: str) -> str:
     """Return a value of a configuration as it may be shown; MASK where nothing of it may."""
     *parent, last = path
     section = parent[-1] if len(parent) > 1 else None
+    if last == API_KEY:
+        return MASK
     if section == ENVIRONMENT:
         is_plain = _HARMLESS.fullmatch(value) and not _SECRET_NAME.fullmatch(str(last))
         return value if is_plain else MASK

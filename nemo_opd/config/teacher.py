@@ -1,11 +1,13 @@
 """Teachers: frozen models, each with its own tokenizer and weight, or the student with its own weights."""
 
+from collections.abc import Iterable
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from nemo_opd.config.base import Frozen
 from nemo_opd.config.context import Context
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.loss import LossTerm, SameTokenizerTerm
 from nemo_opd.config.model import Model, Student
 
@@ -53,6 +55,10 @@ class TeacherBase(Model):
     first step the model that the cache was built from, under the name that it had then, is asked about every such text,
     and the cache keeps its answers.
     """
+    served: Endpoint | None = None
+    """Servers that are asked in place of a forward pass; `model` is then the name under which they serve it. As a rule
+    written with type: served, which finds out the tokenizer.
+    """
     context: Context | None = None
     """Another prompt than the student's, such as one with a worked solution, that this teacher reads before the
     response; null: it reads the student's.
@@ -66,7 +72,12 @@ class TeacherBase(Model):
     @property
     def has_model(self) -> bool:
         """Whether a model of this teacher is loaded."""
-        return self.cache is None and not self.is_student
+        return self.is_computed and not self.is_student
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether the run computes its output, which is otherwise read from a cache or asked of a server."""
+        return self.cache is None and self.served is None
 
     def with_model_of(self, student: Student) -> Self:
         """Return a self-teacher with the settings that it has from the student; its own chat template goes before."""
@@ -104,6 +115,13 @@ class TeacherBase(Model):
                 "model: required, but not given; name the teacher's, or write weights: student or weights: ema for a "
                 "teacher with the student's weights"
             )
+        return self
+
+    @model_validator(mode="after")
+    def answers_have_one_origin(self) -> Self:
+        if self.served is not None and (self.cache is not None or self.is_student):
+            name = f"cache={self.cache}" if self.cache is not None else f"weights={self.weights}"
+            raise ValueError(f"{name}: the servers in served answer for this teacher; leave one of the two out")
         return self
 
     @model_validator(mode="after")
@@ -189,10 +207,18 @@ class CrossTokenizerTeacher(OwnIdsTeacher):
     type: Literal["cross_tokenizer"]
 
 
-_OF_A_MODEL = (
-    *("model", "tokenizer", "chat_template", "chat_template_kwargs", "parallelism", "attn_implementation", "compile"),
-    *("fused_layers", "dtype", "offload", "micro_batch_tokens", "ema_decay", "adapters"),
+_OF_WEIGHTS = (
+    *("parallelism", "attn_implementation", "compile", "fused_layers", "dtype", "offload", "micro_batch_tokens"),
+    *("ema_decay", "adapters"),
 )
+_OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
+
+
+def _changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
+    """Return the first of some settings that has another value than its default."""
+    fields = type(teacher).model_fields
+    changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
+    return next(changed, None)
 
 
 class CachedTeacher(OwnIdsTeacher):
@@ -208,13 +234,38 @@ class CachedTeacher(OwnIdsTeacher):
 
     @model_validator(mode="after")
     def cached_teachers_have_no_model(self) -> "CachedTeacher":
-        for name in _OF_A_MODEL:
-            if getattr(self, name) != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(
-                    f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
-                    "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
-                )
+        if name := _changed(self, _OF_A_MODEL):
+            raise ValueError(
+                f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
+                "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
+            )
         return self
 
 
-Teacher = Annotated[SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher, Field(discriminator="type")]
+class ServedTeacher(Endpoint, OwnIdsTeacher):
+    """A teacher that servers answer for: the log-probabilities of the likeliest tokens of each position come from them,
+    and no model is loaded. With the student's tokenizer it is then of type same_tokenizer, else of type
+    cross_tokenizer, which config.yaml says.
+    """
+
+    type: Literal["served"]
+    model: str
+    """Name under which the servers serve the model; where it is no folder or hub name, `tokenizer` is needed."""
+
+    @property
+    def is_computed(self) -> bool:
+        return False
+
+    @model_validator(mode="after")
+    def served_teachers_have_no_weights(self) -> "ServedTeacher":
+        if name := _changed(self, (*_OF_WEIGHTS, "weights", "cache", "served")):
+            raise ValueError(
+                f"{name} has no effect: {self.model} is computed by the servers in urls; leave it out, or write type: "
+                "same_tokenizer or cross_tokenizer for a teacher that the run loads"
+            )
+        return self
+
+
+Teacher = Annotated[
+    SameTokenizerTeacher | CrossTokenizerTeacher | CachedTeacher | ServedTeacher, Field(discriminator="type")
+]

@@ -19,9 +19,9 @@ class SparseRows:
     """Decoded rows."""
 
     ids: Tensor
-    """int64 [R, k]: the likeliest tokens, likeliest first."""
+    """int64 [R, k]: the likeliest tokens, likeliest first; a number that is no token where fewer are known."""
     log_p: Tensor
-    """fp32 [R, k]"""
+    """fp32 [R, k]; −inf for no token."""
     log_p_next: Tensor
     """fp32 [R]: of the token that came next; 0 behind the last of a segment."""
     log_rest: Tensor
@@ -69,11 +69,16 @@ class SparseLayout:
         log_p_next = log_p.gather(1, target).where(has_next, log_p.new_zeros(()))
         others = log_p.scatter(1, likeliest.indices, -torch.inf)
         others.scatter_(1, target, others.gather(1, target).masked_fill(has_next, -torch.inf))
-        numbers = [log_p_next, others.logsumexp(1, keepdim=True), torch.special.entr(log_p.exp()).sum(1, keepdim=True)]
+        numbers = log_p_next.squeeze(1), others.logsumexp(1), torch.special.entr(log_p.exp()).sum(1)
+        return self.pack(SparseRows(likeliest.indices, likeliest.values, *numbers))
+
+    def pack(self, known: SparseRows) -> Tensor:
+        """Encode what is known of rows as uint8 [R, row_bytes]; `decode` is the inverse."""
+        numbers = torch.stack([known.log_p_next, known.log_rest, known.entropy], 1)
         parts = [
-            _low_bytes(likeliest.indices.int(), self.id_bytes),
-            _rounded(likeliest.values) if self.value_bytes == 3 else _low_bytes(likeliest.values, 4),
-            _low_bytes(torch.cat(numbers, 1), 4),
+            _low_bytes(known.ids.int(), self.id_bytes),
+            _rounded(known.log_p) if self.value_bytes == 3 else _low_bytes(known.log_p, 4),
+            _low_bytes(numbers, 4),
         ]
         return torch.cat(parts, 1)
 

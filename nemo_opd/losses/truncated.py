@@ -14,8 +14,8 @@ def require_whole(teacher: LogitRows, setting: str, why: str) -> None:
     """Raise ConfigError, naming a setting, where the teacher's whole distribution is needed and not known."""
     if teacher.is_truncated:
         raise ConfigError(
-            f"{setting}: {why}, and of this teacher the likeliest tokens alone are known; build the cache with "
-            "--hidden-states or with all tokens (--top-k of the vocabulary's size), or change the setting"
+            f"{setting}: {why}, and of this teacher the likeliest tokens alone are known; change the setting, or build "
+            "a cache with --hidden-states or with all tokens (--top-k of the vocabulary's size)"
         )
 
 

@@ -1,9 +1,11 @@
-"""Output of a teacher that was asked before, in the place of a model that is called (methods.md §9.1)."""
+"""Output of a cache or of servers in the place of a model that is called (methods.md §9.1)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -57,14 +59,21 @@ def load_head(folder: Path, device: str) -> Head:
     return Head(tensors["weight"], tensors.get("bias"), scale, soft_cap or None)
 
 
+class Answers(Protocol):
+    """A cache, or servers: what a teacher says of sequences of its own tokens."""
+
+    def segments(self, sequences: Sequence[NDArray[np.integer[Any]]]) -> Iterable[Segment]:
+        """Return what is known of each sequence, in order. Raises an OPDError where it is not known."""
+
+
 class StoredOutput(ABC):
-    """Rows of a cache, by the ids that its teacher would read; called as a model is (`Headless`)."""
+    """Rows of a cache or of servers, by the ids that the teacher reads; called as a model is (`Headless`)."""
 
     reads_packed = True
     columns: range
 
-    def __init__(self, reader: CacheReader, device: str) -> None:
-        self._reader, self._device = reader, device
+    def __init__(self, answers: Answers, device: str) -> None:
+        self._answers, self._device = answers, device
 
     def num_positions(self, packing: Packing) -> int:
         """Return the positions that are read of these sequences."""
@@ -73,16 +82,16 @@ class StoredOutput(ABC):
     def _rows(self, ids: Tensor, packing: Packing, num_bytes: int) -> Tensor:
         """Return the bytes of each token of sequences [B, S], uint8 [N, num_bytes], on the device.
 
-        They are copied once, from the mapped file. Raises DataError for a segment that is missing or damaged. Of a
-        sequence of one token nothing is asked: it has none to predict.
+        They are copied once, of a cache from the mapped file. Raises what `Answers.segments` does. Of a sequence of one
+        token nothing is asked: it has none to predict.
         """
         every = ids.cpu().numpy()
         made = np.zeros((len(packing.tokens), num_bytes), np.uint8)
-        start = 0
-        for own, length in zip(every, packing.lengths, strict=True):
-            if length > 1:
-                self._put(made[start : start + length], self._reader.segment(own[:length]))
-            start += length
+        own = np.split(made, np.cumsum(packing.lengths)[:-1])
+        asked = [row for row, length in enumerate(packing.lengths) if length > 1]
+        segments = self._answers.segments([every[row, : packing.lengths[row]] for row in asked])
+        for row, segment in zip(asked, segments, strict=True):
+            self._put(own[row], segment)
         return torch.from_numpy(made).to(self._device)
 
     @abstractmethod
@@ -117,10 +126,10 @@ class StoredHiddenStates(StoredOutput):
 class StoredTopK(StoredOutput):
     """The likeliest tokens of each position."""
 
-    def __init__(self, reader: CacheReader, device: str) -> None:
-        super().__init__(reader, device)
-        self.layout = sparse_layout(reader.manifest)
-        self.columns = range(self.layout.vocab_size)
+    def __init__(self, answers: Answers, layout: SparseLayout, device: str) -> None:
+        super().__init__(answers, device)
+        self.layout = layout
+        self.columns = range(layout.vocab_size)
 
     def __call__(self, ids: Tensor, packing: Packing) -> SparseLogits:
         """Map ids [B, S] to the logits of their tokens, [B, S, W] and one column more. Raises DataError."""
@@ -139,4 +148,6 @@ class StoredTopK(StoredOutput):
 
 def stored_output(reader: CacheReader, device: str) -> StoredHiddenStates | StoredTopK:
     """Open what a cache stores."""
-    return (StoredTopK if reader.manifest.form == "top_k" else StoredHiddenStates)(reader, device)
+    if reader.manifest.form == "top_k":
+        return StoredTopK(reader, sparse_layout(reader.manifest), device)
+    return StoredHiddenStates(reader, device)

@@ -41,6 +41,10 @@ class CacheManifest:
     hidden_size: int = 0
     """form=hidden_states: E."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    is_served: bool = False
+    """Whether servers have answered: `weights` is then of the model's name, and entropies are not known."""
+    positions: int | None = None
+    """is_served: longest sequence that the servers could be asked about, if they said so."""
     version: int = VERSION
 
     @property

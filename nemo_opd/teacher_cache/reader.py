@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,10 @@ class CacheReader:
         if (longer := self._beginning_with(ids)) is not None:
             return longer.part(len(ids))
         raise damage or self._missing(key, ids)
+
+    def segments(self, sequences: Iterable[NDArray[np.integer[Any]]]) -> Iterator[Segment]:
+        """Yield `segment` of each sequence."""
+        return map(self.segment, sequences)
 
     def _segment(self, place: int) -> Segment:
         return self.shards[self._shard[place]].segment(int(self._number[place]))

@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from nemo_opd.errors import EndpointError
 from nemo_opd.teacher_cache.reader import SHARDS
 from nemo_opd.teacher_cache.shard import SUFFIX, Bytes, Segment, encoded_ids, id_bytes, key_of, write_shard
 
@@ -45,6 +46,6 @@ class CacheWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write the rest, also where the worker was interrupted between two segments."""
-        if kind is None or issubclass(kind, KeyboardInterrupt):
+        """Write the rest, also where the worker was interrupted, or a server failed, between two segments."""
+        if kind is None or issubclass(kind, KeyboardInterrupt | EndpointError):
             self.flush()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from nemo_opd.cluster.local import LocalCluster
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.config.cluster import Cluster as Settings
+from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.head import Head
 from nemo_opd.models.stored_output import has_head, save_head, sparse_layout
+from nemo_opd.served.answers import EndpointAnswers
 from nemo_opd.teacher_cache.manifest import CacheManifest
 from nemo_opd.teacher_cache.shard import Bytes
 from nemo_opd.training.batch_grid import leads
@@ -27,6 +28,8 @@ from nemo_opd.types import TokenRows
 from nemo_opd.workers.asked_teacher import AskedTeacher
 
 _Ids = NDArray[np.int32]
+Ask = Callable[[Sequence[Sequence[_Ids]]], Iterator[tuple[_Ids, Bytes]]]
+"""Function from the segments of each data-parallel rank to each segment, ids [N], with what is stored, uint8 [N, R]."""
 
 
 class Asker:
@@ -36,18 +39,16 @@ class Asker:
 
     def __init__(
         self,
-        cluster: Settings,
-        device: str,
+        config: RunConfig,
         settings: TeacherBase,
         key: str,
         manifest: CacheManifest,
         layout: Layout,
-        handoff: Literal["hidden_states", "logits"],
+        device: str,
+        folder: Path,
     ) -> None:
-        """Load the teacher. key: its model's, for messages. handoff: form of the output of which likeliest tokens are
-        taken. Raises WorkerError and ClusterError.
-        """
-        self._layout = layout
+        """Load the teacher. key: its model's, for messages. folder: the cache. Raises WorkerError and ClusterError."""
+        self._layout, self._folder = layout, folder
         self._sparse = sparse_layout(manifest) if manifest.form == "top_k" else None
         offload = "layers" if settings.offload == "layers" else False  # there is nobody else on the device
         arguments: dict[str, Any] = {
@@ -56,31 +57,31 @@ class Asker:
             "vocab_size": manifest.vocab_size,
             "device": device,
             "transport": "shared_memory",
-            "handoff": "hidden_states" if self._sparse is None else handoff,
+            "handoff": "hidden_states" if self._sparse is None else config.handoff.type,
             "shares_process": True,
         }
         placement = Placement.colocated(num_nodes=1, ranks_per_node=layout.size, num_teachers=1)
-        here = cluster.model_copy(update={"launcher": "local"})
+        here = config.cluster.model_copy(update={"launcher": "local"})
         with ExitStack() as stack:
             opened = stack.enter_context(LocalCluster(here, device=device, placement=placement))
             name, places = f"teacher {settings.name}", placement.teachers[0]
             self._group = stack.enter_context(opened.group(name, AskedTeacher, arguments, places))
             self._stack = stack.pop_all()
 
-    def ask(self, of_ranks: Sequence[Sequence[_Ids]], folder: Path) -> Iterator[tuple[_Ids, Bytes]]:
+    def ask(self, of_ranks: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
         """Yield each segment with what is stored of it.
 
         of_ranks: segments that the data-parallel ranks read, each in one forward pass; at most one for each rank. The
-        head of hidden states is written into `folder` if it is not there. Raises WorkerError and ClusterError.
+        head of hidden states is written if it is not there. Raises WorkerError and ClusterError.
         """
-        needs_head = self._sparse is None and not has_head(folder)
+        needs_head = self._sparse is None and not has_head(self._folder)
         # All ranks take part in gathering weights: those without segments read others'.
         read = [of_ranks[d % len(of_ranks)] for d in range(self._layout.dp)]
         own = [read[self._layout.coordinates(rank)[0]] for rank in range(self._layout.size)]
         calls = [(*_padded(segments), self._sparse, needs_head) for segments in own]
         by_rank = self._group.call("answers", calls)
         if needs_head:
-            save_head(folder, _joined([head for _, head in by_rank[: self._layout.tp]]))
+            save_head(self._folder, _joined([head for _, head in by_rank[: self._layout.tp]]))
         for segments, rank in zip(of_ranks, leads(self._layout), strict=False):
             for ids, rows in zip(segments, by_rank[rank][0], strict=True):
                 yield ids, rows.numpy()
@@ -108,3 +109,16 @@ def _joined(parts: Sequence[Head]) -> Head:
     biases = [part.bias for part in parts if part.bias is not None]
     weight = torch.cat([part.weight for part in parts])
     return Head(weight, torch.cat(biases) if biases else None, first.scale, first.soft_cap)
+
+
+def server_answers(settings: TeacherBase, key: str, manifest: CacheManifest) -> Ask:
+    """Return what asks a teacher's servers. key: the teacher's, for messages."""
+    assert settings.served is not None
+    answers = EndpointAnswers(settings.served, settings.reference, sparse_layout(manifest), key=key)
+
+    def ask(groups: Sequence[Sequence[_Ids]]) -> Iterator[tuple[_Ids, Bytes]]:
+        for segments in groups:
+            for ids, answered in zip(segments, answers.segments(segments), strict=True):
+                yield ids, answered.rows
+
+    return ask

@@ -8,6 +8,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -21,6 +22,7 @@ from nemo_opd.alignment import fingerprint
 from nemo_opd.cluster.placement import Processes
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.run import RunConfig
+from nemo_opd.config.teacher import Teacher
 from nemo_opd.data.loader import made_of_all
 from nemo_opd.data.samples import Sample
 from nemo_opd.disk import storage_errors
@@ -33,11 +35,11 @@ from nemo_opd.teacher_cache.manifest import CacheManifest, has_manifest, write_m
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.teacher_cache.shard import key_of
 from nemo_opd.teacher_cache.writer import SHARD_BYTES, CacheWriter
-from nemo_opd.training.cache_asking import Asker
-from nemo_opd.training.cached_teachers import settle_cached
+from nemo_opd.training.cache_asking import Ask, Asker, server_answers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
+from nemo_opd.training.teachers_without_model import settle_tokenizers
 
 _TOKENS_AT_A_TIME = 8192
 """Tokens of a forward pass where the teacher's settings name no number."""
@@ -97,7 +99,7 @@ def build_cache(
     device = resolve_device(config.cluster)
     parallelism = _parallelism(config, i)
     layout = resolve_layout(f"teachers.{i}", Processes.started().size, parallelism)
-    config = settle_cached(_uncut(config), device)
+    config = _asking_for(settle_tokenizers(_uncut(config), device), i, form)
     settings = config.active_teachers[i].model_copy(update={"parallelism": parallelism})
     if settings.cache is not None:
         raise ConfigError(f"teachers.{i} ({settings.name}) is a cache itself; name the teacher's model")
@@ -106,24 +108,30 @@ def build_cache(
             f"teachers.{i}.weights={settings.weights}: its answers change with the student; cache a teacher with "
             "weights: frozen"
         )
-    student = read_model_info(config.student, "student", device)
     active = [settings if index == i else each for index, each in enumerate(config.active_teachers)]
     teachers = [read_model_info(each, f"teachers.{index}", device) for index, each in enumerate(active)]
+    # Where the texts are for no student, it stands for the teacher, of which servers have no folder.
+    is_same = settings.served is not None and config.student.model == settings.model
+    student = teachers[i] if is_same else read_model_info(config.student, "student", device)
     manifest = _manifest(config, i, student, teachers[i], form, device)
     corpus = load_corpus(config, student, teachers)
     _describe(folder, manifest, config, i, student, teachers[i])
     reader = CacheReader(folder)
     missing, tokens = Missing(corpus, config, i, reader, part), 0
-    groups = _grouped(missing, settings.micro_batch_tokens or _TOKENS_AT_A_TIME)
+    groups = _grouped(missing, _tokens_at_a_time(settings))
     if (first := next(groups, None)) is None:
         return CacheBuilt(0, 0, missing.there)
-    with (
-        CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer,
-        Asker(config.cluster, device, settings, f"teachers.{i}.model", manifest, layout, config.handoff.type) as asker,
-    ):
-        every = chain([first], groups)
+    every = chain([first], groups)
+    with CacheWriter(folder, manifest.vocab_size, shard_bytes) as writer, ExitStack() as stack:
+        ask: Ask
+        if settings.served is not None:
+            ask = server_answers(settings, f"teachers.{i}", manifest)
+        else:
+            ask = stack.enter_context(
+                Asker(config, settings, f"teachers.{i}.model", manifest, layout, device, folder)
+            ).ask
         while of_ranks := list(islice(every, layout.dp)):
-            for ids, rows in asker.ask(of_ranks, folder):
+            for ids, rows in ask(of_ranks):
                 tokens += len(ids)
                 writer.add(ids, rows)
     return CacheBuilt(missing.number, tokens, missing.there)
@@ -134,6 +142,27 @@ def _parallelism(config: RunConfig, i: int) -> Parallelism:
     if Processes.started().size == 1:
         return Parallelism()
     return config.active_teachers[i].parallelism.model_copy(update={"replicas": 1})
+
+
+def _asking_for(config: RunConfig, i: int, form: CacheForm) -> RunConfig:
+    """Return the settings where a served teacher is asked for what is stored."""
+    endpoint = config.active_teachers[i].served
+    if endpoint is None:
+        return config
+    if form.top_k is None:
+        raise ConfigError(
+            f"--hidden-states: the servers of teachers.{i} ({config.active_teachers[i].name}) give log-probabilities "
+            "alone; write --top-k"
+        )
+    changed = {"served": endpoint.model_copy(update={"logprobs": form.top_k})}
+    teachers = (each.model_copy(update=changed) if j == i else each for j, each in enumerate(config.teachers))
+    return config.model_copy(update={"teachers": tuple(teachers)})
+
+
+def _tokens_at_a_time(settings: Teacher) -> int:
+    if settings.served is not None:
+        return _TOKENS_AT_A_TIME * settings.served.concurrency
+    return settings.micro_batch_tokens or _TOKENS_AT_A_TIME
 
 
 def _uncut(config: RunConfig) -> RunConfig:
@@ -152,9 +181,14 @@ def _manifest(
     of_form: dict[str, Any] = {"form": "hidden_states", "hidden_size": teacher.size.hidden_size}
     if form.top_k is not None:
         of_form = {"form": "top_k", "top_k": min(form.top_k, teacher.vocab_size), "value_bytes": form.value_bytes}
+    if settings.served is None:
+        weights = weights_fingerprint(settings.reference, key=f"teachers.{i}.model")
+    else:
+        weights = hashlib.sha256(f"served as {settings.reference}".encode()).hexdigest()
+        of_form |= {"is_served": True, "positions": teacher.positions}
     return CacheManifest(
         teacher=settings.reference,
-        weights=weights_fingerprint(settings.reference, key=f"teachers.{i}.model"),
+        weights=weights,
         tokenizer=fingerprint(teacher.tokenizer),
         template=hashlib.sha256(template.encode()).hexdigest(),
         vocab_size=teacher.vocab_size,
@@ -179,13 +213,14 @@ def _describe(
 ) -> None:
     """Write the teacher's configuration and tokenizer, and then the manifest, or compare it with the one there."""
     if not has_manifest(folder):
-        model = config.active_teachers[i].reference
+        settings = config.active_teachers[i]
         temporary = folder / f".{uuid.uuid4().hex}"
         with storage_errors(folder, instead="choose another --output"):
             temporary.mkdir(parents=True)
             try:
-                load_config(model, key=f"teachers.{i}.model").save_pretrained(temporary)
-                tokenizer = load_tokenizer(config.active_teachers[i].tokenizer_source[1], key=f"teachers.{i}")
+                if settings.served is None:
+                    load_config(settings.reference, key=f"teachers.{i}.model").save_pretrained(temporary)
+                tokenizer = load_tokenizer(settings.tokenizer_source[1], key=f"teachers.{i}")
                 tokenizer.chat_template = _template(config, i, student, teacher)[0].chat_template
                 tokenizer.save_pretrained(temporary)
                 settle(temporary)

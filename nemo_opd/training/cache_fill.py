@@ -1,17 +1,19 @@
 """Texts of a run that its caches do not have, asked about before the run (`on_missing: ask`)."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, Missing, build_cache
-from nemo_opd.training.cached_teachers import settle_cached
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.ranks import resolve_device
+from nemo_opd.training.teachers_without_model import settle_tokenizers
 
 
 def fill_caches(plan: Plan) -> None:
@@ -27,16 +29,23 @@ def fill_caches(plan: Plan) -> None:
         reader = CacheReader(teacher.cache)
         if next(iter(Missing(plan.data, plan.config, i, reader)), None) is not None:
             manifest = reader.manifest
-            asked = asked_again(plan.config, i, manifest.teacher)
+            if manifest.is_served:
+                raise ConfigError(
+                    f"teachers.{i}.on_missing=ask: {teacher.cache} lacks texts of this run, and its answers are those "
+                    f"of servers of {manifest.teacher}, which are not known here; run nemo-opd cache build --urls"
+                )
+            asked = asked_again(plan.config, i, {"model": manifest.teacher})
             build_cache(asked, i, Path(teacher.cache), CacheForm.of(manifest))
             torch.cuda.empty_cache()  # which other processes need next
 
 
-def asked_again(config: RunConfig, i: int, model: str) -> RunConfig:
-    """Return the settings of a run with a model in the place of teacher i's cache, whose tokenizer it keeps."""
+def asked_again(config: RunConfig, i: int, origin: Mapping[str, object]) -> RunConfig:
+    """Return the settings of a run with another origin of teacher i's answers, in the place of a cache, whose tokenizer
+    it keeps. origin: settings of the teacher, `model` among them.
+    """
     was_cached = config.active_teachers[i].cache is not None
-    config = settle_cached(config, resolve_device(config.cluster))
+    config = settle_tokenizers(config, resolve_device(config.cluster))
     settings = config.model_dump(mode="json")
     tokenizer = {"tokenizer": config.active_teachers[i].cache} if was_cached else {}
-    settings["teachers"][i] |= {"model": model, "cache": None, "on_missing": "stop"} | tokenizer
+    settings["teachers"][i] |= {"cache": None, "served": None, "on_missing": "stop"} | tokenizer | dict(origin)
     return from_dict(settings)

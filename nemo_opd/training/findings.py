@@ -30,7 +30,9 @@ def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[Mo
         require_room_to_sample(config, student.positions)
     lengths = [("train.max_length", config.train.max_length, config.student.model, student)]
     for i, (settings, info) in enumerate(zip(config.active_teachers, teachers, strict=True)):
-        if not isinstance(settings, CrossTokenizerTeacher):
+        if settings.served is not None:
+            _check_served(config, i, info)
+        elif not isinstance(settings, CrossTokenizerTeacher):
             lengths.append(("train.max_length", config.train.max_length, settings.reference, info))
         elif settings.max_length is not None:
             lengths.append((f"teachers.{i}.max_length", settings.max_length, settings.reference, info))
@@ -48,6 +50,20 @@ def check_positions(config: RunConfig, student: ModelInfo, teachers: Sequence[Mo
             "config.json where the model was trained on longer texts"
         )
     return warnings
+
+
+def _check_served(config: RunConfig, i: int, info: ModelInfo) -> None:
+    """Raise ConfigError where servers would be asked about longer sequences than they read."""
+    settings = config.active_teachers[i]
+    key, length = "train.max_length", config.train.max_length
+    if isinstance(settings, CrossTokenizerTeacher):
+        key, length = f"teachers.{i}.max_length", settings.max_length or 0
+    if info.positions is not None and length > info.positions:
+        raise ConfigError(
+            f"{key}={length}: the servers of {settings.name} can be asked about {info.positions} tokens, one less than "
+            f"their max_model_len; write {key}={info.positions} or less, or start them with --max-model-len "
+            f"{length + 1} or more"
+        )
 
 
 def require_room_to_sample(config: RunConfig, positions: int) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from nemo_opd.config.model import Model
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher
+from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
@@ -23,18 +23,21 @@ from nemo_opd.training.run_directory import progress_to_resume, resolve_output_d
 def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     """Check that files and programs in the settings exist and have the right form. Raises an OPDError where not."""
     require_kind(config, on_policy=on_policy)
-    if not any(isinstance(teacher, CachedTeacher) for teacher in config.active_teachers):
-        # Preflight hashes the checkpoint's files. A cached teacher's type, which it depends on, is known there alone.
+    if not any(isinstance(teacher, CachedTeacher | ServedTeacher) for teacher in config.active_teachers):
+        # Preflight hashes the checkpoint's files. The type that such a teacher has by its tokenizer is known there
+        # alone.
         progress_to_resume(config, resolve_output_dir(config.run), hashed=False)
     _check_model(config.student, "student")
     for i, teacher in enumerate(config.active_teachers):
-        if teacher.cache is None:
-            _check_model(teacher, f"teachers.{i}")
-        else:
+        if teacher.cache is not None:
             require_cache(teacher.cache, f"teachers.{i}.cache")
+        elif not teacher.is_computed:
+            _check_tokenizer(teacher, f"teachers.{i}")
+        else:
+            _check_model(teacher, f"teachers.{i}")
         if isinstance(teacher, OwnIdsTeacher) and teacher.projection != "auto":
             _check_projection(teacher.projection, f"teachers.{i}.projection")
-    require_extras(config.logging, config.reward, config.rollout)
+    require_extras(config.logging, config.reward, config.rollout, config.active_teachers)
     if not config.run.dry_run:  # which may plan for another machine
         require_installed(config.rollout)
     _check_data(config)
@@ -53,6 +56,10 @@ def require_kind(config: RunConfig, *, on_policy: bool) -> None:
 
 def _check_model(settings: Model, key: str) -> None:
     check_folder(settings.reference, key=f"{key}.model")
+    _check_tokenizer(settings, key)
+
+
+def _check_tokenizer(settings: Model, key: str) -> None:
     if settings.tokenizer is not None:
         check_tokenizer(settings.tokenizer, key=f"{key}.tokenizer")
     if settings.chat_template is not None:

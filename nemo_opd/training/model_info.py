@@ -1,6 +1,6 @@
 """A model and its tokenizer, read before the weights are loaded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.models.stored_weights import check_weights
 from nemo_opd.rollout.hf import max_positions
+from nemo_opd.served.check import check_endpoint
+from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.memory import ModelSize, size_of
 
 _NO_LIMIT = 1 << 30
@@ -59,9 +61,12 @@ class ModelInfo:
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
     """Read a model's configuration and tokenizer.
 
-    Raises ModelError where either is not readable, the two do not belong together, or `parallelism`,
-    `attn_implementation` or `fused_layers` does not fit.
+    Of a teacher that servers answer for there is a tokenizer alone, and what they say. Raises ModelError where either
+    is not readable, the two do not belong together, or `parallelism`, `attn_implementation` or `fused_layers` does not
+    fit, and EndpointError as `check_endpoint` does.
     """
+    if not has_configuration(settings):
+        return _without_configuration(settings, key)
     config = load_config(settings.reference, key=f"{key}.model")
     check_parallelism(config, settings.parallelism, device, key=key)
     lora = settings.lora if isinstance(settings, Student) else None
@@ -70,18 +75,14 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     model = build_on_meta(
         config, settings.reference, key=f"{key}.model", attn_implementation=settings.attn_implementation
     )
-    if isinstance(settings, Student) or settings.cache is None:
+    if isinstance(settings, Student) or settings.is_computed:
         check_fused_layers(model, settings.fused_layers, device, key=key)
         check_weights(model, settings.reference, key=f"{key}.model")
     size = size_of(model, adapters)
     if not size.layers:
         raise ModelError(f"{key}.model={settings.reference}: its config.json says 0 layers; copy the file there again")
-    tokenizer = tokenizer_of(settings, key=key)
+    tokenizer, pieces = _read_tokenizer(settings, key)
     name, source = settings.tokenizer_source
-    try:
-        pieces = pieces_of(tokenizer)
-    except AlignmentError as error:
-        raise ModelError(f"{key}.{name}={source}: {error}") from error
     # Special tokens may have no embedding: Gemma-3-1B has the tokenizer of its multimodal siblings, with their image
     # token.
     beyond = slice(size.vocab_size, None)
@@ -99,6 +100,52 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
         positions=max_positions(config),
         has_rotary_positions=bool(rotary),
     )
+
+
+def has_configuration(settings: Student | Teacher) -> bool:
+    """Return whether there is a model's configuration, and not only servers, or what they have said."""
+    if isinstance(settings, Student) or settings.is_computed:
+        return True
+    return settings.cache is not None and not read_manifest(settings.cache).is_served
+
+
+def tokenizer_info(settings: Teacher, key: str, *, positions: int | None = None) -> ModelInfo:
+    """Read the tokenizer of a teacher without a configuration; all of its ids are taken for the model's.
+
+    Raises ModelError where it is not readable.
+    """
+    try:
+        tokenizer, pieces = _read_tokenizer(settings, key)
+    except ModelError as error:
+        if settings.cache is not None or settings.tokenizer is not None:
+            raise
+        raise ModelError(
+            f"{error}; where {settings.reference} is a name of the servers alone, name the folder or hub name of its "
+            f"tokenizer as {key}.tokenizer"
+        ) from error
+    size = ModelSize(pieces.vocab_size, hidden_size=0, layers=(), rest=(), has_soft_cap=False)
+    return ModelInfo(size, tokenizer, pieces, pieces.vocab_size, positions=positions)
+
+
+def _without_configuration(settings: Student | Teacher, key: str) -> ModelInfo:
+    assert not isinstance(settings, Student)
+    info = tokenizer_info(settings, key)
+    if settings.served is None:
+        assert settings.cache is not None
+        return replace(info, positions=read_manifest(settings.cache).positions)
+    ordinary = np.flatnonzero(~info.pieces.is_special & (info.pieces.origin != HOLE))
+    token = int(ordinary[-1])
+    limit = check_endpoint(settings.served, settings.reference, key=key, vocab_size=info.vocab_size, token=token)
+    return replace(info, positions=limit)
+
+
+def _read_tokenizer(settings: Student | Teacher, key: str) -> tuple[PreTrainedTokenizerFast, Pieces]:
+    tokenizer = tokenizer_of(settings, key=key)
+    name, source = settings.tokenizer_source
+    try:
+        return tokenizer, pieces_of(tokenizer)
+    except AlignmentError as error:
+        raise ModelError(f"{key}.{name}={source}: {error}") from error
 
 
 def _check_attention(settings: Student | Teacher, key: str, device: str) -> None:

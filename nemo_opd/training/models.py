@@ -1,7 +1,7 @@
 """The driver's interface to the student and its teachers."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +36,7 @@ from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
-from nemo_opd.workers.cached_teacher import CachedTeacherWorker
+from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
 
@@ -71,6 +71,8 @@ class ScoredBatch:
     """Time of each teacher's slowest rank."""
     positions: tuple[int, ...]
     """Positions, padding included, that each teacher has read."""
+    retried: dict[str, int]
+    """Requests sent again for each served teacher, by its name."""
     about: str
 
 
@@ -166,7 +168,8 @@ class Models:
             sum(by_rank[rank].positions for rank in leads(layout))
             for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True)
         )
-        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, in_flight.about)
+        retried = _retried(dict(zip(self._names, by_teacher, strict=True)))
+        return ScoredBatch(batch, in_flight.slot, by_student_rank, seconds, positions, retried, in_flight.about)
 
     def _outputs(self, in_flight: InFlightBatch) -> list[list[TeacherOutput]]:
         """Return the output of every teacher, by rank; those with the student's weights read the batch now."""
@@ -321,6 +324,12 @@ class Models:
         self.close()
 
 
+def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int]:
+    """Add the requests that were sent again over the ranks of each teacher that has servers."""
+    numbers = {name: [each.retried for each in by_rank] for name, by_rank in by_teacher.items()}
+    return {name: sum(filter(None, own)) for name, own in numbers.items() if own[0] is not None}
+
+
 def _beside(batch: Batch, k: int) -> Batch:
     """Return a batch of the same responses where teachers read them behind the other prompt k, if they have one."""
     teachers = (
@@ -354,7 +363,9 @@ def _separate(plan: Plan) -> list[int]:
 def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
     """Start the group of a teacher that has processes of its own."""
     settings = plan.config.active_teachers[i]
-    worker = TeacherWorker if settings.cache is None else CachedTeacherWorker
+    worker: type[TeacherWorker] = TeacherWorker
+    if not settings.is_computed:
+        worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
     return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
 
 

@@ -81,5 +81,6 @@ def train_step(session: Session) -> dict[str, float]:
         **session.plan.utilization.values(scored.batch, seconds),
         **useful_positions(scored, positions, session.config.active_names),
         **times,
+        **{f"perf/retried/{name}": number for name, number in scored.retried.items()},
         "perf/peak_memory_gb": peak_memory,
     }

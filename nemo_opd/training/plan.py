@@ -14,7 +14,7 @@ from nemo_opd.training.benchmarks import Benchmarks
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.delivery import Delivery
 from nemo_opd.training.flops import Utilization
-from nemo_opd.training.memory import MemoryEstimate
+from nemo_opd.training.memory import MemoryEstimate, teachers_ahead
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.questions import LoadedSet
 from nemo_opd.training.survey import Survey
@@ -72,10 +72,15 @@ class Plan:
 
     @property
     def teacher_tokens_at_a_time(self) -> tuple[int, ...]:
-        """Tokens of a microbatch of each active teacher, by default those of as many texts as the student's has."""
+        """Tokens of a microbatch of each active teacher, by default those of as many texts as the student's has.
+
+        Servers are asked about a whole batch at a time.
+        """
         train, teachers = self.config.train, self.config.active_teachers
         return tuple(
-            settings.micro_batch_tokens or -(-train.tokens_at_a_time * width // train.max_length)
+            train.global_batch_size * width
+            if settings.served is not None
+            else settings.micro_batch_tokens or -(-train.tokens_at_a_time * width // train.max_length)
             for settings, width in zip(teachers, self.survey.widths, strict=True)
         )
 
@@ -108,4 +113,4 @@ class Plan:
     @property
     def lookahead(self) -> int:
         """Number of batches that teachers are ahead of the student; 0 where they take turns on the same devices."""
-        return self.config.cluster.prefetch if self.placement.is_separate else 0
+        return teachers_ahead(self.config)

@@ -15,7 +15,6 @@ from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
 from nemo_opd.training.benchmarks import load_run_benchmarks
-from nemo_opd.training.cached_teachers import check_cached, settle_cached
 from nemo_opd.training.copies import settle_copies
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.delivery import arriving_bytes, check_deliveries, plan_deliveries, settle_transport
@@ -38,7 +37,7 @@ from nemo_opd.training.memory import (
     settle_memory,
     teachers_ahead,
 )
-from nemo_opd.training.model_info import ModelInfo, read_model_info
+from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.prompts import Prompts, check_users_code, load_prompts
 from nemo_opd.training.questions import load_sets
@@ -52,6 +51,7 @@ from nemo_opd.training.run_directory import checkpoints_of, progress_to_resume, 
 from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
+from nemo_opd.training.teachers_without_model import check_answers, settle_tokenizers
 
 _TRAINED_BYTES = 12
 """Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments; averages come on top."""
@@ -60,7 +60,7 @@ _TRAINED_BYTES = 12
 def preflight(config: RunConfig) -> Plan:
     """Check everything and return the plan of the run. Raises an OPDError where it cannot run."""
     device = resolve_device(config.cluster)
-    config = settle_cached(config, device)
+    config = settle_tokenizers(config, device)
     placement = resolve_placement(config, device)
     require_processes(config.cluster, placement)
     require_shared_gpus(config, device, placement)
@@ -88,7 +88,7 @@ def preflight(config: RunConfig) -> Plan:
         student_vocab_size=student.vocab_size,
         teacher_vocab_sizes=[teacher.vocab_size for teacher in teacher_plans],
     )
-    check_cached(config, device, teachers, parts, student.size.vocab_size)
+    check_answers(config, device, teachers, parts, student.size.vocab_size)
     warnings += warn_of_shared_data(config)
     statistics = survey(config, data, student, teachers, parts)
     warnings += check_texts(config, statistics)
@@ -146,7 +146,7 @@ def preflight(config: RunConfig) -> Plan:
         utilization=Utilization(
             student.size,
             tuple(
-                teacher.size if settings.cache is None else None
+                teacher.size if settings.is_computed else None
                 for teacher, settings in zip(teachers, config.active_teachers, strict=True)
             ),
             len(placement.devices),
@@ -180,6 +180,8 @@ def _read_models(config: RunConfig, device: str) -> tuple[ModelInfo, list[ModelI
     ]
     keys = ["student", *(f"teachers.{i}" for i in range(len(teachers)))]
     for key, settings in zip(keys, (config.student, *config.active_teachers), strict=True):
+        if not has_configuration(settings):
+            continue
         model = load_config(settings.reference, key=f"{key}.model")
         check_head_precision(model, compute_dtype(settings.dtype, device), key=key, reference=settings.reference)
     return student, teachers

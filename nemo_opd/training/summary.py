@@ -124,7 +124,8 @@ def _dry_run_result(plan: Plan) -> Iterator[Text]:
     passed = ": settings, models, data and layout fit; nothing was written"
     yield Text.assemble(("dry run passed", "bold green"), passed)
     config = plan.config
-    models = dict.fromkeys([config.student.model, *(teacher.reference for teacher in config.active_teachers)])
+    loaded = [teacher.reference for teacher in config.active_teachers if teacher.is_computed]
+    models = dict.fromkeys([config.student.model, *loaded])
     unread = [f"the weights of {', '.join(models)}"]
     if (rest := len(plan.data.train) - plan.survey.num_texts) > 0:
         unread.append(f"{rest:,} of {len(plan.data.train):,} training {plan.data.noun}, which are tokenized in the run")
@@ -227,7 +228,7 @@ def _describe_layout(layout: Layout) -> str:
 
 
 def _describe_placement(plan: Plan) -> str:
-    if not plan.placement.is_separate:
-        return "colocated"
     batches = f"{plan.lookahead} batch" + ("" if plan.lookahead == 1 else "es")
+    if not plan.placement.is_separate:
+        return f"colocated, {batches} ahead" if plan.lookahead else "colocated"
     return f"separate, {batches} ahead"

@@ -60,6 +60,8 @@ class TeacherOutput:
     """Time from the call until the output can be read."""
     positions: int
     """Positions, padding included, that the model has read."""
+    retried: int | None = None
+    """Requests sent again; None without servers."""
 
 
 ReadingModel = Headless | WithHead

@@ -17,6 +17,7 @@ from nemo_opd.config import (
 )
 from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data, HubDataset, Source
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.run_fields import Run
@@ -26,6 +27,7 @@ from nemo_opd.config.teacher import (
     CrossTokenizerTeacher,
     OwnIdsTeacher,
     SameTokenizerTeacher,
+    ServedTeacher,
     TeacherBase,
 )
 from nemo_opd.config.train import Train
@@ -41,6 +43,8 @@ BOUND: dict[type[BaseModel], str] = {
     OwnIdsTeacher: "projection top_k projection_lr roles max_length equal_history",
     CrossTokenizerTeacher: "type",
     CachedTeacher: "type",
+    ServedTeacher: "type",
+    Endpoint: "program logprobs",
     Lora: "rank alpha dropout target_modules",
     optim.AdamW: "type lr betas eps weight_decay",
     optim.Scheduler: "type warmup_steps min_lr_ratio",

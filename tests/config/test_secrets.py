@@ -7,15 +7,18 @@ import yaml
 
 from nemo_opd.cli.settings_command import main
 from nemo_opd.config import secrets
-from nemo_opd.config.load import from_yaml, run_settings_with_hydra, to_yaml
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.config.load import from_dict, from_yaml, run_settings_with_hydra, to_yaml
 from nemo_opd.config.logging import Wandb
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
+from nemo_opd.config.teacher import SameTokenizerTeacher, Teacher
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.logging import Loggers, write_report
 from nemo_opd.logging.jsonl import JsonlLogger
 from nemo_opd.logging.wandb import WandbLogger
 from tests.composition import CONFIGS, command_line, compose, configured
+from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING
 
 VALUE = "hunter2-hunter2"
@@ -89,6 +92,31 @@ def test_a_reference_to_the_environment_is_kept_and_repeats_the_run(
     monkeypatch.delenv("OF_A_TEST")
     with pytest.raises(ConfigError, match="'OF_A_TEST' not found"):
         from_yaml(tmp_path / "config.yaml")
+
+
+def test_a_served_teachers_key_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its settings have been moved, as soon as its tokenizer is known."""
+    monkeypatch.setenv("THE_KEY", VALUE)
+    teacher = {"name": "big", "type": "served", "urls": [f"http://u:{VALUE}@x"], "model": "m"}
+    for key, shown in (("${oc.env:THE_KEY}", "${oc.env:THE_KEY}"), (VALUE, MASK)):
+        resolved = VALID | {"teachers": [teacher | {"api_key": VALUE}]}
+        secrets.remember(VALID | {"teachers": [teacher | {"api_key": key}]}, resolved)
+        config = from_dict(resolved)
+        moved = config.model_copy(update={"teachers": (_settled(config.teachers[0]),)})
+        for each, section in ((config, ()), (moved, ("served",))):
+            text = written(each, tmp_path)
+            assert VALUE not in text
+            found = yaml.safe_load(text)["teachers"][0]
+            for part in section:
+                found = found[part]
+            assert found["api_key"] == shown
+            assert found["urls"] == [f"http://{MASK}@x"]
+        secrets._references.clear()
+
+
+def _settled(teacher: Teacher) -> Teacher:
+    served = Endpoint(**teacher.model_dump(include=set(Endpoint.model_fields)))
+    return SameTokenizerTeacher(name="big", type="same_tokenizer", model="m", served=served)
 
 
 def test_a_mask_is_no_value(tmp_path: Path) -> None:

@@ -46,15 +46,16 @@ def raw(body: Json) -> tuple[int, Json]:
 class Handler(BaseHTTPRequestHandler):
     says: Says
     refuses: str
+    cards: list[Json]
     calls: list[tuple[str, Json]]
 
     def do_GET(self) -> None:
-        self._reply(200, {"data": [{"id": "student", "root": "/models/student"}]})
+        self._reply(200, {"data": self.cards})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
         self.calls.append((self.path, body))
-        if self.path == "/v1/completions":
+        if self.path in ("/v1/completions", "/generate"):
             self._reply(*type(self).says(body))
         else:
             self._reply(500 if self.path == self.refuses else 200, {"says": "the fake"})
@@ -71,18 +72,27 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def make_server(port: int, says: Says, refuses: str = "") -> ThreadingHTTPServer:
-    server = ThreadingHTTPServer(
-        ("127.0.0.1", port), type("Said", (Handler,), {"says": staticmethod(says), "refuses": refuses, "calls": []})
-    )
+CARDS = [{"id": "student", "root": "/models/student"}]
+
+
+def make_server(
+    port: int, says: Says, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+) -> ThreadingHTTPServer:
+    own = {"says": staticmethod(says), "refuses": refuses, "cards": cards, "calls": []}
+    server = ThreadingHTTPServer(("127.0.0.1", port), type("Said", (handler,), own))
     server.daemon_threads = True
     return server
 
 
 @contextmanager
-def fake_server(says: Says = fine, refuses: str = "") -> Iterator[tuple[str, list[tuple[str, Json]]]]:
-    """Its address, and the paths and bodies of what was posted to it. refuses: a path that it has an error for."""
-    server = make_server(0, says, refuses)
+def fake_server(
+    says: Says = fine, refuses: str = "", cards: list[Json] = CARDS, handler: type[Handler] = Handler
+) -> Iterator[tuple[str, list[tuple[str, Json]]]]:
+    """Its address, and the paths and bodies of what was posted to it.
+
+    refuses: a path that it has an error for. cards: models that it lists.
+    """
+    server = make_server(0, says, refuses, cards, handler)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}", server.RequestHandlerClass.calls  # type: ignore[attr-defined]

@@ -85,7 +85,9 @@ EXPECTED = Terms("m", frozenset({2}), 100, 100)
 def completed(answer: Answers, timeout_s: float = LONG_S) -> Completion:
     request = Request(np.array([1], np.int32), max_new_tokens=4, seed=0)
     with server(answer) as url:
-        client = Client(url + "/v1/completions", 1, timeout_s, retries=0, trust_env=False)
+        client: Client[Completion] = Client(
+            urls=[url + "/v1/completions"], concurrency=1, timeout_s=timeout_s, retries=0, trust_env=False
+        )
         (found,) = client.complete(
             [{}], lambda _, reply: EXPECTED.completion(request, VLLM().answer(reply), 0), lambda: None
         )

@@ -1,12 +1,14 @@
 """Runs that several tests look at: each starts Ray, which takes seconds."""
 
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 
+from tests import processes
 from tests.tiny import Tiny
 from tests.training.launch import SCRIPT, Run, start
 from tests.waiting import CLEAN_S
@@ -52,6 +54,8 @@ HEAD = {"num_cpus": CPUS, "include_dashboard": False, "_system_config": {"presta
 def nodes() -> "Iterator[Nodes]":
     from ray.cluster_utils import Cluster as Nodes
 
+    processes.context()
+    forkserver.ensure_running()  # which outlives the nodes
     before = set(psutil.Process().children(recursive=True))
     nodes = Nodes(initialize_head=True, head_node_args=HEAD)
     nodes.add_node(num_cpus=CPUS)

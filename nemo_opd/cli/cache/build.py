@@ -1,9 +1,10 @@
 """Asks a teacher once about the texts of a run, and keeps its answers for all runs that read the same texts."""
 
+import os
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from omegaconf import OmegaConf
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from nemo_opd.cli.command import Command
 from nemo_opd.config.cluster import Cluster
+from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
@@ -37,6 +39,8 @@ examples:
   nemo-opd cache build --config run.yaml --output qwen --hidden-states
   CUDA_VISIBLE_DEVICES=1 nemo-opd cache build --config run.yaml --output qwen --hidden-states --part 1/4
   torchrun --nproc-per-node 4 -m nemo_opd.cli cache build --config run.yaml --output qwen --top-k 64
+  nemo-opd cache build --urls http://a:8000 http://b:8000 --model Qwen/Qwen3-32B --config run.yaml --output qwen \\
+      --top-k 64                 running servers answer, and no model is loaded
 
 Then give the run the folder in the place of the model:
   teachers:
@@ -46,6 +50,12 @@ Then give the run the folder in the place of the model:
 
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--model", metavar="MODEL", help="folder or hub name of the teacher")
+    parser.add_argument(
+        "--urls", nargs="+", metavar="URL", help="running servers of --model, by name; key: $OPENAI_API_KEY"
+    )
+    parser.add_argument("--tokenizer", metavar="TOKENIZER", help="with --urls: its folder or hub name (default: MODEL)")
+    programs = get_args(Endpoint.model_fields["program"].annotation)
+    parser.add_argument("--program", choices=programs, default="vllm", help="of the servers (default vllm)")
     parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of a run, in place of --data")
     parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
@@ -122,7 +132,7 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
         return config, i
     from nemo_opd.training.cache_fill import asked_again
 
-    return asked_again(config, i, arguments.model), i
+    return asked_again(config, i, {"model": arguments.model} | _served(arguments)), i
 
 
 def _quoted(settings: Sequence[str]) -> list[str]:
@@ -131,16 +141,27 @@ def _quoted(settings: Sequence[str]) -> list[str]:
     return list(settings)
 
 
+def _served(arguments: Namespace) -> dict[str, Any]:
+    """Return the settings of a teacher that --urls answer for; none without --urls."""
+    if not arguments.urls:
+        return {}
+    tokenizer = {} if arguments.tokenizer is None else {"tokenizer": arguments.tokenizer}
+    served = {"urls": arguments.urls, "program": arguments.program, "api_key": os.environ.get("OPENAI_API_KEY")}
+    return {"served": served} | tokenizer
+
+
 def _of_files(arguments: Namespace) -> RunConfig:
     """Return the settings of a run whose student is the teacher."""
     if not arguments.model or not arguments.data:
         raise ConfigError("give --model and --data, or --config with the settings of a run")
+    if arguments.tokenizer and not arguments.urls:
+        raise ConfigError(f"--tokenizer={arguments.tokenizer}: --model has its own; it is for --urls alone")
     if arguments.settings:
         raise ConfigError(f"{arguments.settings[0]}: settings are changed with --config alone")
     suffixes = {Path(each).suffix for each in arguments.data}
     if len(suffixes) > 1:
         raise ConfigError(f"--data: files of one kind at a time, not {' and '.join(sorted(suffixes))}")
-    model = {"model": arguments.model}
+    model, served = {"model": arguments.model}, _served(arguments)
     data: dict[str, Any] = {"train": {_KINDS.get(suffixes.pop(), "jsonl_files"): arguments.data}, "cache": False}
     if arguments.messages_key:
         data |= {"messages_key": arguments.messages_key}
@@ -150,8 +171,8 @@ def _of_files(arguments: Namespace) -> RunConfig:
     return from_dict(
         {
             "train": {"max_steps": 1, "global_batch_size": 1, "max_length": arguments.max_length},
-            "student": model,
-            "teachers": [model | {"name": "teacher", "type": "same_tokenizer", "dtype": arguments.dtype}],
+            "student": model | {name: value for name, value in served.items() if name == "tokenizer"},
+            "teachers": [model | {"name": "teacher", "type": "same_tokenizer", "dtype": arguments.dtype} | served],
             "loss": {"type": "same_vocab"},
             "data": data,
             "cluster": {"device": arguments.device},

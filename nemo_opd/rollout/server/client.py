@@ -1,41 +1,35 @@
-"""Concurrent requests for completions, each with its retries."""
+"""Concurrent requests to servers, each with its retries."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import httpx2
 
-from nemo_opd.errors import RolloutError
+from nemo_opd.errors import OPDError, RolloutError
 from nemo_opd.progress import working
-from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.server.http import UnusableError, described, fetch
+from nemo_opd.rollout.server.spread import Address, Spread, pause_s
 
 _CHECK_S = 0.2
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
-"""Pauses before a request is sent again, each twice as long as the one before."""
 _TRY_AGAIN = {408, 409, 425, 429}
 """Statuses below 500 after which the same request may succeed."""
 
+Answer = TypeVar("Answer")
 _Body = dict[str, Any]
-Read = Callable[[int, Any], Completion]
-"""Function from the number of a request and its reply to a completion.
-
-Raises UnusableError, KeyError, TypeError or IndexError.
-"""
 
 
 class _RefusedError(Exception):
     """A request that the server calls wrong, so that sending it again is of no use."""
 
 
-@dataclass
-class Client:
-    """Requests to a server for completions."""
+@dataclass(kw_only=True)
+class Client(Generic[Answer]):
+    """Requests to servers of one model; each goes to the one that has fewest, and after a failure to another."""
 
-    url: str
-    """Address of the completions."""
+    urls: Sequence[str]
+    """Addresses to which requests are sent."""
     concurrency: int
     """Largest number of requests in flight."""
     timeout_s: float
@@ -43,29 +37,44 @@ class Client:
     retries: int
     trust_env: bool
     """Whether the environment's proxies are used."""
+    key: str = "rollout"
+    """Section of the settings, for messages."""
+    error: type[OPDError] = RolloutError
+    headers: Mapping[str, str] = field(default_factory=dict)
+    max_bytes: int | None = None
+    """Limit of an answer's size; None: `http.MAX_BYTES`."""
     retried: int = 0
     """Requests sent again, so far."""
+    _spread: Spread = field(init=False)
 
-    def complete(self, bodies: Sequence[_Body], read: Read, check: Callable[[], None]) -> list[Completion]:
-        """Return one completion for each body, in order.
+    def __post_init__(self) -> None:
+        self._spread = Spread(self.urls)
 
-        check: called regularly meanwhile; what it raises ends all requests. Raises RolloutError for a request whose
-        tries all failed; no request is in flight afterwards.
+    def complete(
+        self, bodies: Sequence[_Body], read: Callable[[int, Any], Answer], check: Callable[[], None] = lambda: None
+    ) -> list[Answer]:
+        """Return one answer for each body, in order.
+
+        read: makes one of a request's number and its reply; raises UnusableError, KeyError, TypeError, IndexError,
+        AttributeError or ValueError for a reply that it cannot use. check: called regularly meanwhile; what it raises
+        ends all requests. Raises `error` for a request whose tries all failed; no request is in flight afterwards.
         """
         try:
             return asyncio.run(self._complete(bodies, read, check))
         except BaseExceptionGroup as group:
             raise _first_of(group) from None
 
-    async def _complete(self, bodies: Sequence[_Body], read: Read, check: Callable[[], None]) -> list[Completion]:
+    async def _complete(
+        self, bodies: Sequence[_Body], read: Callable[[int, Any], Answer], check: Callable[[], None]
+    ) -> list[Answer]:
         limits = httpx2.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency)
         slots = asyncio.Semaphore(self.concurrency)
 
-        async def complete_one(number: int, body: _Body) -> Completion:
+        async def complete_one(number: int, body: _Body) -> Answer:
             async with slots:
-                completion = await self._with_retries(http, number, body, read, check)
+                answer = await self._with_retries(http, number, body, read, check)
             work.advance()
-            return completion
+            return answer
 
         async def check_regularly() -> None:
             while True:
@@ -74,38 +83,47 @@ class Client:
 
         with working("asking the server", len(bodies), "requests") as work:
             async with (
-                httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self.trust_env) as http,
+                httpx2.AsyncClient(limits=limits, timeout=None, trust_env=self.trust_env, headers=self.headers) as http,
                 asyncio.TaskGroup() as group,
             ):
                 checks = group.create_task(check_regularly())
                 requests = [group.create_task(complete_one(number, body)) for number, body in enumerate(bodies)]
-                completions = await asyncio.gather(*requests)
+                answers = await asyncio.gather(*requests)
                 checks.cancel()
-        return completions
+        return answers
 
     async def _with_retries(
-        self, http: httpx2.AsyncClient, number: int, body: _Body, read: Read, check: Callable[[], None]
-    ) -> Completion:
+        self,
+        http: httpx2.AsyncClient,
+        number: int,
+        body: _Body,
+        read: Callable[[int, Any], Answer],
+        check: Callable[[], None],
+    ) -> Answer:
         for attempt in range(self.retries + 1):
             if attempt:
                 self.retried += 1
-                await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))
+                await asyncio.sleep(pause_s(attempt))
+            address = self._spread.next(is_retry=attempt > 0)
             try:
-                return await self._try(http, number, body, read)
+                with address.asked():
+                    return await self._try(http, address, number, body, read)
             except _RefusedError as error:
-                raise RolloutError(f"{self.url} refused prompt {number}: {error}") from error
+                raise self.error(f"{address.url} refused prompt {number}: {error}") from error
             except (UnusableError, httpx2.HTTPError) as error:
                 check()  # a server that has died is the better explanation
                 reason = described(error)
-        tries = f"{self.retries + 1} tries (rollout.retries={self.retries})"
-        raise RolloutError(f"{self.url} gave no completion of prompt {number} in {tries}: {reason}")
+        tries = f"{self.retries + 1} tries ({self.key}.retries={self.retries})"
+        raise self.error(f"{address.url} gave no completion of prompt {number} in {tries}: {reason}")
 
-    async def _try(self, http: httpx2.AsyncClient, number: int, body: _Body, read: Read) -> Completion:
+    async def _try(
+        self, http: httpx2.AsyncClient, address: Address, number: int, body: _Body, read: Callable[[int, Any], Answer]
+    ) -> Answer:
         try:
             async with asyncio.timeout(self.timeout_s):
-                reply = await fetch(http, "POST", self.url, body)
+                reply = await fetch(http, "POST", address.url, body, self.max_bytes)
         except TimeoutError as error:
-            raise UnusableError(f"no answer in {self.timeout_s:g} s (rollout.request_timeout_s)") from error
+            raise UnusableError(f"no answer in {self.timeout_s:g} s ({self.key}.request_timeout_s)") from error
         if not reply.is_success:
             message = f"status {reply.status}: {reply.start}"
             is_final = reply.status < 500 and reply.status not in _TRY_AGAIN

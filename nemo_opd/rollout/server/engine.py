@@ -65,9 +65,9 @@ class ServerEngine(Generator):
             is_foreign = self._process is None
             hint = self._program.hint if is_foreign else ""
             self._http = Http(url, settings.start_timeout_s, trust_env=is_foreign, hint=hint)
-            self._client = Client(
-                url + self._program.path,
-                min(settings.concurrency, self._program.max_concurrency or settings.concurrency),
+            self._client: Client[Completion] = Client(
+                urls=[url + self._program.path],
+                concurrency=min(settings.concurrency, self._program.max_concurrency or settings.concurrency),
                 timeout_s=settings.request_timeout_s,
                 retries=settings.retries,
                 trust_env=is_foreign,

@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 
-from nemo_opd.errors import RolloutError
+from nemo_opd.errors import OPDError, RolloutError
 
 MAX_BYTES = 1 << 27
 """Unpacked size of an answer: several times that of 128k tokens with their log-probabilities and the prompt's."""
@@ -45,23 +46,24 @@ class _Reply:
             raise ValueError("its nesting is too deep") from None
 
 
-async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any) -> _Reply:
+async def fetch(client: httpx2.AsyncClient, method: str, url: str, body: Any, max_bytes: int | None = None) -> _Reply:
     """Send a request and read its answer.
 
-    Raises httpx2.HTTPError, and UnusableError for an answer of more than `MAX_BYTES`.
+    Raises httpx2.HTTPError, and UnusableError for an answer of more than `max_bytes`, by default `MAX_BYTES`.
     """
+    limit = MAX_BYTES if max_bytes is None else max_bytes
     async with client.stream(method, url, json=body) as response:
         content = bytearray()
         async for part in response.aiter_bytes():
             content += part
-            if len(content) > MAX_BYTES:
-                raise UnusableError(f"its answer is longer than {MAX_BYTES >> 20} MiB")
+            if len(content) > limit:
+                raise UnusableError(f"its answer is longer than {limit >> 20} MiB")
         return _Reply(response.status_code, bytes(content))
 
 
 @dataclass(frozen=True, slots=True)
 class Http:
-    """Single calls to one server; every failure is a RolloutError that names the address."""
+    """Single calls to one server; every failure is an `error` that names the address."""
 
     url: str
     """Address without a slash at the end."""
@@ -71,15 +73,17 @@ class Http:
     """Whether the environment's proxies are used."""
     hint: str = ""
     """End of the message about a call that is answered with an error."""
+    error: type[OPDError] = RolloutError
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, path: str) -> Any:
-        """Return the content of the answer. Raises RolloutError."""
+        """Return the content of the answer. Raises `error`."""
         return self._call("GET", path, None)
 
     def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Return the content of the answer: None where it is empty, its text where it is no JSON.
 
-        Raises RolloutError.
+        Raises `error`.
         """
         return self._call("POST", path, body)
 
@@ -93,12 +97,12 @@ class Http:
         try:
             reply = asyncio.run(self._fetch(method, path, body, self.timeout_s))
         except TimeoutError as error:
-            raise RolloutError(f"{self.url}{path}: no whole answer in {self.timeout_s:g} s") from error
+            raise self.error(f"{self.url}{path}: no whole answer in {self.timeout_s:g} s") from error
         except (httpx2.HTTPError, UnusableError) as error:
-            raise RolloutError(f"{self.url}{path}: {described(error)}") from error
+            raise self.error(f"{self.url}{path}: {described(error)}") from error
         if not reply.is_success:
             hint = f"; {self.hint}" if self.hint else ""
-            raise RolloutError(f"{self.url}{path} answered {reply.status}: {reply.start}{hint}")
+            raise self.error(f"{self.url}{path} answered {reply.status}: {reply.start}{hint}")
         try:
             return reply.json() if reply.content else None
         except ValueError:
@@ -106,7 +110,8 @@ class Http:
 
     async def _fetch(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float) -> _Reply:
         # A client's own limits are for each part of an answer, of which there may be any number.
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=None, trust_env=self.trust_env) as client:
+        client = httpx2.AsyncClient(timeout=None, trust_env=self.trust_env, headers=self.headers)
+        async with asyncio.timeout(timeout_s), client:
             return await fetch(client, method, self.url + path, body)
 
 

@@ -64,7 +64,7 @@ class VLLM(Program):
             "prompt": request.prompt_ids.tolist(),
             "max_tokens": request.max_new_tokens,
             "seed": short_seed(request.seed),
-            **_sampled_with(sampling),
+            **sampled_with(sampling),
             "logprobs": 0,
             "return_token_ids": True,
             # The request's ends count, and not those of the folder's files.
@@ -80,7 +80,7 @@ class VLLM(Program):
             "model": terms.model,
             "prompt": [*request.prompt_ids.tolist(), *before],
             "max_tokens": 1,
-            **_sampled_with(Sampling()),
+            **sampled_with(Sampling()),
             "prompt_logprobs": 0,
             "logprobs": 1,
             "logprob_token_ids": [last],
@@ -118,7 +118,8 @@ class VLLM(Program):
         http.post("/wake_up")
 
 
-def _sampled_with(sampling: Sampling) -> Json:
+def sampled_with(sampling: Sampling) -> Json:
+    """Return the keys of a request that samples so, whatever the server's defaults are."""
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,

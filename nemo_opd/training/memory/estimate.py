@@ -65,8 +65,8 @@ def _with_offload(config: RunConfig, offloaded: frozenset[int]) -> RunConfig:
 
 
 def _may_leave(teacher: Teacher) -> bool:
-    """Return whether the estimate decides if a teacher's weights leave the device; a cache has none."""
-    return teacher.offload == "auto" and teacher.weights != "student" and teacher.cache is None
+    """Return whether the estimate decides if a teacher's weights leave the device, where it has weights."""
+    return teacher.offload == "auto" and teacher.weights != "student" and teacher.is_computed
 
 
 def _complaint(estimated: MemoryEstimate) -> str:

@@ -165,5 +165,5 @@ class Situation:
 
 
 def teachers_ahead(config: RunConfig) -> int:
-    """Return the number of batches that teachers on separate devices work ahead."""
-    return config.cluster.prefetch if config.cluster.placement == "separate" else 0
+    """Return the number of batches that teachers work ahead."""
+    return config.cluster.prefetch if config.active_teachers and config.teachers_work_ahead else 0

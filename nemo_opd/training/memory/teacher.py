@@ -11,6 +11,7 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.served.answers import served_layout
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.memory.activations import working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, Process, part
@@ -85,6 +86,8 @@ def copied_heads(config: RunConfig, situation: Situation) -> int:
 def output_columns(config: RunConfig, settings: Teacher, size: ModelSize, device: str) -> tuple[int | None, int]:
     """Return the columns of what a teacher hands over, None for the vocabulary's, and the bytes of a number there."""
     itemsize = compute_dtype(settings.dtype, device).itemsize
+    if settings.served is not None:
+        return served_layout(settings.served, size.vocab_size).handed_bytes, 1
     if settings.cache is None:
         return None if config.handoff.type == "logits" else size.hidden_size, itemsize
     manifest = read_manifest(settings.cache)
@@ -120,7 +123,7 @@ class TeacherJob:
 
     def window_bytes(self, student_dp: int) -> int:
         """Return the output for a microbatch of the student, concatenated where several ranks have it."""
-        columns, itemsize = self._output
+        columns, itemsize = self.output
         positions = self.config.train.longest_at_a_time(student_dp) * self.width
         return positions * (self.setup.vocab_size if columns is None else columns) * itemsize
 
@@ -130,7 +133,8 @@ class TeacherJob:
         return any(each.name == _HEAD for each in self.handed_over())
 
     @property
-    def _output(self) -> tuple[int | None, int]:
+    def output(self) -> tuple[int | None, int]:
+        """`output_columns` of this teacher."""
         return output_columns(self.config, self.settings, self.setup.size, self.device)
 
     def forward_bytes(self) -> int:
@@ -154,13 +158,13 @@ class TeacherJob:
 
     def handed_over(self) -> tuple[Part, ...]:
         """Return the buffers of all batches in flight: this rank's rows and columns, all positions even under cp."""
-        name, (columns, t) = self.settings.name, self._output
+        name, (columns, t) = self.settings.name, self.output
         batches = 1 if self.settings.is_student else 1 + teachers_ahead(self.config)
         positions = batches * self.rows * self.width
         phases = reading_phases(self.config)
         if columns is None:
             return (part(name, "logits handed over", positions * self.setup.columns * t, *phases),)
-        if self.settings.cache is not None and t == 1:
+        if not self.settings.is_computed and t == 1:
             return (part(name, "likeliest tokens handed over", positions * columns, *phases),)
         return (
             part(name, "hidden states handed over", positions * columns * t, *phases),
@@ -186,7 +190,7 @@ def answer_batch(job: TeacherJob) -> SamplingBatch:
 
 def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     """Return a teacher's process, which works in these phases and waits in the others."""
-    if job.settings.cache is not None:
+    if not job.settings.is_computed:
         return _process_without_model(job)
     weights = _student_weights(job, working) if job.settings.is_student else _own_weights(job, working)
     name, t, answers = job.settings.name, job.item_bytes, Phase.ANSWERS in working
@@ -246,9 +250,15 @@ def _student_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
 
 
 def _process_without_model(job: TeacherJob) -> Process:
-    """Return the process of a cached teacher, with the head of one that has hidden states."""
+    """Return the process of a teacher that is cached or served.
+
+    One that is cached has the head of its hidden states; one that is served is asked about a whole batch at a time.
+    """
     head = sum(each.at(Phase.TEACHERS) for each in job.handed_over() if each.name == _HEAD)
-    device = (part(job.settings.name, "head", head, *Phase),)
+    columns, itemsize = job.output
+    asked = 0 if job.settings.served is None or columns is None else job.rows * job.width * columns * itemsize
+    answers = part(job.settings.name, "answers", asked, Phase.TEACHERS)
+    device, host = (part(job.settings.name, "head", head, *Phase), answers), (answers,)
     if job.through_host:
-        return Process(device, job.handed_over())
-    return Process((*device, *job.handed_over()), ())
+        return Process(device, (*host, *job.handed_over()))
+    return Process((*device, *job.handed_over()), host)

@@ -1,7 +1,8 @@
-"""A teacher that was asked before, on one data-parallel rank: no model, but what it once said (methods.md §9.1)."""
+"""A teacher without a model on one data-parallel rank: what it once said, or servers say (methods.md §9.1)."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,24 +17,23 @@ from nemo_opd.handoff.sparse import SparseWriter
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
 from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import Mean, TokenRows
-from nemo_opd.workers.teacher import ReadingModel, TeacherSource, TeacherWorker, Writer
+from nemo_opd.workers.teacher import ReadingModel, TeacherOutput, TeacherSource, TeacherWorker, Writer
 
-_NO_MODEL = "a cached teacher answers no questions; write evaluation.teachers=false"
+_NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
 
 
-class CachedTeacherWorker(TeacherWorker):
-    """A teacher whose output is read from a cache in place of a forward pass, and handed over as any other's."""
+class StoredTeacherWorker(TeacherWorker):
+    """A teacher whose output comes from elsewhere in place of a forward pass, and is handed over as any other's."""
 
-    def __init__(self, settings: TeacherBase, *, device: str, **given: Any) -> None:
-        """Open the cache. given: the other arguments of a `TeacherWorker`, of which `handoff` says nothing here.
-
-        Raises DataError for a cache that cannot be read.
-        """
-        assert settings.cache is not None
-        self._stored = stored_output(CacheReader(settings.cache), device)
-        own = TeacherSource(logit_rows=cast(ReadingModel, self._stored), use=nullcontext)
+    def __init__(
+        self, stored: StoredHiddenStates | StoredTopK, settings: TeacherBase, *, device: str, **given: Any
+    ) -> None:
+        """given: the other arguments of a `TeacherWorker`, of which `handoff` says nothing here."""
+        self._stored = stored
+        own = TeacherSource(logit_rows=cast(ReadingModel, stored), use=nullcontext)
         super().__init__(settings, device=device, own=own, **given)
 
     def _writer(self, settings: TeacherBase, sender: NewSender, *, readers: Readers, num_slots: int) -> Writer:
@@ -64,3 +64,29 @@ class CachedTeacherWorker(TeacherWorker):
     ) -> list[Completion]:
         """Raise ConfigError: there is no model."""
         raise ConfigError(_NO_MODEL)
+
+
+class CachedTeacherWorker(StoredTeacherWorker):
+    """A teacher whose output is read from a cache."""
+
+    def __init__(self, settings: TeacherBase, *, device: str, **given: Any) -> None:
+        """Open the cache. Raises DataError for a cache that cannot be read."""
+        assert settings.cache is not None
+        super().__init__(stored_output(CacheReader(settings.cache), device), settings, device=device, **given)
+
+
+class ServedTeacherWorker(StoredTeacherWorker):
+    """A teacher whose output servers give, when it is asked for; they must be the ones that preflight has looked at."""
+
+    def __init__(self, settings: TeacherBase, *, key: str, vocab_size: int, device: str, **given: Any) -> None:
+        assert settings.served is not None
+        layout = served_layout(settings.served, vocab_size)
+        self._answers = EndpointAnswers(settings.served, settings.reference, layout, key=key.removesuffix(".model"))
+        stored = StoredTopK(self._answers, layout, device)
+        super().__init__(stored, settings, key=key, vocab_size=vocab_size, device=device, **given)
+
+    def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
+        """Ask about `tokens`, a microbatch after the other; the output replaces the slot's. Raises EndpointError."""
+        before = self._answers.retried
+        made = super().forward(tokens, micro_batches, slot)
+        return replace(made, retried=self._answers.retried - before)

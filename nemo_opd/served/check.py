@@ -1,0 +1,66 @@
+"""Servers looked at before a run: do they serve the model, and say what is needed of a prompt?"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.errors import EndpointError
+from nemo_opd.rollout.server.http import Http
+from nemo_opd.served.answers import EndpointAnswers, served_layout
+from nemo_opd.served.programs import PROGRAMS
+from nemo_opd.users_code import shown
+
+_LISTED_S = 30.0
+"""Limit of the answer to what a server serves."""
+
+
+def check_endpoint(endpoint: Endpoint, model: str, *, key: str, vocab_size: int, token: int) -> int | None:
+    """Ask each server what it serves, and about a prompt of two tokens.
+
+    key: of the teacher's settings. token: one of its tokenizer's highest ids. Returns the longest sequence that all
+    servers can be asked about; None where they do not say. Raises EndpointError, naming the address, where one does not
+    answer, serves another model, or gives no or too few log-probabilities, or those of other tokens.
+    """
+    limits = [_longest(endpoint, i, model, key) for i in range(len(endpoint.urls))]
+    for i in range(len(endpoint.urls)):
+        _try(endpoint, i, model, key, vocab_size, token)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _longest(endpoint: Endpoint, i: int, model: str, key: str) -> int | None:
+    """Return the longest sequence that a server can be asked about: one position is for the token that it samples."""
+    url = endpoint.urls[i]
+    where = f"{key}.urls.{i}={url}"
+    timeout_s = min(_LISTED_S, endpoint.request_timeout_s)
+    http = Http(url.rstrip("/"), timeout_s, trust_env=True, error=EndpointError, headers=endpoint.headers)
+    try:
+        listed = http.get("/v1/models")
+    except EndpointError as error:
+        raise EndpointError(f"{where} does not answer: {error}; start the server, or correct the address") from error
+    try:
+        cards = {str(each["id"]): each for each in listed["data"]}
+    except (KeyError, TypeError) as error:
+        raise EndpointError(
+            f"{where}: /v1/models does not list models as OpenAI's does, but says {shown(listed)}; correct the address"
+        ) from error
+    if model not in cards:
+        raise EndpointError(
+            f"{where} serves {', '.join(cards) or 'nothing'} and not {model}; correct {key}.model, which is the name "
+            "that the server gives it, or the address"
+        )
+    limit = cards[model].get("max_model_len")
+    return limit - 1 if isinstance(limit, int) else None
+
+
+def _try(endpoint: Endpoint, i: int, model: str, key: str, vocab_size: int, token: int) -> None:
+    one = endpoint.model_copy(update={"urls": (endpoint.urls[i],), "retries": 0})
+    layout = served_layout(endpoint, vocab_size)
+    try:
+        EndpointAnswers(one, model, layout, key=f"{key}.urls.{i}").segments([np.array([0, token], np.int32)])
+    except EndpointError as error:
+        raise EndpointError(
+            f"{error}; the server must give {layout.top_k} log-probabilities ({key}.logprobs) of each of a prompt's "
+            f"tokens: lower that, allow more there ({PROGRAMS[endpoint.program].hint}), or correct {key}.program="
+            f"{endpoint.program} or {key}.tokenizer"
+        ) from error

@@ -1,0 +1,101 @@
+"""Servers of a test that know a model's exact log-probabilities, in the form of each program."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from nemo_opd.models.folder import resolve
+from nemo_opd.models.load import load_tokenizer
+from tests.rollout.fake_server import Handler, Json, Says, fake_server
+
+Scores = Callable[[list[int]], Tensor]
+"""Ids [N] → log-probabilities [N, W] of what comes after each."""
+MODEL = "big"
+LIMIT = 4096
+_LOCK = threading.Lock()
+
+
+@cache
+def scores_of(model: str) -> Scores:
+    """Of a model's folder, in fp32, without rows of the head that are no tokens, which a teacher never hands over."""
+    loaded = AutoModelForCausalLM.from_pretrained(resolve(model), dtype=torch.float32)
+    size = len(load_tokenizer(model, key="model"))
+
+    @torch.no_grad()
+    def scores(ids: list[int]) -> Tensor:
+        with _LOCK:
+            return loaded(torch.tensor([ids])).logits[0, :, :size].log_softmax(-1)
+
+    return scores
+
+
+def of_uniform(size: int) -> Scores:
+    """Token i is twice as likely as token i + 1, whatever came before."""
+    return lambda ids: (-torch.arange(size) * torch.log(torch.tensor(2.0))).log_softmax(0).expand(len(ids), size)
+
+
+def answering(scores: Scores, model: str = MODEL) -> Says:
+    """What a server of a model says to a request of any of the programs."""
+
+    def says(body: Json) -> tuple[int, Json]:
+        ids = body.get("prompt") or body["input_ids"]
+        log_p = scores(ids)
+        if "input_ids" in body:
+            return 200, _sglang(ids, log_p, body["top_logprobs_num"])
+        form = _echo if body.get("echo") else _vllm
+        return 200, {"model": model, "choices": [form(ids, log_p, body["logprobs"])]}
+
+    return says
+
+
+def _top(log_p: Tensor, k: int, *others: int) -> dict[int, float]:
+    """The k likeliest and others by id: others first, as vLLM has it."""
+    named = [*others, *(each for each in log_p.topk(k).indices.tolist() if each not in others)]
+    return {each: float(log_p[each]) for each in named}
+
+
+def _vllm(ids: list[int], log_p: Tensor, k: int) -> Json:
+    known = [_top(row, k, came) for row, came in zip(log_p, ids[1:], strict=False)]
+    prompt = [{str(each): {"logprob": p, "decoded_token": "…"} for each, p in row.items()} for row in known]
+    last = {f"token_id:{each}": p for each, p in _top(log_p[-1], k).items()}
+    return {"prompt_token_ids": ids, "prompt_logprobs": [None, *prompt], "logprobs": {"top_logprobs": [last]}}
+
+
+def _echo(ids: list[int], log_p: Tensor, k: int) -> Json:
+    named = [{f"token_id:{each}": p for each, p in _top(row, k).items()} for row in log_p]
+    realised = [float(row[came]) for row, came in zip(log_p, ids[1:], strict=False)]
+    sampled = int(log_p[-1].argmax())
+    return {
+        "logprobs": {
+            "tokens": [f"token_id:{each}" for each in (*ids, sampled)],
+            "token_logprobs": [None, *realised, float(log_p[-1].max())],
+            "top_logprobs": [None, *named],
+        }
+    }
+
+
+def _sglang(ids: list[int], log_p: Tensor, k: int) -> Json:
+    named = [[[p, each, None] for each, p in _top(row, k).items()] for row in log_p]
+    realised = [[float(row[came]), came, None] for row, came in zip(log_p, ids[1:], strict=False)]
+    about = {"input_token_logprobs": [[None, ids[0], None], *realised], "input_top_logprobs": [None, *named[:-1]]}
+    return {"text": "…", "meta_info": about | {"output_top_logprobs": [named[-1]]}}
+
+
+@contextmanager
+def endpoint(
+    says: Says, model: str = MODEL, limit: int | None = LIMIT, handler: type[Handler] = Handler
+) -> Iterator[tuple[str, list[Json]]]:
+    """A server's address and the bodies of what it was asked."""
+    bodies: list[Json] = []
+
+    def noting(body: Json) -> tuple[int, Json]:
+        bodies.append(body)
+        return says(body)
+
+    with fake_server(noting, cards=[{"id": model, "max_model_len": limit}], handler=handler) as (url, _):
+        yield url, bodies

@@ -1,0 +1,278 @@
+"""What servers say of a prompt's tokens: rows, checks, and what comes of servers that fail."""
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.config.endpoint import Endpoint
+from nemo_opd.errors import EndpointError
+from nemo_opd.logits.sparse import SparseRows
+from nemo_opd.rollout.server.spread import Spread
+from nemo_opd.served.answers import EndpointAnswers, served_layout
+from nemo_opd.served.check import check_endpoint
+from tests.rollout.fake_server import Handler, Json, Says
+from tests.served.endpoint import MODEL, answering, endpoint, of_uniform
+
+VOCAB = 50
+IDS = np.array([3, 1, 40, 7], np.int32)
+fine = answering(of_uniform(VOCAB))
+
+
+def asked(*urls: str, vocab_size: int = VOCAB, sequences: Any = (IDS,), **settings: Any) -> list[SparseRows]:
+    given = Endpoint(**{"urls": urls, "logprobs": 4, "retries": 0, **settings})
+    layout = served_layout(given, vocab_size)
+    segments = EndpointAnswers(given, MODEL, layout, key="teachers.0").segments(list(sequences))
+    return [layout.decode(torch.from_numpy(np.array(each.rows))) for each in segments]
+
+
+@pytest.mark.parametrize("program", ["vllm", "sglang", "openai"])
+def test_rows_are_those_of_the_whole_distribution(program: str) -> None:
+    """Catches rows shifted by a token, a rest that counts the token that came, and ids of the wrong end.
+
+    The oracle encodes the whole distribution, as a cache of a model that is loaded.
+    """
+    with endpoint(fine) as (url, _):
+        (found,) = asked(url, program=program)
+    layout = served_layout(Endpoint(urls=("http://x",), logprobs=4), VOCAB)
+    following = torch.tensor([1, 40, 7, -1])
+    expected = layout.decode(layout.encode(of_uniform(VOCAB)(IDS.tolist()).contiguous(), following))
+    assert torch.equal(found.ids, expected.ids)
+    for name in ("log_p", "log_p_next"):
+        assert torch.allclose(getattr(found, name), getattr(expected, name))
+    assert torch.allclose(found.log_rest.exp(), expected.log_rest.exp(), atol=1e-6)
+    assert found.entropy.isnan().all()  # it would be a guess
+
+
+def test_a_rest_that_is_not_known_from_the_sum_is_not_0() -> None:
+    """Catches −inf, at which a reverse KL is infinite, and more than the least of the likeliest allows."""
+    sharp = lambda ids: torch.tensor([0.0, -18.0, -30.0, -40.0, -41.0]).log_softmax(0).expand(len(ids), 5)  # noqa: E731
+    with endpoint(answering(sharp)) as (url, _):
+        (found,) = asked(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=2)
+        assert (found.log_rest <= -18.0 + math.log(3) + 1e-5).all()
+        assert found.log_rest.isfinite().all()
+        (whole,) = asked(url, vocab_size=5, sequences=[np.array([0, 0])], logprobs=99)
+        assert (whole.log_rest == -math.inf).all()
+
+
+def test_rows_of_the_head_that_are_no_tokens_are_in_the_rest() -> None:
+    """Catches an id beyond the vocabulary that reaches a loss."""
+    backwards = lambda ids: of_uniform(VOCAB)(ids).flip(1)  # noqa: E731
+    with endpoint(answering(backwards)) as (url, _):
+        (found,) = asked(url, vocab_size=VOCAB - 2)
+    assert (found.ids[:, :2] == torch.tensor([47, 46])).all()
+    assert (found.ids[:, 2:] >= VOCAB).all()
+    assert (found.log_p[:, 2:] == -math.inf).all()
+    # 49 and 48 have 1/2 and 1/4, 47 and 46 half and a quarter of the other quarter.
+    assert found.log_rest.exp()[-1] == pytest.approx(1 - 1 / 8 - 1 / 16, abs=1e-5)
+
+
+def changed(change: Callable[[Json], object]) -> Says:
+    """vLLM's answer with a change."""
+
+    def says(body: Json) -> tuple[int, Json]:
+        status, reply = fine(body)
+        change(reply)
+        return status, reply
+
+    return says
+
+
+def choice(**changes: object) -> Says:
+    return changed(lambda reply: reply["choices"][0].update(changes))
+
+
+def dropped(reply: Json) -> None:
+    position = reply["choices"][0]["prompt_logprobs"][2]
+    del position[next(each for each in position if each != "40")]
+
+
+def shifted(reply: Json) -> None:
+    reply["choices"][0]["prompt_logprobs"].pop()
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (choice(prompt_token_ids=[3, 1, 41, 7]), "about other token ids: 41 at position 2, where 40 was sent"),
+        (choice(prompt_token_ids=[3, 1, 40]), "nothing at position 3, where 7 was sent"),
+        (choice(prompt_token_ids=None), "does not say which token ids"),
+        (choice(prompt_logprobs=None), "no log-probabilities of the prompt"),
+        (changed(shifted), "log-probabilities of 3 tokens, and 4 were sent"),
+        (changed(lambda reply: reply.update(model="small")), "by the model 'small' and not by 'big'"),
+        (lambda body: fine({**body, "logprobs": 3}), "3 likeliest tokens of position"),
+        (changed(lambda reply: reply.update(choices=[])), "an answer of another form"),
+        (
+            changed(lambda reply: reply["choices"][0]["prompt_logprobs"][1]["1"].update(logprob=0.5)),
+            "0.5 is no log-probability",
+        ),
+        (
+            changed(lambda reply: [e.update(logprob=-0.1) for e in reply["choices"][0]["prompt_logprobs"][1].values()]),
+            "sum to 3.6",
+        ),
+        (lambda _: (400, {"error": "prompt longer than max_model_len"}), "refused prompt 0: status 400.*max_model_len"),
+        (lambda _: (503, {"error": "busy"}), "gave no completion.*status 503"),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_one_message(says: Says, reason: str) -> None:
+    """Catches a row made of what a server did not say."""
+    with endpoint(says) as (url, _), pytest.raises(EndpointError, match=f"teachers.0: {url}.*{reason}") as caught:
+        asked(url)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("program", "change", "reason"),
+    [
+        ("sglang", lambda reply: reply["meta_info"].pop("input_token_logprobs"), "no log-probabilities of the prompt"),
+        ("sglang", lambda reply: reply["meta_info"]["input_token_logprobs"].pop(), "nothing at position 3"),
+        ("openai", lambda reply: reply["choices"][0].update(logprobs=None), "no log-probabilities"),
+        (
+            "openai",
+            lambda reply: reply["choices"][0]["logprobs"].update(tokens=["a", "b", "c", "d"]),
+            "tokens are texts",
+        ),
+    ],
+)
+def test_other_programs_answers_are_checked_too(program: str, change: Callable[[Json], object], reason: str) -> None:
+    """Catches an echo that is looked at with vLLM alone."""
+    with endpoint(changed(change)) as (url, _), pytest.raises(EndpointError, match=reason):
+        asked(url, program=program)
+
+
+def test_requests_are_shared_out_and_bounded() -> None:
+    """Catches a server that gets nothing, and a batch that is sent all at once."""
+    lock, now, most = threading.Lock(), 0, 0
+
+    def slow(body: Json) -> tuple[int, Json]:
+        nonlocal now, most
+        with lock:
+            now, most = now + 1, max(most, now + 1)
+        time.sleep(0.01)
+        with lock:
+            now -= 1
+        return fine(body)
+
+    with endpoint(slow) as (first, to_first), endpoint(slow) as (second, to_second):
+        asked(first, second, sequences=[IDS] * 20, concurrency=4)
+    assert most == 4
+    assert len(to_first) + len(to_second) == 20
+    assert 5 <= len(to_first) <= 15
+
+
+def test_answers_are_in_order() -> None:
+    """Catches rows that change places when a server is slow."""
+
+    def slow_for_some(body: Json) -> tuple[int, Json]:
+        time.sleep(0.02 if body["prompt"][1] % 2 else 0)
+        return fine(body)
+
+    sequences = [np.array([0, each], np.int32) for each in range(8)]
+    with endpoint(slow_for_some) as (url, _):
+        found = asked(url, sequences=sequences)
+    expected = of_uniform(VOCAB)([0])[0]
+    assert [float(each.log_p_next[0]) for each in found] == pytest.approx(expected[:8].tolist())
+
+
+def test_the_others_answer_where_a_server_dies() -> None:
+    """Catches a run that ends with one of its servers, and one that goes on asking it for every sequence."""
+    dead = []
+
+    def dies(body: Json) -> tuple[int, Json]:
+        dead.append(body)
+        return 500, {"error": "dead"}
+
+    with endpoint(dies) as (first, _), endpoint(fine) as (second, answered):
+        found = asked(first, "http://127.0.0.1:1", second, sequences=[IDS] * 12, retries=3, concurrency=3)
+    assert len(found) == len(answered) == 12
+    assert len(dead) < 6
+
+
+def test_a_failure_is_tried_again_and_a_refusal_is_not() -> None:
+    """Catches retries of what can never be answered, and a hiccup that ends the run."""
+    calls = []
+
+    def hiccup(body: Json) -> tuple[int, Json]:
+        calls.append(body)
+        return (503, {}) if len(calls) == 1 else fine(body)
+
+    with endpoint(hiccup) as (url, _):
+        assert len(asked(url, retries=1)) == 1
+    assert len(calls) == 2
+    with endpoint(lambda _: (400, {})) as (url, bodies), pytest.raises(EndpointError, match="refused"):
+        asked(url, retries=5)
+    assert len(bodies) == 1
+
+
+def test_a_server_that_failed_gets_a_single_request_after_its_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches all requests that go to the dead server, since it has fewest."""
+    clock = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    spread = Spread(["a", "b"])
+    with pytest.raises(EndpointError), spread.next().asked():
+        raise EndpointError
+    with spread.next().asked():
+        assert spread.next().url == "b"  # which has more under way, but the other rests
+    clock[0] += 60
+    with spread.next().asked() as _, spread.next().asked() as _:
+        assert [each.in_flight for each in spread._addresses] == [1, 1]
+        assert [spread.next().url for _ in range(2)] == ["b", "b"]
+
+
+def checked(*urls: str, model: str = MODEL, **settings: Any) -> int | None:
+    given = Endpoint(**{"urls": urls, "logprobs": 4, **settings})
+    return check_endpoint(given, model, key="teachers.0", vocab_size=VOCAB, token=VOCAB - 1)
+
+
+def test_every_server_is_looked_at_before_a_run() -> None:
+    """Catches a second server that serves another model, and a limit that one of them does not have."""
+    with (
+        endpoint(fine, limit=9) as (short, _),
+        endpoint(fine) as (long, _),
+        endpoint(fine, model="other") as (other, _),
+    ):
+        assert checked(long, short) == 8
+        with pytest.raises(EndpointError, match=f"teachers.0.urls.1={other} serves other and not big; correct"):
+            checked(long, other)
+    with endpoint(fine, limit=None) as (url, _):
+        assert checked(url) is None
+
+
+@pytest.mark.parametrize(
+    ("says", "reason"),
+    [
+        (choice(prompt_logprobs=None), "no log-probabilities of the prompt.*teachers.0.logprobs.*--max-logprobs"),
+        (lambda _: (400, {"error": "greater than max allowed"}), "greater than max allowed.*teachers.0.logprobs"),
+    ],
+)
+def test_servers_that_say_too_little_are_refused(says: Says, reason: str) -> None:
+    """Catches a run that finds out at its first step, and one that tries again what is no accident."""
+    with endpoint(says) as (url, bodies), pytest.raises(EndpointError, match=reason):
+        checked(url)
+    assert len(bodies) == 1
+
+
+def test_the_key_is_sent() -> None:
+    """Catches a server that refuses everything since it was started with --api-key."""
+    seen: list[str | None] = []
+
+    class Noting(Handler):
+        def _reply(self, status: int, body: Json) -> None:
+            seen.append(self.headers.get("Authorization"))
+            super()._reply(status, body)
+
+    with endpoint(fine, handler=Noting) as (url, _):
+        checked(url, api_key="a-key")
+        checked(url)
+    assert seen == ["Bearer a-key", "Bearer a-key", None, None]
+
+
+def test_nobody_there() -> None:
+    """Catches a traceback of the HTTP library."""
+    with pytest.raises(EndpointError, match=r"teachers.0.urls.0=http://127.0.0.1:1 does not answer.*start the server"):
+        checked("http://127.0.0.1:1")

@@ -1,0 +1,257 @@
+"""Runs whose teachers are served, against the same runs with the teachers themselves and with their caches."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nemo_opd.cli.main import main
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError, EndpointError, ModelError, OPDError
+from nemo_opd.logging.jsonl import read
+from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.teacher_cache.reader import CacheReader
+from nemo_opd.training.cache_build import CacheForm, build_cache
+from nemo_opd.training.inputs import check_inputs
+from nemo_opd.training.off_policy import distil
+from nemo_opd.training.plan import Plan
+from nemo_opd.training.preflight import preflight
+from nemo_opd.types import Batch
+from tests.composition import compose
+from tests.rollout.fake_server import Json
+from tests.served.endpoint import answering, endpoint, scores_of
+from tests.tiny import Tiny
+from tests.workers import on_policy
+from tests.workers.local import evaluate, first_batches, opened, train_step
+
+pytestmark = pytest.mark.world
+ALL = 99_999
+
+
+@dataclass(frozen=True)
+class Servers:
+    """A server of each teacher of a run, by its name, and what it was asked."""
+
+    live: RunConfig
+    urls: dict[str, str]
+    asked: dict[str, list[Json]]
+
+    def served(self, logprobs: int, *, of: RunConfig | None = None, **changes: Any) -> RunConfig:
+        """The same run with served teachers. of: with other settings."""
+        settings = (of or self.live).model_dump(mode="json") | changes
+        kept = {"name", "weight", "context", "loss"}
+        for i, teacher in enumerate(settings["teachers"]):
+            own = {"type": "served", "urls": [self.urls[teacher["name"]]], "model": f"the {teacher['name']}"}
+            own |= {"tokenizer": teacher["model"], "logprobs": logprobs}
+            settings["teachers"][i] = {name: teacher[name] for name in kept} | own
+        return from_dict(settings)
+
+
+def serve(stack: ExitStack, live: RunConfig) -> Servers:
+    urls, asked = {}, {}
+    for teacher in live.teachers:
+        name = f"the {teacher.name}"
+        says = answering(scores_of(teacher.reference), name)
+        urls[teacher.name], asked[teacher.name] = stack.enter_context(endpoint(says, name))
+    return Servers(live, urls, asked)
+
+
+@pytest.fixture(scope="module")
+def servers(tiny: Tiny) -> Iterator[Servers]:
+    with ExitStack() as stack:
+        yield serve(stack, compose(*tiny.overrides(), "teachers=demo_multi", "loss=gold"))
+
+
+def curve(plan: Plan, batches: Sequence[Batch]) -> list[dict[str, float]]:
+    """Steps, a validation, and the teachers' bits per byte."""
+    with opened(plan) as models:
+        steps = [train_step(models, batch) for batch in batches]
+        bits = [mean.value() for mean in models.teachers_bits_per_byte(batches[0])]
+        return [*steps, evaluate(models, batches[0]), {str(i): each for i, each in enumerate(bits)}]
+
+
+def off_policy(config: RunConfig) -> list[dict[str, float]]:
+    plan = preflight(config)
+    return curve(plan, first_batches(plan, 2))
+
+
+def assert_close(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    for own, other in zip(ours, theirs, strict=True):
+        assert own == pytest.approx(other, rel=2e-4, abs=2e-5)
+
+
+def test_all_tokens_are_the_live_teacher(servers: Servers) -> None:
+    """Catches rows of another sequence or shifted by one, and scores that are read off a part of the distribution."""
+    aggregation = {"type": "weighted_sum", "weights": "max_probability"}
+    live = from_dict(servers.live.model_dump(mode="json") | {"aggregation": aggregation})
+    assert_close(off_policy(servers.served(ALL, of=live)), off_policy(live))
+
+
+def test_some_tokens_are_those_of_a_cache(servers: Servers, tmp_path: Path) -> None:
+    """Catches a rest that is not the cache's; and a cache filled by servers that holds other answers or texts."""
+    served = servers.served(8)
+    caches = []
+    for i, name in enumerate(servers.live.active_names):
+        for kind, config in (("asked", servers.live), ("served", served)):
+            build_cache(config, i, tmp_path / f"{name}_{kind}", CacheForm(8, 4))
+        caches.append({"name": name, "type": "cached", "cache": str(tmp_path / f"{name}_served"), "weight": 0.5})
+        assert_same_cache(tmp_path / f"{name}_asked", tmp_path / f"{name}_served")
+    cached = from_dict(servers.live.model_dump(mode="json") | {"teachers": caches})
+    assert_close(off_policy(served), off_policy(cached))
+    with pytest.raises(ConfigError, match=r"aggregation.weights=entropy: the answers in teachers.0.cache=.*servers"):
+        preflight(with_entropy(cached))
+
+
+def assert_same_cache(asked: Path, served: Path) -> None:
+    ours, theirs = CacheReader(served), CacheReader(asked)
+    layout = sparse_layout(theirs.manifest)
+    assert ours.manifest.is_served
+    assert not theirs.manifest.is_served
+    assert len(ours) == len(theirs)
+    for shard in theirs.shards:
+        for number in range(len(shard)):
+            segment = shard.segment(number)
+            own = ours._segment(next(ours._places(shard.keys[number].tobytes())))
+            assert np.array_equal(own.tokens, segment.tokens)
+            found, expected = (layout.decode(_tensor(each.rows)) for each in (own, segment))
+            for name in ("log_p", "log_p_next", "log_rest"):
+                np.testing.assert_allclose(getattr(found, name), getattr(expected, name), rtol=1e-3, atol=1e-4)
+
+
+def _tensor(rows: np.ndarray) -> Any:
+    import torch
+
+    return torch.from_numpy(np.array(rows))
+
+
+def with_entropy(config: RunConfig) -> RunConfig:
+    aggregation = {"type": "weighted_sum", "weights": "entropy"}
+    return from_dict(config.model_dump(mode="json") | {"aggregation": aggregation})
+
+
+@pytest.mark.parametrize("loss", ["context", "tcad", "sampled_kl", "grpo"])
+def test_sampled_sequences_are_asked_about(tiny: Tiny, tmp_path: Path, loss: str) -> None:
+    """Catches a teacher that reads another prompt than its context, and scores or gaps that servers do not give."""
+    prompts = on_policy.write_prompts(tmp_path)
+    live = on_policy.plan(tiny, prompts, *on_policy.LOSSES[loss])
+    batches = [on_policy.batch_of(live, seed) for seed in range(2)]
+    with ExitStack() as stack:
+        plan = preflight(serve(stack, live.config).served(ALL))
+        assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
+        assert_close(curve(plan, batches), curve(live, batches))
+
+
+def test_no_model_is_loaded(servers: Servers) -> None:
+    """Catches a run that counts a teacher's weights or FLOPs, and one of which config.yaml is another run."""
+    plan = preflight(servers.served(4))
+    assert [teacher.type for teacher in plan.config.teachers] == ["cross_tokenizer", "same_tokenizer"]
+    assert plan.utilization.teachers == (None, None)
+    parts = [str(part) for memory in plan.memory.memories for part in memory.parts]
+    assert not any("parameters" in part for part in parts if not part.startswith("student"))
+    assert preflight(from_dict(plan.config.model_dump(mode="json"))).config == plan.config
+    assert plan.lookahead == 1
+
+
+def test_a_run_goes_on_with_other_servers(servers: Servers, tmp_path: Path) -> None:
+    """Catches a checkpoint that binds a run to an address, and a step that asks about a text more than once."""
+    for steps, more in ((1, []), (2, ["http://127.0.0.1:1"])):
+        train = servers.live.train.model_dump() | {"max_steps": steps, "save_every": 1, "validate_every": None}
+        run = {"output_dir": str(tmp_path / "run"), "resume": "auto"}
+        config = servers.served(4, train=train, run=run, cluster={"launcher": "local"})
+        settings = config.model_dump(mode="json")
+        settings["data"]["validation"]["arrow_files"] = None
+        settings["teachers"][0]["urls"] += more
+        config = from_dict(settings)
+        check_inputs(config, on_policy=False)
+        if more:
+            with pytest.raises(EndpointError, match=r"teachers.0.urls.1=.* does not answer"):
+                distil(config)
+            settings["teachers"][0] |= {"urls": settings["teachers"][0]["urls"][:1], "concurrency": 1}
+            config = from_dict(settings)
+        before = len(servers.asked["cross"])
+        distil(config)
+        asked = [tuple(body["prompt"]) for body in servers.asked["cross"][before:]]
+        assert len(set(asked)) == len(asked) > 4
+    records = read(tmp_path / "run" / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2]
+    assert {record["perf/retried/cross"] for record in records} == {0}
+
+
+def test_a_server_that_goes_wrong_ends_the_run(servers: Servers, tmp_path: Path) -> None:
+    """Catches a step that learns from what a server said of other ids."""
+    name = "the cross"
+    right, calls = answering(scores_of(servers.live.teachers[0].reference), name), []
+
+    def turns_wrong(body: Json) -> tuple[int, Json]:
+        calls.append(body)
+        if len(calls) > 2:
+            body = {**body, "prompt": [*body["prompt"][:-1], (body["prompt"][-1] + 1) % 300]}
+        return right(body)
+
+    with endpoint(turns_wrong, name) as (url, _):
+        settings = servers.served(4).model_dump(mode="json")
+        settings["teachers"][0] |= {"urls": [url], "retries": 1}
+        with pytest.raises(OPDError, match=r"teachers.0: .*other token ids.*") as caught:
+            off_policy(from_dict(settings))
+    assert "teachers.0.retries=1" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"loss": {"type": "gold", "temperature": 2.0}}, "teachers.0.logprobs=4: .*temperature=2"),
+        ({"loss": {"type": "p_kl", "vocab_topk": 9}}, "teachers.0.logprobs=4: .*vocab_topk=9"),
+        ({"aggregation": {"type": "weighted_sum", "weights": "entropy"}}, "weights=entropy: teachers.0 .* is served"),
+    ],
+)
+def test_what_servers_do_not_say_is_refused_before_the_run(servers: Servers, changes: dict, says: str) -> None:
+    """Catches a loss that fails at the first step."""
+    with pytest.raises(ConfigError, match=says):
+        preflight(servers.served(4, **changes))
+
+
+def test_bad_settings_are_refused(servers: Servers, tmp_path: Path) -> None:
+    """Catches settings of a model that are ignored, a name without a tokenizer, and texts longer than servers read."""
+    served = servers.served(4).model_dump(mode="json")
+    teacher = served["teachers"][1]
+    with pytest.raises(ConfigError, match="dtype has no effect: the same is computed by the servers"):
+        from_dict(served | {"teachers": [teacher | {"dtype": "float16"}]})
+    with pytest.raises(ConfigError, match="element 0, 'localhost': it is no address of a server"):
+        from_dict(served | {"teachers": [teacher | {"urls": ["localhost"]}]})
+    with pytest.raises(ModelError, match=r"the same.*name the folder or hub name of its tokenizer as teachers.0.token"):
+        preflight(from_dict(served | {"teachers": [teacher | {"tokenizer": None}]}))
+    says = answering(scores_of(servers.live.teachers[1].reference), "the same")
+    with endpoint(says, "the same", limit=40) as (url, _):
+        short = from_dict(served | {"teachers": [teacher | {"urls": [url]}]})
+        with pytest.raises(ConfigError, match=r"train.max_length=48: the servers of same can be asked about 39 tokens"):
+            preflight(short)
+    with pytest.raises(ConfigError, match=r"--hidden-states: the servers of teachers.1 .*--top-k"):
+        build_cache(servers.served(4), 1, tmp_path / "c", CacheForm(None))
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_command_asks_servers(servers: Servers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches texts that are cut otherwise than without servers, and a model that is looked for."""
+    texts = tmp_path / "texts.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"A text, the {i}th."}) + "\n" for i in range(5)))
+    model = servers.live.teachers[1].reference
+    common = ["--data", str(texts), "--top-k", "4", "--max-length", "48"]
+    served = ["--urls", servers.urls["same"], "--model", "the same", "--tokenizer", model]
+    assert main(["cache", "build", *served, *common, "--output", str(tmp_path / "served")]) == 0
+    assert (
+        main(["cache", "build", "--model", model, *common, "--output", str(tmp_path / "asked"), "--dtype", "float32"])
+        == 0
+    )
+    ours, theirs = (CacheReader(tmp_path / name) for name in ("served", "asked"))
+    assert {key.tobytes() for key in ours.shards[0].keys} == {key.tobytes() for key in theirs.shards[0].keys}
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as refused:
+        main(["cache", "build", "--tokenizer", model, "--model", model, *common, "--output", str(tmp_path / "none")])
+    assert refused.value.code == 1
+    assert "it is for --urls alone" in capsys.readouterr().err
