@@ -77,7 +77,7 @@ class QuestionSet(Questions):
     data: SetSource
     """Questions."""
     reward: Reward | None = None
-    """What an answer is worth; by default the reward beside the sets."""
+    """Value of an answer; by default the reward beside the sets."""
     prompt: str | None = None
     """Text in place of the question or, in a conversation, of the user's last message: `{prompt}` stands for that,
     other names in braces for columns, as in `{prompt}\\n\\nPut the answer in \\\\boxed{{}}.`
@@ -94,7 +94,7 @@ class QuestionSet(Questions):
 
     @property
     def context(self) -> Context | None:
-        """What is asked in place of the row's own prompt; None where that is asked."""
+        """Text in place of the row's own prompt; None where that is asked."""
         if self.prompt is None and self.system_prompt is None:
             return None
         return Context(template=self.prompt, system_prompt=self.system_prompt)

@@ -1,4 +1,4 @@
-"""What of a response is an answer."""
+"""Extraction of the answer from a response."""
 
 import re
 from pathlib import Path
@@ -22,7 +22,7 @@ class Boxed(Settings):
 
 
 class AnswerLine(Settings):
-    """What follows the last `Answer:`, to the end of its line; bold and a full stop at the end are left out."""
+    """Text after the last `Answer:`, to the end of its line; bold and a full stop at the end are left out."""
 
     type: Literal["answer_line"] = "answer_line"
     marker: str = "Answer:"

@@ -47,7 +47,7 @@ class AnswerReward(SingleReward):
 
 class ExtractedReward(AnswerReward):
     extract: Extraction = Field(default_factory=LastTurn)
-    """What of the last turn is compared; where it finds nothing the reward is 0."""
+    """Part of the last turn that is compared; where it finds nothing the reward is 0."""
 
 
 class ExactReward(ExtractedReward):
@@ -71,7 +71,7 @@ class MathReward(ExtractedReward):
 
     type: Literal["math"] = "math"
     extract: Extraction = Field(default_factory=Boxed)
-    """What of the last turn is compared; where it finds nothing the reward is 0."""
+    """Part of the last turn that is compared; where it finds nothing the reward is 0."""
     timeout_s: float = Field(5, gt=0, le=YEAR_S)
     """Processor time for one comparison, in seconds; one that takes longer counts as unequal."""
 

@@ -89,7 +89,7 @@ class RunFields(Settings):
     rollout: Rollouts | None = None
     """On-policy: how the student samples. None: it learns from the texts of `data.train` as they are."""
     reward: Reward | None = None
-    """What a rollout is worth, and the answer to a question of a set without a reward."""
+    """Value of a rollout, and of the answer to a question of a set without a reward."""
     environment: Environment | None = None
     """On-policy: who answers between the student's turns; None: it has one turn."""
     evaluation: Evaluation | None = None

@@ -37,7 +37,7 @@ class LoadedBenchmark:
 
     settings: Benchmark
     tasks: Mapping[str, Any]
-    """What `TaskManager.load` returns."""
+    """Result of `TaskManager.load`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _Pair = tuple[Any, list[int], list[int]]
 
 @dataclass(frozen=True, slots=True)
 class TextModel:
-    """What lm-eval needs of a model besides its answers."""
+    """Facts about a model that lm-eval needs besides its answers."""
 
     tokenizer: PreTrainedTokenizerBase
     max_length: int

@@ -51,7 +51,7 @@ class EvaluationResult:
     """Share of sampled answers that were cut."""
     questions: tuple[AnsweredQuestion, ...]
     values: Mapping[str, tuple[float, ...]]
-    """What each estimate is the mean of: a value for each question."""
+    """Estimate → the values that it is the mean of, one for each question."""
     name: str = ""
     """Name of the set; empty for the one without a name."""
     failures: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from nemo_opd.logging.jsonl import parse_lines
 
 @dataclass(frozen=True, slots=True)
 class QuestionValues:
-    """What a model's figures for a set are the means of."""
+    """Values of which a model's figures for a set are the means."""
 
     step: int
     """Optimizer steps that the student had taken."""

@@ -1,4 +1,4 @@
-"""What of a response is an answer, by each `extract.type`."""
+"""Extraction of the answer from a response, by each `extract.type`."""
 
 import json
 import re
