@@ -11,7 +11,7 @@ from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.row_layout import RowLayout, reads_rows
-from nemo_opd.data.schema import require_suitable
+from nemo_opd.data.schema import require_source, require_suitable
 from nemo_opd.demo import is_demo
 from nemo_opd.errors import ConfigError
 from nemo_opd.extras import require_extras, require_library
@@ -78,8 +78,11 @@ def asked_sets(
 ) -> Iterator[AskedSet]:
     """Yield the sets of questions. data, reward: what they have where they name none of their own.
 
-    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message.
+    prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and DataError where there
+    is nothing to ask.
     """
+    if not (evaluation.asked or evaluation.benchmarks):
+        require_source(evaluation.data, key=f"{prefix}data")
     for name, settings in evaluation.asked.items():
         if not isinstance(settings, QuestionSet):
             assert reward is not None, "checked with the settings"

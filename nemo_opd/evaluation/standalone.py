@@ -21,7 +21,6 @@ from nemo_opd.config.evaluation import EvaluationConfig, Questions
 from nemo_opd.config.load import to_yaml
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.data.record import Prompt
-from nemo_opd.data.schema import require_source
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import AskedSet, asked_sets
@@ -70,8 +69,6 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
     output_dir = config.output_dir or _default_output_dir()
     sets = list(asked_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
-    if not (sets or benchmarks):
-        require_source(config.data, key="data")
     with ExitStack() as stack:
         rewards = [stack.enter_context(build_reward(asked.reward)) for asked in sets]
         questions = [read_questions(asked) for asked in sets]

@@ -10,7 +10,7 @@ from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, ServedTeacher
 from nemo_opd.data.layout import Layout, RoutedLayout
 from nemo_opd.data.layout import layout_of as data_layout
 from nemo_opd.data.prompt_layout import prompt_layout
-from nemo_opd.data.schema import require_source, require_suitable
+from nemo_opd.data.schema import require_suitable
 from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import AskedSet, asked_sets, check_benchmarks, check_sets, with_columns
 from nemo_opd.extras import require_extras
@@ -108,12 +108,9 @@ def layout_of(config: RunConfig) -> Layout:
 
 
 def sets_of(config: RunConfig) -> Iterator[AskedSet]:
-    """Yield the sets of questions of a run. Raises DataError where an evaluation has nothing to ask."""
-    if config.evaluation is None:
-        return
-    if not (config.evaluation.asked or config.evaluation.benchmarks):
-        require_source(config.evaluation.data, key="evaluation.data")
-    yield from asked_sets(config.evaluation, config.data, config.reward, "evaluation.")
+    """Yield the sets of questions of a run, as `asked_sets` does."""
+    if config.evaluation is not None:
+        yield from asked_sets(config.evaluation, config.data, config.reward, "evaluation.")
 
 
 def has_contrast(config: RunConfig) -> bool:

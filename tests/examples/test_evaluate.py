@@ -98,7 +98,7 @@ def test_every_reward_composes(option: str) -> None:
     ("arguments", "message"),
     [
         (("reward=numeric",), "model: required, but not given"),
-        (("model=m",), "reward: required, but not given"),
+        (("model=m", "data.jsonl_files=a"), "reward: answers are scored by the reward; set reward"),
         (("model=m", "reward=numeric", "n=2", "k=[1,4]"), r"k=\[1, 4\]: 4 of n=2 answers"),
         (("model=m", "reward=numeric", "rollout.n=4"), "rollout.n is for training.*write n="),
         (("model=m", "reward=numeric", "temprature=1"), "did you mean temperature?"),
@@ -110,6 +110,11 @@ def test_every_reward_composes(option: str) -> None:
 def test_settings_that_cannot_work_are_told(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compose(*arguments)
+
+
+def test_an_evaluation_without_questions_is_told() -> None:
+    with pytest.raises(DataError, match="data"):
+        evaluate(compose("model=demo:student", "reward=numeric"))
 
 
 def test_files_of_the_user_take_the_place_of_the_demos() -> None:
