@@ -13,9 +13,10 @@ def score_keys(known: Collection[str]) -> list[str]:
 
 
 def _is_teachers(key: str, known: Collection[str]) -> bool:
-    """Return whether a name is a teacher's, which may end as a bound does: its own bound has the name last."""
+    """Return whether a name is a teacher's score or a bound of it, which have the teacher's name last."""
     measure, _, teacher = key.rpartition("/")
-    return f"{measure}_low/{teacher}" in known
+    scores = {measure, measure.removesuffix("_low"), measure.removesuffix("_high")}
+    return any(all(f"{score}{end}/{teacher}" in known for end in ("", "_low", "_high")) for score in scores)
 
 
 def by_set(known: Collection[str]) -> dict[str, list[tuple[str, str]]]:

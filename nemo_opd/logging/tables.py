@@ -70,13 +70,15 @@ def score_table(closing: ClosingTable) -> Table:
     table.add_column("measure", no_wrap=True)
     table.add_column("model", overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("student after is better by", justify="right")
+    is_compared = any(row.differences for row in closing.scores)
+    if is_compared:
+        table.add_column("student after is better by", justify="right")
     for row in closing.scores:
         for i, (model, found) in enumerate(row.by_model.items()):
             style = "bold green" if found is row.after else ""
             better = row.differences.get(model)
             gained = "" if better is None else difference(row.measure, *better)
             shown = Text(score(row.measure, *found), style)
-            table.add_row("" if i else row.measure, Text(model, style), shown, gained)
+            table.add_row("" if i else row.measure, Text(model, style), shown, *([gained] if is_compared else []))
         table.add_section()
     return table

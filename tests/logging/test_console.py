@@ -77,7 +77,8 @@ def test_the_scores_of_each_teacher_have_a_line_where_it_was_asked() -> None:
     console = Console(file=io.StringIO(), width=80)
     logger = ConsoleLogger(ConsoleSettings(), console)
     logger.start(summary(Path("/outputs/demo")), 0)
-    logger.log(0, {"eval/greedy": 0.2, "eval/greedy/llama3b": 0.9})
+    of_models = {"eval/greedy{}": 0.2, "eval/greedy{}/llama3b": 0.9}
+    logger.log(0, {key.format(end): value for key, value in of_models.items() for end in ("", "_low", "_high")})
     assert console.file.getvalue().splitlines()[-2:] == [
         "step  0/20  questions  greedy 20.0%",
         "  teacher llama3b  greedy 90.0%",
