@@ -202,7 +202,8 @@ def _tasks_of(name: str, results: Mapping[str, Any]) -> Iterator[str]:
 def _by_question(samples: Sequence[Mapping[str, Any]], metric: str, choice: str) -> tuple[float, ...]:
     """Return the metric of each question; nothing where it is no number."""
     found = [sample.get(metric) for sample in samples if sample.get("filter", "none") == choice]
-    return tuple(map(float, found)) if all(isinstance(value, int | float) for value in found) else ()
+    numbers = tuple(float(value) for value in found if isinstance(value, int | float))
+    return numbers if len(numbers) == len(found) else ()
 
 
 def _by_error(value: float, error: object, confidence: float) -> Estimate:

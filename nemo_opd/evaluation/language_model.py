@@ -35,7 +35,7 @@ class TextModel:
     """Seed of sampling."""
 
 
-class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not there for all
+class LanguageModel(TemplateLM):
     """Texts are tokenized as lm-eval's `hf` backend does: with the tokenizer's special tokens, unless they are written;
     a text without context follows the token that begins texts, or else the one that ends them.
     """
@@ -118,7 +118,7 @@ class LanguageModel(TemplateLM):  # type: ignore[misc]  # lm_eval is not there f
         for sampling, own in groups.items():
             made = self._generator.generate([self._request(i, *requests[i].args) for i in own], sampling)
             for i, completion in zip(own, made, strict=True):
-                text = self.tokenizer.decode(completion.ids, skip_special_tokens=True)
+                text = str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
                 answers[i] = _cut(text, requests[i].args[1].get("until"))
         return [answers[i] for i in range(len(requests))]
 
