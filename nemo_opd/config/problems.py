@@ -1,6 +1,7 @@
 """Errors of pydantic as a line for each problem, with the key as it is typed."""
 
 import difflib
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -33,7 +34,7 @@ def explain(
     problem = problems[0]
     kind, value = problem["type"], problem["input"]
     key = ".".join(map(str, path))
-    shown = "null" if value is None else repr(value)
+    shown = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     reason = " or ".join(dict.fromkeys(map(_reason_of, problems))).replace(" or must be", " or")
     if is_blank(value) and kind not in ("extra_forbidden", "value_error"):
         return f"{key}: {EMPTY}"
@@ -73,6 +74,8 @@ def _reason_of(problem: ErrorDetails) -> str:
     reason = problem["msg"].removeprefix("Value error, ")
     reason = re.sub("^(Input|String) should", "must", reason)
     reason = reason.partition(", unable to parse")[0]
+    if problem["type"] == "literal_error":
+        reason = reason.replace("True", "true").replace("False", "false")
     return reason.replace("valid tuple", "list").replace("Tuple should", "must")
 
 

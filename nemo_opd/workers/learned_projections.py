@@ -54,13 +54,12 @@ class LearnedProjections:
         )
         self._peak_lr = settings.lr
 
-    def sum_gradients(self, divisor: float) -> Tensor:
-        """Sum the gradients over all ranks, divided by the factor of the loss; return the sum of their magnitudes."""
+    def sum_gradients(self, divisor: float) -> list[Tensor]:
+        """Sum the gradients over all ranks, divided by the factor of the loss; return the sum of magnitudes of each."""
         for delta in self._deltas():
             delta.grad = torch.zeros_like(delta) if delta.grad is None else delta.grad / divisor
             dist.all_reduce(delta.grad)
-        found = [delta.grad.abs().sum() for delta in self._deltas() if delta.grad is not None]
-        return torch.stack(found).sum() if found else torch.zeros(())
+        return [delta.grad.abs().sum() for delta in self._deltas() if delta.grad is not None]
 
     def update(self, student_lr: float) -> None:
         """Take a step, with learning rates that follow the student's."""

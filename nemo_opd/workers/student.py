@@ -202,7 +202,7 @@ class StudentWorker:
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
             of_projections = self.learned.sum_gradients(self.averaged_over)
-            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, of_projections)
+            is_taken = is_finite_everywhere(objective_terms(self.config, metrics), grad_norm, *of_projections)
         metrics["grad_norm"] = Last(grad_norm)
         metrics["lr"] = Last(self.scheduler.get_last_lr()[0])
         metrics["student_tokens"] = Sum(int(step.batch.student.lengths.sum()))

@@ -95,10 +95,8 @@ def test_a_key_of_the_other_kind_of_teacher_is_told_with_its_kind() -> None:
     message = message_of(changed("teachers.1.projection", "auto"))
     rollout = message_of(changed("rollout", {"type": "hf", "gpus": 2}))
 
-    assert (
-        message
-        == "teachers.1.projection='auto': there is no such key; it belongs to teachers.1.type=cross_tokenizer, cached"
-    )
+    kinds = "teachers.1.type=cross_tokenizer, cached, served"
+    assert message == f"teachers.1.projection='auto': there is no such key; it belongs to {kinds}"
     assert rollout == "rollout.gpus=2: there is no such key; it belongs to rollout.type=server"
 
 
@@ -156,7 +154,7 @@ def test_a_wrong_value(key: str, value: Any, says: str) -> None:
     ("key", "choices"),
     [
         ("loss.type", LOSSES),
-        ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer', 'cached'"),
+        ("teachers.0.type", "'same_tokenizer', 'cross_tokenizer', 'cached', 'served'"),
         (
             "teachers.0.loss",
             f"'same_vocab', 'tcad', 'sampled_kl', {TERMS}",

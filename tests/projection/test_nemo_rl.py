@@ -103,7 +103,7 @@ def test_code_is_not_run(tmp_path: Path) -> None:
     for name, write in (("zip", torch.save), ("plain", lambda value, path: path.write_bytes(pickle.dumps(value, 2)))):
         path = tmp_path / f"{name}.pt"
         write({"indices": Hostile(target)}, path)
-        with pytest.raises(ProjectionError, match=rf"{name}\.pt names code to run .*mkdir.*build\.py"):
+        with pytest.raises(ProjectionError, match=rf"{name}\.pt names code to run .*mkdir.*projection build"):
             nemo_rl.read(path)
     assert not target.exists()
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, EngineSpec, Request, Sampling
-from nemo_opd.rollout.server import client
+from nemo_opd.rollout.server import spread
 from nemo_opd.rollout.server.completion import Terms
 from nemo_opd.rollout.server.engine import ServerEngine
 from nemo_opd.rollout.server.http import UnusableError
@@ -26,7 +26,7 @@ from tests.tiny import Tiny
 
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(spread, "_FIRST_PAUSE_S", 0.01)
 
 
 VOCAB = 64

@@ -120,7 +120,8 @@ def _of_run(arguments: Namespace) -> tuple[RunConfig, int]:
     try:
         written = OmegaConf.create(yaml.safe_load(arguments.config.read_text(encoding="utf-8")))
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"--config={arguments.config} cannot be read ({error}); give a run's settings") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config={arguments.config} cannot be read ({reason}); give a run's settings") from error
     changed = OmegaConf.merge(written, OmegaConf.from_dotlist(_quoted(arguments.settings)))
     config = from_dict(dict(OmegaConf.to_container(changed, resolve=True)))
     names = config.active_names

@@ -34,7 +34,8 @@ def read_config(given: Path | None, run: Path) -> RunConfig:
     try:
         return from_yaml(file)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); give another file as --config") from error
+        reason = " ".join(str(error).split())
+        raise CheckpointError(f"{file} cannot be read ({reason}); give another file as --config") from error
 
 
 def averages(config: RunConfig) -> dict[str, str]:
