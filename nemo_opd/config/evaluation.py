@@ -120,6 +120,11 @@ class Benchmark(Settings):
         return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + (f"_{self.shots}shot" if self.shots else "")
 
 
+def _or_names(schema: dict[str, Any]) -> None:
+    """Allow names in place of benchmarks in a JSON schema."""
+    schema["items"] = {"anyOf": [schema["items"], {"type": "string"}]}
+
+
 DEFAULT_NEW_TOKENS = 256
 """Most tokens of an answer where no setting says so."""
 _OWN_NAMES = ("greedy", "response_length", "truncation_rate", "failed_rewards")
@@ -130,7 +135,7 @@ class QuestionSets(Questions):
 
     sets: Frozen[str, QuestionSet] = Field(default_factory=dict)
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
-    benchmarks: tuple[Benchmark, ...] = ()
+    benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_or_names)
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
     task_folder: str | None = None
     """A folder with further tasks, as YAML files of lm-eval, or `demo:tasks`."""

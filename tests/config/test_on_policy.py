@@ -49,7 +49,7 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
             },
             "environment.type=calculator pays for the right answer, and reward.answer_key names no column with it",
         ),
-        ({"evaluation": {}}, "evaluation: answers are scored by the reward; set reward"),
+        ({"evaluation": {"data": {"jsonl_files": "a"}}}, "evaluation: answers are scored by the reward; set reward"),
         ({"loss": {"type": "grpo"}}, "loss.type=grpo learns from rewards; set reward"),
         (
             {"loss": {"type": "grpo"}, "reward": NUMERIC, "rollout": HF | {"n": 1}},
@@ -117,7 +117,7 @@ def test_what_cannot_work_is_refused(sections: dict[str, Any], message: str) -> 
     assert message_of(on_policy(**sections)).startswith(message)
 
 
-@pytest.mark.parametrize("section", [{"reward": NUMERIC}, {"environment": {"type": "calculator"}}, {"evaluation": {}}])
+@pytest.mark.parametrize("section", [{"reward": NUMERIC}, {"environment": {"type": "calculator"}}])
 def test_a_run_without_rollouts_has_no_settings_for_them(section: dict[str, Any]) -> None:
     key = next(iter(section))
 
