@@ -170,14 +170,36 @@ def plot(outcomes: list[Outcome], file: Path) -> None:
     figure.savefig(file, dpi=160)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def read_options(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("overrides", nargs="*", help="settings for every run, such as train.max_steps=20")
-    options = parser.parse_args()
-    facts = {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": COMMAND}
+    return parser.parse_args()
+
+
+def facts_of(command: str) -> dict[str, str]:
+    return {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": command}
+
+
+def start_of(outcomes: list[Outcome]) -> str:
+    """Write the accuracies before training, which all runs of a student have in common."""
+    first = outcomes[0].scores
+    return " and ".join(f"{first[measure][0]:.1%} ({measure.removeprefix('eval/held_out/')})" for measure in MEASURES)
+
+
+def write(folder: Path, name: str, facts: dict[str, str], outcomes: list[Outcome], lines: Sequence[str]) -> None:
+    """Write what was found as NAME.md, which is also printed, and as NAME.json."""
+    text = "\n".join([*lines, "", *(f"* {key}: {value}" for key, value in facts.items()), ""])
+    (folder / f"{name}.md").write_text(text, encoding="utf-8")
+    record = {**facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    Console().print(text)
+
+
+def main() -> None:
+    options, facts = read_options(__doc__), facts_of(COMMAND)
     with tempfile.TemporaryDirectory() as folder:
         of_teacher = [f"data.train.jsonl_files={teachers_samples(Path(folder), 4096)}"]
         settings = {
@@ -185,27 +207,16 @@ def main() -> None:
             for name, own in SETTINGS.items()
         }
         outcomes = run_all(settings, options.seeds, options.jobs)
-    first = outcomes[0]
-    names = {measure: measure.removeprefix("eval/held_out/") for measure in MEASURES}
-    start = " and ".join(f"{first.scores[measure][0]:.1%} ({name})" for measure, name in names.items())
-    text = "\n".join(
-        [
-            "# The on-policy demo: who learns how much in equal steps",
-            "",
-            f"Three-digit sums answered right after {first.steps[-1]} steps of 64 sequences.",
-            f"The student starts at {start}. Greedy: the likeliest answer; sampled: at temperature 1.",
-            "",
-            table(outcomes),
-            "",
-            *(f"* {name}: {value}" for name, value in facts.items()),
-            "",
-        ]
+    lines = (
+        "# The on-policy demo: who learns how much in equal steps",
+        "",
+        f"Three-digit sums answered right after {outcomes[0].steps[-1]} steps of 64 sequences.",
+        f"The student starts at {start_of(outcomes)}. Greedy: the likeliest answer; sampled: at temperature 1.",
+        "",
+        table(outcomes),
     )
-    (options.output / "on_policy.md").write_text(text, encoding="utf-8")
-    record = {**facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
-    (options.output / "on_policy.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     plot(outcomes, ROOT / "docs" / "images" / "on_policy_accuracy.png")
-    Console().print(text)
+    write(options.output, "on_policy", facts, outcomes, lines)
 
 
 if __name__ == "__main__":

@@ -3,16 +3,19 @@
 uv run benchmarks/self_distillation.py       # writes self_distillation.{md,json} in benchmarks/results
 """
 
-import argparse
-import json
 import statistics
-from dataclasses import asdict
-from datetime import date
-from pathlib import Path
 
-from demo import commit, hardware
-from on_policy import MEASURES, ROOT, Outcome, by_setting, run_all, table
-from rich.console import Console
+from on_policy import (
+    MEASURES,
+    Outcome,
+    by_setting,
+    facts_of,
+    read_options,
+    run_all,
+    start_of,
+    table,
+    write,
+)
 
 COMMAND = "uv run benchmarks/self_distillation.py"
 CONFIG = ("--config-name=self_distillation", "evaluation.every=20")
@@ -42,43 +45,23 @@ def gaps(outcomes: list[Outcome]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on a core of its own")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("overrides", nargs="*", help="settings for every run, such as train.max_steps=20")
-    options = parser.parse_args()
-    facts = {"hardware": hardware(), "commit": commit(), "date": date.today().isoformat(), "command": COMMAND}
+    options, facts = read_options(__doc__), facts_of(COMMAND)
     settings = {name: (*CONFIG, *own, *options.overrides) for name, own in SETTINGS.items()}
     outcomes = run_all(settings, options.seeds, options.jobs, (*MEASURES, *GAPS, LENGTH))
-    write(options.output, facts, outcomes)
-
-
-def write(folder: Path, facts: dict[str, str], outcomes: list[Outcome]) -> None:
-    first = outcomes[0]
-    names = {measure: measure.removeprefix("eval/held_out/") for measure in MEASURES}
-    start = " and ".join(f"{first.scores[measure][0]:.1%} ({name})" for measure, name in names.items())
-    text = "\n".join(
-        [
-            "# Self-distillation: a student that reads the worked sum teaches itself to do without",
-            "",
-            f"Three-digit sums answered right after {first.steps[-1]} steps of 64 sequences, on-policy. The student,",
-            f"`demo:arithmetic_reader`, starts at {start}; behind the worked sum it answers all of them.",
-            "",
-            table(outcomes),
-            "",
-            f"What the context does, from step {first.steps[1]} to the end, as means over seeds:",
-            "",
-            gaps(outcomes),
-            "",
-            *(f"* {name}: {value}" for name, value in facts.items()),
-            "",
-        ]
+    steps = outcomes[0].steps
+    lines = (
+        "# Self-distillation: a student that reads the worked sum teaches itself to do without",
+        "",
+        f"Three-digit sums answered right after {steps[-1]} steps of 64 sequences, on-policy. The student,",
+        f"`demo:arithmetic_reader`, starts at {start_of(outcomes)}; behind the worked sum it answers all of them.",
+        "",
+        table(outcomes),
+        "",
+        f"What the context does, from step {steps[1]} to the end, as means over seeds:",
+        "",
+        gaps(outcomes),
     )
-    (folder / "self_distillation.md").write_text(text, encoding="utf-8")
-    record = {**facts, "outcomes": [asdict(outcome) for outcome in outcomes]}
-    (folder / "self_distillation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    Console().print(text)
+    write(options.output, "self_distillation", facts, outcomes, lines)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from nemo_opd.config.options import options, recipes
 from nemo_opd.config.problems import models_in
 
 
@@ -16,8 +17,8 @@ def complete_recipe(prefix: str, config_dir: Path) -> list[str]:
     named = Path(prefix)
     folder, start = (named, "") if prefix.endswith("/") else (named.parent, named.name)
     found = [path for path in folder.glob(f"{glob.escape(start)}*") if path.is_dir() or path.suffix == ".yaml"]
-    recipes = [] if "/" in prefix else [file.stem for file in config_dir.glob("*.yaml")]
-    return sorted([*recipes, *(f"{path}/" if path.is_dir() else str(path) for path in found)])
+    named_recipes = [] if "/" in prefix else recipes(config_dir)
+    return sorted([*named_recipes, *(f"{path}/" if path.is_dir() else str(path) for path in found)])
 
 
 def complete_setting(prefix: str, model: type[BaseModel], config_dir: Path) -> list[str]:
@@ -30,8 +31,8 @@ def complete_setting(prefix: str, model: type[BaseModel], config_dir: Path) -> l
             owners = [inner for field in _fields(owners, part) for inner in models_in(field)]
     before = "".join(f"{part}." for part in path)
     if equals:
-        options = [*_options(config_dir / "/".join([*path, last])), *_values(_fields(owners, last))]
-        return [f"{key}={option}" for option in options]
+        values = [*options(config_dir, "/".join([*path, last])), *_values(_fields(owners, last))]
+        return [f"{key}={value}" for value in values]
     names = dict.fromkeys(name for owner in owners for name in owner.model_fields)
     return [each for name in names for each in _continued(before, name, owners, config_dir)]
 
@@ -47,10 +48,6 @@ def _continued(before: str, name: str, owners: list[type[BaseModel]], config_dir
         yield f"{before}{name}."
     if not is_section or (not before and (config_dir / name).is_dir()):
         yield f"{before}{name}="
-
-
-def _options(group: Path) -> Iterator[str]:
-    yield from sorted(file.stem for file in group.glob("*.yaml"))
 
 
 def _values(annotations: list[Any]) -> list[str]:

@@ -13,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 
+from nemo_opd.config.options import recipes
 from nemo_opd.errors import ConfigError
 
 _PLAIN_OVERRIDE = re.compile(r"^[A-Za-z_][\w.]*=")
@@ -92,9 +93,9 @@ def config_file(name: str, config_dir: Path) -> Path:
     for file in (Path(name), config_dir / f"{name}.yaml"):
         if file.is_file():
             return file.resolve()
-    recipes = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
     raise ConfigError(
-        f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe ({recipes})"
+        f"--config={name}: there is no such file; give the path of a YAML file, or the name of a recipe "
+        f"({', '.join(recipes(config_dir))})"
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from nemo_opd.config.described import Key, Section, Table, keys_of, sections
+from nemo_opd.config.options import groups, options, recipes
 from nemo_opd.config.problems import models_in
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
@@ -37,17 +38,14 @@ def _one(name: str, every: Sequence[Section]) -> Iterator[str]:
 def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequence[Section]) -> Iterator[str]:
     yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
     yield from ("--config FILE      start from a file of your own, or from one of the recipes", "")
-    recipes = ", ".join(sorted(file.stem for file in config_dir.glob("*.yaml")))
-    yield from (_entry("recipes:", recipes), "")
+    yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
     yield from ("--help SECTION     show one section alone", "--cfg job          print the settings and end")
     yield "--multirun KEY=1,2 a run with each value"
     if model is RunConfig:
         yield "run.dry_run=true   check everything and end"
     yield from ("", "Options of a group, as GROUP=OPTION (a file in a folder of this name):")
-    for folder in sorted(config_dir.iterdir()):
-        if folder.name in model.model_fields:
-            options = ", ".join(sorted(file.stem for file in folder.glob("*.yaml")))
-            yield _entry(f"{folder.name}:", options)
+    for group in groups(config_dir, model):
+        yield _entry(f"{group}:", ", ".join(options(config_dir, group)))
     yield from ("", "Sections:", _entry("", ", ".join(each.name for each in every if not each.depth)))
     yield from ("", "Settings, as KEY=VALUE (as a page: docs/settings.md):")
     single = tuple(key for key in keys_of(model) if not models_in(model.model_fields[key.name].annotation))

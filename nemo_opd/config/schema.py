@@ -8,6 +8,7 @@ from typing import Any, get_origin
 from pydantic import BaseModel
 
 from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.options import groups, options
 from nemo_opd.config.problems import models_in
 from nemo_opd.config.run import RunConfig
 from nemo_opd.files import write_atomically
@@ -28,7 +29,7 @@ def schemas(config_dir: Path) -> dict[str, str]:
     """Return file name → schema: of a run, of an evaluation, and of each group's options."""
     whole: dict[str, type[BaseModel]] = {"run.json": RunConfig, "evaluation.json": EvaluationConfig}
     found = {name: recipe_schema(model, config_dir) for name, model in whole.items()}
-    for group in _groups(config_dir, RunConfig):
+    for group in groups(config_dir, RunConfig):
         if get_origin(RunConfig.model_fields[group].annotation) is tuple:
             continue  # options of a list are whole settings: `# @package _global_`
         found[f"{group}.json"] = {"$schema": _DIALECT, "$ref": f"run.json#/properties/{group}"}
@@ -44,28 +45,20 @@ def recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
         "pattern": r"^\$\{",
         "description": "A reference, such as ${oc.env:NAME}.",
     }
-    options = {
-        group: {"anyOf": [{"enum": [*_options(config_dir / group)]}, {"type": ["string", "null"]}]}
-        for group in _groups(config_dir, model)
+    choices = {
+        group: {"anyOf": [{"enum": options(config_dir, group)}, {"type": ["string", "null"]}]}
+        for group in groups(config_dir, model)
     }
-    override = {f"override {group}": choice for group, choice in options.items()}
-    entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": options | override}]}
+    override = {f"override {group}": choice for group, choice in choices.items()}
+    entry = {"anyOf": [{"type": "string"}, {"type": "object", "properties": choices | override}]}
     definitions["Defaults"] = {"type": "array", "items": entry}
     about = "An option of each group; `_self_` stands for this file."
     defaults = {"$ref": "#/definitions/Defaults", "description": about}
     schema["properties"] |= {"defaults": defaults, "hydra": {"type": "object", "description": "Settings of Hydra."}}
-    for group in options:  # whose options may begin with others
+    for group in choices:  # whose options may begin with others
         for inner in models_in(model.model_fields[group].annotation):
             definitions[inner.__name__]["properties"]["defaults"] = defaults
     return {"$schema": _DIALECT, **schema, "definitions": definitions}
-
-
-def _groups(config_dir: Path, model: type[BaseModel]) -> list[str]:
-    return [folder.name for folder in sorted(config_dir.iterdir()) if folder.name in model.model_fields]
-
-
-def _options(group: Path) -> list[str]:
-    return sorted(file.stem for file in group.glob("*.yaml"))
 
 
 def _partial(schema: Any) -> Any:

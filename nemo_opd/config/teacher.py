@@ -214,7 +214,7 @@ _OF_WEIGHTS = (
 _OF_A_MODEL = ("model", "tokenizer", "chat_template", "chat_template_kwargs", *_OF_WEIGHTS)
 
 
-def _changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
+def first_changed(teacher: TeacherBase, names: Iterable[str]) -> str | None:
     """Return the first of some settings that has another value than its default."""
     fields = type(teacher).model_fields
     changed = (name for name in names if getattr(teacher, name) != fields[name].get_default(call_default_factory=True))
@@ -234,7 +234,7 @@ class CachedTeacher(OwnIdsTeacher):
 
     @model_validator(mode="after")
     def cached_teachers_have_no_model(self) -> "CachedTeacher":
-        if name := _changed(self, _OF_A_MODEL):
+        if name := first_changed(self, _OF_A_MODEL):
             raise ValueError(
                 f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
                 "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
@@ -258,7 +258,7 @@ class ServedTeacher(Endpoint, OwnIdsTeacher):
 
     @model_validator(mode="after")
     def served_teachers_have_no_weights(self) -> "ServedTeacher":
-        if name := _changed(self, (*_OF_WEIGHTS, "weights", "cache", "served")):
+        if name := first_changed(self, (*_OF_WEIGHTS, "weights", "cache", "served")):
             raise ValueError(
                 f"{name} has no effect: {self.model} is computed by the servers in urls; leave it out, or write type: "
                 "same_tokenizer or cross_tokenizer for a teacher that the run loads"

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nemo_opd.errors import ProjectionError
@@ -15,6 +16,11 @@ from nemo_opd.losses.sparse_projection import SparseProjection, slots_within
 
 if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
+
+
+def learnable_rows(matrix: ProjectionMatrix) -> NDArray[np.int64]:
+    """Return the student tokens, ascending, whose rows have several entries with weight: int64 [R]."""
+    return np.flatnonzero((matrix.weights > 0).sum(axis=1) > 1)
 
 
 class LearnedProjection(nn.Module):
@@ -29,8 +35,7 @@ class LearnedProjection(nn.Module):
         super().__init__()
         self.start = matrix
         """R₀"""
-        used = matrix.weights > 0
-        self.rows = np.flatnonzero(used.sum(axis=1) > 1)
+        self.rows = learnable_rows(matrix)
         """[R]: student tokens whose rows are learned, ascending."""
         if not len(self.rows):
             raise ProjectionError(

@@ -75,7 +75,6 @@ def p_kl(
         require_whole(inputs.teacher, f"vocab_topk={vocab_topk}", "it chooses columns by all logits of a microbatch")
     compare = Divergence(divergence, beta, mixed_weight)
     sizes = inputs.student_size, inputs.teacher_size
-    is_learned = isinstance(projection, LearnedProjection)
     if isinstance(projection, LearnedProjection):
         matrix, sparse = projection.start, projection.sparse(*sizes, inputs.device)
     else:
@@ -108,7 +107,7 @@ def p_kl(
     def for_kernels() -> CellMap:
         return covered_columns(matrix, *sizes, inputs.device)
 
-    is_on_all = compat is None and cells.kept is None and not is_learned
+    is_on_all = compat is None and cells.kept is None and matrix is projection
     term = how.term(
         inputs,
         unit_loss if compat is None else kept_only,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -239,6 +239,24 @@ class Headless(_LogitSource):
             f"{self._key}: {type(self._model).__name__} does more between its head and its logits than a scale and a "
             "soft-cap, so hidden states cannot stand for logits; use handoff=logits"
         )
+
+
+ReadingModel = Headless | WithHead
+"""Map from ids [B, T] to logits [1, N, own columns] of their tokens, for handoff=hidden_states or logits."""
+
+
+def reading_model(
+    model: PreTrainedModel,
+    handoff: Literal["hidden_states", "logits"],
+    *,
+    key: str,
+    mesh: DeviceMesh,
+    parallelism: Parallelism,
+) -> ReadingModel:
+    """Return the model as losses read it in this form of handoff. Raises ModelError as `Headless` does."""
+    if handoff == "hidden_states":
+        return Headless(model, key=key, mesh=mesh, parallelism=parallelism)
+    return WithHead(model, mesh=mesh, parallelism=parallelism)
 
 
 @contextmanager

@@ -56,7 +56,19 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
 
     Of a model that reads more than text it is that of its text part.
     """
-    whole = _whole_config(reference, key=key)
+    return _read_config(reference, key=key)[0]
+
+
+def _read_config(reference: str, *, key: str) -> tuple[PretrainedConfig, bool]:
+    """Return what `load_config` does, and whether it is that of a part of the model."""
+    check_folder(reference, key=key)
+    try:
+        whole: PretrainedConfig = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
+    except Exception as error:  # the hub and transformers each raise their own
+        raise ModelError(
+            f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
+            "form, of an architecture that transformers has, or a hub name that this machine can reach"
+        ) from error
     config = text_part(whole)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
@@ -73,19 +85,7 @@ def load_config(reference: str, *, key: str) -> PretrainedConfig:
             "from the hub; take attn_implementation out of the file"
         )
     _check_depth(config, reference, key=key)
-    return config
-
-
-def _whole_config(reference: str, *, key: str) -> PretrainedConfig:
-    check_folder(reference, key=key)
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(resolve(reference), trust_remote_code=False)
-    except Exception as error:  # the hub and transformers each raise their own
-        raise ModelError(
-            f"{key}={reference}: no model configuration could be read ({reason(error)}); give a folder in Hugging Face "
-            "form, of an architecture that transformers has, or a hub name that this machine can reach"
-        ) from error
-    return config
+    return config, config is not whole
 
 
 def stored_dtype(reference: str, *, key: str) -> torch.dtype:
@@ -148,8 +148,8 @@ def load_model(
     `key` where weights are unreadable, or missing, which transformers would draw at random.
     """
     options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    config = load_config(reference, key=key)
-    if is_part := type(config) is not type(_whole_config(reference, key=key)):
+    config, is_part = _read_config(reference, key=key)
+    if is_part:
         options["key_mapping"] = NAMES
     is_quantised = quantisation(config) is not None
     if is_quantised:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.distributed.mesh import context_axis, fsdp_axis, tensor_axis
 from nemo_opd.models.context_parallel import check_context_parallel, use_ring_attention
+from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.models.tensor_parallel import cut_over_ranks
 from nemo_opd.models.tensor_plan import tensor_plan
 
@@ -69,13 +70,6 @@ def shard(
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
     # What is outside of the layers is needed first in backward, so it stays whole until then.
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the decoder layers in order."""
-    names = set(model._no_split_modules or ())
-    # FSDP2 makes a layer's class a subclass with another name.
-    return [module for module in model.modules() if names & {each.__name__ for each in type(module).__mro__}]
 
 
 def sharded_units(model: nn.Module) -> list[FSDPModule]:

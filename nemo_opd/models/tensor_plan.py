@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nemo_opd.errors import ModelError
+from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.models.quantised import stays_quantised
 
 
@@ -77,7 +78,8 @@ def tensor_plan(model: PreTrainedModel, tp: int, *, sequence_parallel: bool, key
         )
     experts = _experts(model)
     styles = _styles(model, named, experts, f"{key}={tp}")
-    layers = [name for name, module in named.items() if type(module).__name__ in set(model._no_split_modules or ())]
+    found = set(decoder_layers(model))
+    layers = [name for name, module in named.items() if module in found]
     layers = [layer for layer in layers if any(inside(name, layer) for name in (*styles, *experts))]
     mixtures = _parts_of_layers(layers, experts)
     blocks = _parts_of_layers(layers, [name for name, style in styles.items() if style in _INTO_BLOCK]) - mixtures

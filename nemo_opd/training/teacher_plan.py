@@ -9,6 +9,7 @@ from nemo_opd.alignment.pieces import ADDED
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.errors import AlignmentError, ModelError, ProjectionError
+from nemo_opd.losses.learned_projection import learnable_rows
 from nemo_opd.projection import Audit, ProjectionMatrix, audit, cached_projection
 from nemo_opd.training.model_info import ModelInfo
 
@@ -32,7 +33,7 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
-    if settings.projection_lr and not (matrix.row_lengths > 1).any():
+    if settings.projection_lr and not len(learnable_rows(matrix)):
         raise ProjectionError(
             f"teachers.{i}.projection_lr={settings.projection_lr:g}: no row of the projection has several entries, so "
             "there is nothing to learn; leave it out, or build the projection with a larger top_k"

@@ -13,7 +13,14 @@ from nemo_opd.aggregation import Parts
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
-from nemo_opd.config.teacher import CachedTeacher, OwnIdsTeacher, SameTokenizerTeacher, ServedTeacher, TeacherBase
+from nemo_opd.config.teacher import (
+    CachedTeacher,
+    OwnIdsTeacher,
+    SameTokenizerTeacher,
+    ServedTeacher,
+    TeacherBase,
+    first_changed,
+)
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
 from nemo_opd.errors import ConfigError, ModelError
@@ -75,13 +82,12 @@ def _of_same_tokenizer(teacher: CachedTeacher | ServedTeacher, i: int) -> dict[s
 
     Raises ConfigError for settings of teachers with another tokenizer.
     """
-    for name in OwnIdsTeacher.model_fields.keys() - SameTokenizerTeacher.model_fields.keys():
-        default = OwnIdsTeacher.model_fields[name].get_default(call_default_factory=True)
-        if (value := getattr(teacher, name)) != default:
-            raise ConfigError(
-                f"teachers.{i}.{name}={value}: {teacher.name} has the student's tokenizer, so nothing is aligned; "
-                "leave it out"
-            )
+    of_own_ids = (name for name in OwnIdsTeacher.model_fields if name not in SameTokenizerTeacher.model_fields)
+    if name := first_changed(teacher, of_own_ids):
+        raise ConfigError(
+            f"teachers.{i}.{name}={getattr(teacher, name)}: {teacher.name} has the student's tokenizer, so nothing is "
+            "aligned; leave it out"
+        )
     own = {*TeacherBase.model_fields, "loss"}
     if teacher.context is None:
         own -= {"chat_template", "chat_template_kwargs"}  # as the student renders

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from nemo_opd.models.parallelize import decoder_layers
+from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.workers.host_copy import HostCopy
 
 

@@ -11,12 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from nemo_opd.config.teacher import TeacherBase
+from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.average import Average
 from nemo_opd.workers.memory import averaging, needs_memory
 from nemo_opd.workers.residence import Residence
-from nemo_opd.workers.teacher import ReadingModel, TeacherModel, TeacherWorker
+from nemo_opd.workers.teacher import TeacherModel, TeacherWorker
 
 
 class OwnTeachers:

@@ -15,12 +15,13 @@ from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.plan import Readers
 from nemo_opd.handoff.sparse import SparseWriter
 from nemo_opd.handoff.writer import NewSender
+from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import Mean, TokenRows
-from nemo_opd.workers.teacher import ReadingModel, TeacherOutput, TeacherSource, TeacherWorker, Writer
+from nemo_opd.workers.teacher import TeacherOutput, TeacherSource, TeacherWorker, Writer
 
 _NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
 

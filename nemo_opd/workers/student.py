@@ -34,11 +34,7 @@ from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
 from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.reduction import label_mask
 from nemo_opd.models.generation import generating
-from nemo_opd.models.head import Headless, WithHead
-from nemo_opd.models.load import compute_dtype
-from nemo_opd.models.lora import Adapters
 from nemo_opd.models.parallelize import sharded_units
-from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.projection import ProjectionMatrix
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
@@ -49,7 +45,6 @@ from nemo_opd.workers.memory import (
     ARRIVALS,
     BACKWARD,
     FORWARD,
-    LOADING_STUDENT,
     LOSS,
     OPTIMIZER,
     ROLLOUT,
@@ -62,6 +57,7 @@ from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
 from nemo_opd.workers.policy import plan_policy
 from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.student_model import load_student
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
 
@@ -137,40 +133,19 @@ class StudentWorker:
         self.vocab_size = vocab_size
         self.device = device
         self.phases = Phases(device)
-        offload = config.student.offload is True
-        parallelism = config.student.parallelism
-        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
+        self.mesh = mesh = build_mesh(Layout.of(dist.get_world_size(), config.student.parallelism), device)
         self.averaged_over = fsdp_axis(mesh).size()
-        compute, lora = compute_dtype(config.student.dtype, device), config.student.lora
-        self.adapters = None if lora is None else Adapters(lora, config.student.model, config.run.seed)
-        with needs_memory(LOADING_STUDENT):
-            self.model = load_sharded(
-                config.student.model,
-                # Frozen weights need no more precision than the computation.
-                torch.float32 if self.adapters is None else compute,
-                mesh,
-                key="student.model",
-                parallelism=parallelism,
-                compute_dtype=compute,
-                device="cpu" if offload else device,
-                trainable=True,
-                activation_checkpointing=config.student.activation_checkpointing,
-                compile_layers=config.student.compile,
-                fused_layers=config.student.fused_layers,
-                adapters=self.adapters,
-                attn_implementation=config.student.attn_implementation,
-            )
-        self.logit_rows: Headless | WithHead
-        """Map from ids [B, S] to this rank's part of the logits of their tokens; `whole` makes what losses read."""
-        if config.handoff.type == "hidden_states":
-            self.logit_rows = Headless(self.model, key="student.model", mesh=mesh, parallelism=parallelism)
-        else:
-            self.logit_rows = WithHead(self.model, mesh=mesh, parallelism=parallelism)
+        student = load_student(config.student, mesh, device=device, handoff=config.handoff.type, seed=config.run.seed)
+        self.model, self.logit_rows = student.model, student.logit_rows
         self.logit_rows.block_bytes = block_bytes
-        self.exports = Exports(config.student, self.model, self.adapters)
+        self.exports = Exports(config.student, self.model, student.adapters)
         self.optimizer = build_optimizer(config.student.optimizer, self.model)
         self._residence = Residence(
-            self.model, device, offload=offload, gives_back=gives_back, optimizer=self.optimizer
+            self.model,
+            device,
+            offload=config.student.offload is True,
+            gives_back=gives_back,
+            optimizer=self.optimizer,
         )
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self._background = BackgroundWriter()

@@ -31,7 +31,7 @@ from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
 from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
-from nemo_opd.models.head import Headless, WithHead
+from nemo_opd.models.head import Headless, ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
@@ -64,8 +64,6 @@ class TeacherOutput:
     """Requests sent again; None without servers."""
 
 
-ReadingModel = Headless | WithHead
-"""Map from ids [B, T] to logits [1, N, own columns] of their tokens, for handoff=hidden_states or logits."""
 Writer = HiddenStatesWriter | LogitsWriter
 
 
@@ -112,11 +110,7 @@ def load_teacher(
         )
     stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
     residence = Residence(model, device, offload=moves, gives_back=gives_back, stream=stream)
-    logit_rows: ReadingModel
-    if handoff == "hidden_states":
-        logit_rows = Headless(model, key=key, mesh=mesh, parallelism=parallelism)
-    else:
-        logit_rows = WithHead(model, mesh=mesh, parallelism=parallelism)
+    logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
     return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
 
 

@@ -23,10 +23,10 @@ def _answer(body: str) -> str:
 
 
 BOMBS = {
-    "fork bomb": Attack("import os\nwhile True: os.fork()", reasons=("processes", "status 1")),
+    "fork bomb": Attack("import os\nwhile True: os.fork()", reasons=("processes", "status 1", "memory")),
     "fork bomb that handles errors": Attack(
         "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
-        reasons=("processes", "processor time", "time"),
+        reasons=("processes", "memory", "processor time", "time"),
     ),
     "thread bomb": Attack(
         "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(99,)).start()",

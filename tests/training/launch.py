@@ -25,6 +25,8 @@ from tests.waiting import CLEAN_S, ENOUGH_S, wait_until
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "run_off_policy_distillation.py"
 MARK = "NEMO_OPD_TEST_RUN"
+RAY_GIVES_UP_S = 60.0
+"""Ray ends a driver of which it has lost the cluster for so long."""
 
 
 @dataclass
@@ -153,6 +155,18 @@ class Run:
             left += [str(folder) for folder in self.ray_folders if folder.exists()]
             left += [str(path) for path in self.output_dir.rglob("*incomplete*")]
         return left
+
+
+def assert_a_signal_to_all_ends(run: Run) -> None:
+    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute."""
+    for process in run.processes():
+        process.terminate()
+    begin = time.monotonic()
+    assert run.end() == 1
+    assert time.monotonic() - begin < RAY_GIVES_UP_S, run.output
+    assert run.last_line.endswith("run.resume=auto continues from the last checkpoint"), run.output
+    assert "Failed to connect to GCS" not in run.output
+    assert run.leftovers() == []
 
 
 def hanging(output_dir: Path, mark: str) -> Path:

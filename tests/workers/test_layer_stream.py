@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nemo_opd.distributed.shards import local
-from nemo_opd.models.parallelize import decoder_layers, shard
+from nemo_opd.models.decoder_layers import decoder_layers
+from nemo_opd.models.parallelize import shard
 from nemo_opd.workers.host_copy import storages_of
 from nemo_opd.workers.layer_stream import LayerStream
 from tests.models.families import SIZES

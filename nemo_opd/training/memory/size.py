@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.models.decoder_layers import decoder_layers
 from nemo_opd.models.fused_layers import is_known, is_norm
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
@@ -140,7 +140,7 @@ def size_of(model: Any, adapters: Adapters | None = None) -> ModelSize:
     text = model.config.get_text_config()
     if adapters is not None:
         adapters.attach(model)
-    layers = list(_decoder_layers(model))
+    layers = _decoder_layers(model)
     in_layers = {id(parameter) for layer in layers for parameter in _own_parameters(layer)}
     return ModelSize(
         vocab_size=text.vocab_size,
@@ -162,12 +162,10 @@ def _adapter_shapes(module: nn.Module) -> tuple[_Shape, ...]:
     return tuple(tuple(parameter.shape) for _, parameter in adapter_parameters(module))
 
 
-def _decoder_layers(model: Any) -> Iterator[nn.Module]:
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the modules that FSDP2 gathers one at a time; of a model that names none, its longest list of modules."""
-    names = set(model._no_split_modules or ())
-    named = [module for module in model.modules() if type(module).__name__ in names]
     lists = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return iter(named or max(lists, key=len, default=[model]))
+    return decoder_layers(model) or max(lists, key=len, default=[model])
 
 
 def _layer_size(layer: nn.Module, index: int, config: Any) -> LayerSize:

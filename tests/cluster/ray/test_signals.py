@@ -7,11 +7,10 @@ import pytest
 
 from nemo_opd.training.interrupt import ECHO_S
 from tests.cluster.ray import driver
-from tests.training.launch import Run, start
+from tests.training.launch import Run, assert_a_signal_to_all_ends, start
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ray
-RAY_GIVES_UP_S = 60.0
 
 
 def started(case: str, folder: Path) -> Run:
@@ -48,13 +47,4 @@ def test_ctrl_c_is_for_the_driver_and_the_second_ends_all(tmp_path: Path) -> Non
 
 
 def test_signal_to_all_processes_ends_the_run_soon(tmp_path: Path) -> None:
-    """Bug: waiting for Ray, which has ended with the workers, until Ray itself ends the driver after a minute."""
-    run = at_work(tmp_path)
-    for process in run.processes():
-        process.terminate()
-    begin = time.monotonic()
-    assert run.end() == 1
-    assert time.monotonic() - begin < RAY_GIVES_UP_S, run.output
-    assert run.last_line.endswith("run.resume=auto continues from the last checkpoint"), run.output
-    assert "Failed to connect to GCS" not in run.output
-    assert run.leftovers() == []
+    assert_a_signal_to_all_ends(at_work(tmp_path))
