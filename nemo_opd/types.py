@@ -247,6 +247,8 @@ class Batch(Rows):
     """int64 [B]: the row that a sequence was packed into; consecutive. None in parts of a global batch, and where each
     is a row.
     """
+    domain: Tensor | None = field(default=None, metadata={_FILL: -1})
+    """int64 [B]: the domain of a validation text. None in parts of a global batch, and where texts have none."""
 
     def __len__(self) -> int:
         return len(self.student)

@@ -4,7 +4,7 @@ from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
-from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores
+from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores, token_nats
 from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "sequence_scores",
     "share_metrics",
     "share_out",
+    "token_nats",
     "weighted_by_confidence",
 ]

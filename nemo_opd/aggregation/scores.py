@@ -68,13 +68,32 @@ def sequence_scores(
     [B, T, W], of which the first `vocab_size` columns count; no more than a chunk of them is in fp32. Raises
     ConfigError for shapes or sizes that do not fit.
     """
+    counted = _counted(tokens, score)
+    nats = token_nats(logits_BTW, tokens, score=score, vocab_size=vocab_size, chunk_size=chunk_size)
+    num_bytes = torch.where(counted, tokens.num_bytes, 0)[:, 1:].sum(1)
+    return SequenceScores(nats.sum(1) / math.log(2), num_bytes.long(), count_label_tokens(counted))
+
+
+def _counted(tokens: TokenRows, score: TokenScore) -> Tensor:
+    """Return bool [B, T]: tokens that are scored, as `planned`."""
+    if score == "log_probability":
+        return tokens.loss_mask
+    return planned(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)[0]
+
+
+def token_nats(
+    logits_BTW: Tensor | LogitRows,
+    tokens: TokenRows,
+    *,
+    score: TokenScore,
+    vocab_size: int,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return the nats of the single tokens that `sequence_scores` adds up, 0 of others: float64 [B, T]."""
     teacher = logit_rows(logits_BTW)
     check_positions(teacher.shape, ids=tokens.ids)
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
-    counted = tokens.loss_mask
-    if score != "log_probability":
-        (counted,) = planned(lambda mask, num_bytes: [mask & (num_bytes > 0)], tokens.loss_mask, tokens.num_bytes)
-    rows = label_rows(counted)
+    rows = label_rows(_counted(tokens, score))
     targets = tokens.ids.flatten()[rows + 1]
     # A place for every token, whose sum does not depend on the order in which a device adds.
     nats = torch.zeros(tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
@@ -85,15 +104,8 @@ def sequence_scores(
         else:
             log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
             found = NATS[score](log_p, targets[part])
-        nats[rows[part]] = found.double()
-    nats = teacher.reduce(nats)
-    counted_bytes = torch.zeros_like(nats, dtype=torch.int64)
-    counted_bytes[rows] = tokens.num_bytes.flatten()[rows + 1].long()
-    return SequenceScores(
-        nats.view_as(tokens.ids).sum(1) / math.log(2),
-        counted_bytes.view_as(tokens.ids).sum(1),
-        count_label_tokens(counted),
-    )
+        nats[rows[part] + 1] = found.double()
+    return teacher.reduce(nats).view_as(tokens.ids)
 
 
 def joined(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:

@@ -30,7 +30,7 @@ from nemo_opd.errors import CheckpointError
 FREE: dict[type[BaseModel], str] = {
     # These sections are free as a whole: they share classes with sections that are bound.
     RunConfig: "evaluation",
-    Data: "validation num_workers cache",
+    Data: "validation domain_key num_workers cache",
     Run: "name output_dir resume dry_run callbacks",
     Train: (
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
@@ -59,7 +59,7 @@ FREE: dict[type[BaseModel], str] = {
     Console: "enabled interval_s memory_table",
     TensorBoard: "enabled",
     Wandb: "enabled project entity mode",
-    Logging: "gradients_every",
+    Logging: "token_groups gradients_every",
 }
 
 

@@ -85,6 +85,8 @@ class Data(Settings):
     """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
     is what the assistant says last.
     """
+    domain_key: str | None = None
+    """The column that names the domain of a validation text, by which its figures are shown too."""
     append_eos: bool = True
     """End each text that is not cut with the end-of-sequence token, on every side."""
     shuffle: bool = True
@@ -104,6 +106,16 @@ class Data(Settings):
         if self.tools_key is not None and self.messages_key is None:
             raise ValueError(f"tools_key={self.tools_key} without messages_key; set data.messages_key, or drop it")
         return self
+
+    @model_validator(mode="after")
+    def domains_are_of_validation(self) -> "Data":
+        if self.domain_key is None or (self.validation.given and not self.validation.text_files):
+            return self
+        reason = "text_files have no columns" if self.validation.text_files else "there is no data.validation"
+        raise ValueError(
+            f"domain_key={self.domain_key}: {reason}; name data.validation as arrow_files, parquet_files, jsonl_files "
+            "or hub, or leave it out"
+        )
 
     @model_validator(mode="after")
     def conversations_are_no_text_files(self) -> "Data":

@@ -49,6 +49,8 @@ class Logging(Settings):
     """Metrics for TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb)
     """Metrics for Weights & Biases."""
+    token_groups: bool = True
+    """Validation figures also by domain, by class of token and by kind of aligned chunk."""
     gradients_every: int | None = Field(None, ge=1)
     """Steps between comparisons of the KD gradient with the CE gradient: their norms and their cosine. Such a step has
     a forward and a backward pass for each of them, and holds one gradient more.

@@ -13,8 +13,9 @@ TOOLS = "tools"
 TEACHER = "teacher"
 ANSWER = "answer"
 RESPONSE = "response"
-"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are; the last two are of
-prompts alone.
+DOMAIN = "domain"
+"""The columns of a dataset as `sources.load_documents` returns it, whatever the user's names are; answers and
+responses are of prompts alone, domains of validation texts.
 """
 FIELD = "field."
 """Begins the name of a column that teachers' contexts alone read."""

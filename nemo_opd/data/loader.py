@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from nemo_opd.data.collate import collate, numbered
 from nemo_opd.data.documents import Columns, Document, read_documents
+from nemo_opd.data.domains import Domains, in_domains
 from nemo_opd.data.mapped import MappedFiles
 from nemo_opd.data.order import Drawn, State
 from nemo_opd.data.samples import Sample
@@ -261,13 +262,13 @@ def collated(drawn: Drawn) -> Batch:
 
 
 def validation_batches(
-    documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int
+    documents: Columns, make_sample: Callable[[Document], Sample], batch_size: int, domains: Domains | None = None
 ) -> Iterator[Batch]:
     """Yield all documents once, in order; the last batch may be short."""
     samples = SampleSource.of(documents, make_sample)
     for start in range(0, len(documents), batch_size):
         stop = min(start + batch_size, len(documents))
-        yield collate(samples.__getitems__(list(range(start, stop))))
+        yield in_domains(collate(samples.__getitems__(list(range(start, stop)))), domains, start)
 
 
 def _unchanged(made: list[Made]) -> list[Made]:

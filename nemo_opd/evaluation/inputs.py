@@ -8,6 +8,7 @@ from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
 from nemo_opd.config.reward import Reward
 from nemo_opd.data.context_layout import ContextLayout
+from nemo_opd.data.domain_layout import DomainLayout
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
 from nemo_opd.data.row_layout import RowLayout, reads_rows
@@ -67,9 +68,12 @@ class AskedSet:
         return with_columns(layout, self.columns, self.reward)
 
 
-def with_columns(layout: Layout, named: Mapping[str, str], reward: Reward | None) -> Layout:
+def with_columns(
+    layout: Layout, named: Mapping[str, str], reward: Reward | None, domain_key: str | None = None
+) -> Layout:
     """Add columns to a layout: those that settings name, and whole rows where the reward may read any column."""
     layout = ContextLayout(layout, named) if named else layout
+    layout = layout if domain_key is None else DomainLayout(layout, domain_key)
     return RowLayout(layout) if reads_rows(reward) else layout
 
 

@@ -11,6 +11,7 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.base import ClosingTable
 from nemo_opd.logging.facts import Records, correct_reward, read_hardware, run_facts, run_name, teacher_facts
 from nemo_opd.logging.formats import amount, clock, share
+from nemo_opd.logging.group_tables import group_tables, markdown
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import PLOTS
@@ -28,7 +29,7 @@ class _Tile(NamedTuple):
 
 
 def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
-    """Write report/*.png and report.html from the files of a run and the closing table; return the page.
+    """Write report/*.png, tables.md and report.html from a run's files and the closing table; return the page.
 
     Reads metrics.jsonl, config.yaml, hardware.json and samples.jsonl where they exist, so a run that is still going can
     have a report. Raises DataError where one of them is damaged.
@@ -40,7 +41,9 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     folder = output_dir / "report"
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
     answers = read_samples(samples) if samples.exists() else []
-    config = yaml.safe_load(config_text) or {}
+    config, tables = yaml.safe_load(config_text) or {}, group_tables(records)
+    if tables:
+        write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
     page = render(
         "report.html",
         title=run_name(config) or output_dir.name,
@@ -51,6 +54,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
         questions=answers_by_question(answers),
         correct_rewards={name: correct_reward(config, name) for name in {answer.set for answer in answers}},
         moved_rows=read_projections(output_dir),
+        tables=tables,
         teachers=teacher_facts(config, records),
         facts=run_facts(config, read_hardware(output_dir), records),
         config_text=config_text,

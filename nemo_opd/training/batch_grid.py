@@ -7,6 +7,7 @@ from math import lcm
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -14,9 +15,10 @@ from nemo_opd.data.collate import numbered, placed, shards
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logging.metrics import merge
 from nemo_opd.training.micro_batches import dealt
-from nemo_opd.types import Batch, Max, Metric, Metrics
+from nemo_opd.types import Batch, Max, Metric, Metrics, Rows
 
 _Item = TypeVar("_Item")
+_Rows = TypeVar("_Rows", bound=Rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,11 @@ class BatchGrid:
     def is_given(self, batch: Batch) -> Tensor:
         """Return which sequences of the padded batch are those of the batch: bool [padded B]."""
         return self._places(batch) >= 0
+
+    def given(self, rows: _Rows, batch: Batch) -> _Rows:
+        """Return what the batch's sequences have of rows that are made for those of the padded batch."""
+        is_given, width = self.is_given(batch), batch.student.ids.shape[1]
+        return rows.map(lambda tensor, fill: F.pad(tensor[is_given], (0, width - tensor.shape[1]), value=fill))
 
     def _places(self, batch: Batch) -> Tensor:
         """Return the sequence of the batch in each place of the padded batch, −1 for an empty one: int64 [padded B]."""

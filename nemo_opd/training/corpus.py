@@ -11,6 +11,7 @@ from nemo_opd.config.data import Source
 from nemo_opd.config.run import RunConfig
 from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import MESSAGES, TEXT, parsed, read_documents
+from nemo_opd.data.domains import Domains, domains_of
 from nemo_opd.data.loader import TrainLoader, made_of_all, validation_batches
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.packed_order import PackedOrder, lengths_of
@@ -18,7 +19,7 @@ from nemo_opd.data.samples import SampleMaker, WindowMaker
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.progress import tracked, working
-from nemo_opd.training.inputs import has_contrast, layout_of
+from nemo_opd.training.inputs import domain_column, has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_sample_maker, build_window_maker, row_limits
 from nemo_opd.types import Batch
@@ -45,6 +46,8 @@ class Corpus:
     make_sample: SampleMaker
     packed: Packed | None
     """None where each training document is one sequence."""
+    domains: Domains | None = None
+    """Domains of the validation documents."""
     noun: ClassVar[str] = "documents"
 
     def loader(self, config: RunConfig) -> TrainLoader[Any]:
@@ -87,7 +90,7 @@ class Corpus:
     def validation_batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation documents once, in order."""
         assert self.validation is not None
-        return validation_batches(self.validation, self.make_sample, batch_size)
+        return validation_batches(self.validation, self.make_sample, batch_size, self.domains)
 
 
 def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Corpus:
@@ -99,17 +102,18 @@ def load_corpus(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelI
     _require_readable(make_sample, train)
     given = bool(config.data.validation.given)
     with working("reading data.validation"):
-        validation = _load(config, config.data.validation, "data.validation") if given else None
+        validation = _load(config, config.data.validation, "data.validation", is_validation=True) if given else None
     if validation is not None:
         _require_answers(validation, "data.validation")
     packed = None
     if config.packs_documents:
         packed = Packed(build_window_maker(config, student, teachers), row_limits(config, teachers))
-    return Corpus(train, validation, make_sample, packed)
+    domains = None if validation is None else domains_of(validation, domain_column(config))
+    return Corpus(train, validation, make_sample, packed, domains)
 
 
-def _load(config: RunConfig, source: Source, key: str) -> Dataset:
-    documents = load_documents(source, layout_of(config), key=key)
+def _load(config: RunConfig, source: Source, key: str, *, is_validation: bool = False) -> Dataset:
+    documents = load_documents(source, layout_of(config, is_validation=is_validation), key=key)
     return with_others(documents, key) if has_contrast(config) else documents
 
 

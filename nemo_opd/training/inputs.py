@@ -87,16 +87,18 @@ def _check_projection(path: str, key: str) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
-    layout = layout_of(config)
-    require_suitable(config.data.train, layout, key="data.train")
+    require_suitable(config.data.train, layout_of(config), key="data.train")
     if config.data.validation.given:
+        layout = layout_of(config, is_validation=True)
         require_suitable(config.data.validation, layout, key="data.validation")
     check_sets(sets_of(config))
     check_benchmarks(config.evaluation, "evaluation.")
 
 
-def layout_of(config: RunConfig) -> Layout:
-    """Return the columns of documents, or of prompts where the student samples, with those of teachers' contexts."""
+def layout_of(config: RunConfig, *, is_validation: bool = False) -> Layout:
+    """Return the columns of documents, or of prompts where the student samples, with those of teachers' contexts; of
+    validation with that of domains.
+    """
     layout: Layout = data_layout(config.data)
     reward = config.reward if config.rollout is not None else None
     if config.rollout is not None:
@@ -104,7 +106,14 @@ def layout_of(config: RunConfig) -> Layout:
     if config.routing is not None:
         layout = RoutedLayout(layout, config.routing.key, config.active_names)
     named = {} if reward is None else {name: f"reward.{setting}" for name, setting in reward.named_columns.items()}
-    return with_columns(layout, {**named, **context_fields(config)}, reward)
+    domain_key = config.data.domain_key if is_validation else None
+    return with_columns(layout, {**named, **context_fields(config)}, reward, domain_key)
+
+
+def domain_column(config: RunConfig) -> str | None:
+    """Return our name of the column with the domains of validation texts; None where they have none."""
+    key = config.data.domain_key
+    return None if key is None else layout_of(config, is_validation=True).columns[key]
 
 
 def sets_of(config: RunConfig) -> Iterator[AskedSet]:

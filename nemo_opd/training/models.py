@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from nemo_opd.aggregation import (
     build_parts,
@@ -24,7 +26,9 @@ from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.evaluation.groups import teachers_bits_per_byte
 from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
+from nemo_opd.evaluation.token_losses import joined_losses
 from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
@@ -35,7 +39,7 @@ from nemo_opd.training.links import Links
 from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
+from nemo_opd.types import Batch, Mean, Metric, Metrics, SequenceScores, TokenRows
 from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
@@ -97,6 +101,7 @@ class Models:
             student_vocab_size=plan.student_vocab_size,
             teacher_vocab_sizes=[teacher.vocab_size for teacher in plan.teachers],
         )
+        self._groups = plan.token_groups
         self._alphas = confidence_alphas(plan.config)
         self._sampled_at_once = plan.sampled_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
@@ -193,12 +198,17 @@ class Models:
             (StudentStep(part, own, normalizers, cuts, kd_scale, compare_gradients),)
             for part, own, cuts in self._student_parts(scored)
         ]
-        return self._on_student("train_step", steps, scored)
+        return self._reduced(self._call_student("train_step", steps, scored), scored)
 
     def evaluate(self, batch: Batch) -> dict[str, Metric]:
         """Return the metrics of a global batch without an update, also while other batches are in flight."""
         scored = self.collect(self.submit(batch, "validation"))
-        return self._on_student("evaluate", self._student_parts(scored), scored)
+        by_rank = self._call_student("evaluate", self._student_parts(scored), scored)
+        metrics = self._reduced([metrics for metrics, _ in by_rank], scored)
+        if self._groups is None:
+            return metrics
+        losses = joined_losses([by_rank[rank][1] for rank in leads(self._grid.student)])
+        return metrics | self._groups.of_student(scored.batch, self._grid.given(losses, scored.batch))
 
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, the windows and the microbatches of each rank of the student."""
@@ -206,10 +216,15 @@ class Models:
         cuts = self._micro_batches(self.student, [part.student for part in parts], self._student_budget)
         return list(zip(parts, scored.windows, cuts, strict=True))
 
-    def _on_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> dict[str, Metric]:
+    def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
         """Call a method of the student that reads the teachers' output, and free the teachers' buffers."""
-        metrics = reduced(self.student.call(method, arguments, about=scored.about), self._grid.student)
+        by_rank = self.student.call(method, arguments, about=scored.about)
         self._free_slots.append(scored.slot)
+        return by_rank
+
+    def _reduced(self, by_rank: Sequence[Metrics], scored: ScoredBatch) -> dict[str, Metric]:
+        """Return the metrics of the global batch."""
+        metrics = reduced(by_rank, self._grid.student)
         shared = share_metrics(self._parts, scored.batch) | leakage_metrics(scored.batch, self._names)
         return metrics | shared | coverage_metrics(self._parts, scored.batch, self._names)
 
@@ -244,16 +259,17 @@ class Models:
                 work.advance(len(numbers))
         return found
 
-    def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
-        """Return the bits per byte of each teacher on a global batch."""
-        totals = []
-        by_teacher = self._cluster.gather(self._on_teachers("bits_per_byte", batch))
-        for by_rank, layout in zip(by_teacher, self._grid.teachers, strict=True):
-            total = Mean(0.0, 0.0)
-            for rank in leads(layout):
-                total = total.merge(by_rank[rank])
-            totals.append(total)
-        return totals
+    def evaluate_teachers(self, batch: Batch) -> dict[str, Metric]:
+        """Return `bits_per_byte/<teacher>` on a global batch, and the same by group of tokens."""
+        nats: list[Tensor] = []
+        by_teacher = self._cluster.gather(self._on_teachers("token_nats", batch))
+        for by_rank, layout, rows in zip(by_teacher, self._grid.teachers, batch.teachers, strict=True):
+            parts = [by_rank[rank] for rank in leads(layout)]
+            width = rows.tokens.ids.shape[1]
+            padded = torch.cat([F.pad(part, (0, width - part.shape[1])) for part in parts])
+            nats.append(padded[self._grid.is_given(batch)])
+        own = teachers_bits_per_byte(batch, nats, self._names)
+        return own if self._groups is None else own | self._groups.of_teachers(batch, nats)
 
     def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Mean]:
         """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` where it is asked for (methods.md §13).

@@ -9,6 +9,7 @@ from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
+from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.benchmarks import Benchmarks
 from nemo_opd.training.corpus import Corpus
@@ -50,6 +51,8 @@ class Plan:
     """Sets of questions of the evaluation."""
     benchmarks: Benchmarks | None
     """Benchmarks of the evaluation; None without any."""
+    token_groups: TokenGroups | None
+    """Groups of the validation's tokens; None without validation, or where they are off."""
     survey: Survey
     """Statistics of a few training texts."""
     warnings: tuple[str, ...]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import torch
 
-from nemo_opd.aggregation import build_parts
+from nemo_opd.aggregation import Parts, build_parts
+from nemo_opd.alignment.token_classes import token_classes
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.disk import require_room
 from nemo_opd.errors import ConfigError
+from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.models.head_precision import check_head_precision
 from nemo_opd.models.load import compute_dtype, load_config
 from nemo_opd.progress import tracked, working
@@ -137,6 +139,7 @@ def preflight(config: RunConfig) -> Plan:
         data=data,
         questions=questions,
         benchmarks=benchmarks,
+        token_groups=_token_groups(config, student, data, parts),
         survey=statistics,
         warnings=tuple(warnings),
         steps_per_epoch=steps[0],
@@ -152,6 +155,18 @@ def preflight(config: RunConfig) -> Plan:
             len(placement.devices),
             peak_flops(device_name(device)),
         ),
+    )
+
+
+def _token_groups(config: RunConfig, student: ModelInfo, data: Corpus | Prompts, parts: Parts) -> TokenGroups | None:
+    """Return the groups of the validation's tokens."""
+    if data.validation is None or not config.logging.token_groups:
+        return None
+    return TokenGroups(
+        teachers=config.active_names,
+        parts=tuple((part.name, part.teacher) for part in parts.parts),
+        classes=torch.from_numpy(token_classes(student.pieces)),
+        domains=() if data.domains is None else data.domains.names,
     )
 
 

@@ -13,6 +13,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.data.collate import collate
 from nemo_opd.data.contrast import with_others
 from nemo_opd.data.documents import TEACHER
+from nemo_opd.data.domains import Domains, domains_of, in_domains
 from nemo_opd.data.in_context import InContext
 from nemo_opd.data.order import BatchOrder, State
 from nemo_opd.data.prompts import read_prompts
@@ -27,7 +28,7 @@ from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.training.callbacks import import_callbacks
-from nemo_opd.training.inputs import has_contrast, layout_of
+from nemo_opd.training.inputs import domain_column, has_contrast, layout_of
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.sample_makers import build_rollout_sample_maker
 from nemo_opd.training.sampled_models import SampledModel, sampled_model
@@ -66,6 +67,8 @@ class Prompts:
     sample_maker: RolloutSampleMaker
     teachers: tuple[str, ...]
     """Names of the teachers to which the data route prompts; empty without routing."""
+    domains: Domains | None = None
+    """Domains of the validation prompts."""
     noun: ClassVar[str] = "prompts"
 
     def order(self, config: RunConfig) -> BatchOrder:
@@ -102,7 +105,8 @@ class Prompts:
         prompts = self.validation.all()
         for start in range(0, len(prompts), batch_size):
             part = prompts[start : start + batch_size]
-            yield collate([self.sample_maker(self.from_dataset(prompt)) for prompt in part])
+            batch = collate([self.sample_maker(self.from_dataset(prompt)) for prompt in part])
+            yield in_domains(batch, self.domains, start)
 
 
 def check_users_code(config: RunConfig) -> None:
@@ -126,10 +130,11 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
     train = _prompt_set(config, renderer, config.data.train, "data.train")
     if config.rollout.on_policy_share < 1:
         _require_responses(train, renderer, "data.train")
-    validation = None
+    validation = domains = None
     if config.data.validation.given:
-        validation = _prompt_set(config, renderer, config.data.validation, "data.validation")
+        validation = _prompt_set(config, renderer, config.data.validation, "data.validation", is_validation=True)
         _require_responses(validation, renderer, "data.validation")
+        domains = domains_of(validation.documents, domain_column(config), validation.rows)
     sample_maker = build_rollout_sample_maker(config, student, teachers)
     for key, prompts in (("data.train", train), ("data.validation", validation)):
         _require_room(sample_maker, prompts, key)
@@ -139,12 +144,15 @@ def load_prompts(config: RunConfig, student: ModelInfo, teachers: Sequence[Model
         student=own,
         sample_maker=sample_maker,
         teachers=config.active_names if config.routing is not None else (),
+        domains=domains,
     )
 
 
-def _prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str) -> _PromptSet:
+def _prompt_set(
+    config: RunConfig, renderer: Renderer, source: Source, key: str, *, is_validation: bool = False
+) -> _PromptSet:
     """Load the prompts that leave room for a response. Raises DataError, with the row, for an unusable one."""
-    layout = layout_of(config)
+    layout = layout_of(config, is_validation=is_validation)
     with working(f"reading {key}"):
         documents = load_documents(source, layout, key=key)
         if has_contrast(config):

@@ -19,7 +19,7 @@ from nemo_opd.logging import Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_BEFORE, Best
 from nemo_opd.logging.busy import print_line
 from nemo_opd.logging.facts import write_hardware
-from nemo_opd.logging.metrics import values
+from nemo_opd.logging.metrics import values as values_of
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.best import BestSteps, Patience
@@ -187,7 +187,7 @@ class Session:
         asked = [i for i, context in contexts if context and context.gap_every and self.step % context.gap_every == 0]
         found = self.models.privilege_gaps(batch, asked) if asked else {}
         measured = {name: gap for name, gap in found.items() if gap.count}
-        return {f"train/{name}": value for name, value in values(measured).items()}
+        return {f"train/{name}": value for name, value in values_of(measured).items()}
 
     @property
     def compares_gradients(self) -> bool:
@@ -262,12 +262,12 @@ class Session:
         self.loggers.phase("validating the student and its teachers")
         values = self.validate()
         self.bits_per_byte[STUDENT_BEFORE] = values["val/bits_per_byte"]
-        teachers = validate_teachers(self.models, self._validation_batches("validating the teachers"))
-        by_name = dict(zip(self.config.active_names, teachers, strict=True))
+        teachers = values_of(validate_teachers(self.models, self._validation_batches("validating the teachers")))
+        by_name = {name: teachers.pop(f"bits_per_byte/{name}") for name in self.config.active_names}
         self._warn_of_not_finite({f"bits per byte of teacher {name}": bits for name, bits in by_name.items()})
         # 0 is of a teacher to which no validation text is routed.
         self.bits_per_byte |= {name: bits for name, bits in by_name.items() if bits != 0}
-        return values
+        return values | {f"val/{name}": value for name, value in teachers.items()}
 
     def validate(self) -> dict[str, float]:
         """Validate the student with its current weights and return val/*."""

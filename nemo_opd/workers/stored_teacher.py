@@ -5,10 +5,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 
-from nemo_opd.aggregation import sequence_scores
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.errors import ConfigError
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
@@ -20,7 +18,7 @@ from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
-from nemo_opd.types import Mean, TokenRows
+from nemo_opd.types import TokenRows
 from nemo_opd.workers.teacher import TeacherOutput, TeacherSource, TeacherWorker, Writer
 
 _NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
@@ -43,18 +41,6 @@ class StoredTeacherWorker(TeacherWorker):
             return cast(Writer, SparseWriter(sender, stored.layout, readers=readers, num_slots=num_slots))
         size, width, dtype, columns = self.vocab_size, stored.hidden_size, stored.dtype, stored.columns
         return HiddenStatesWriter(sender, size, width, dtype, columns=columns, readers=readers, num_slots=num_slots)
-
-    @torch.no_grad()
-    def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
-        """Return the teacher's bits per byte on these texts."""
-        if isinstance(self._stored, StoredHiddenStates):
-            return super().bits_per_byte(tokens, micro_batches)
-        bits = num_bytes = 0.0
-        for micro, packing in self._packed(tokens, micro_batches):
-            made = self._stored(micro.ids, packing)
-            scores = sequence_scores(made, micro, score="bits_per_byte", vocab_size=self.vocab_size)
-            bits, num_bytes = bits + float(scores.bits.sum()), num_bytes + float(scores.num_bytes.sum())
-        return Mean(bits, num_bytes)
 
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
         """Raise ConfigError: there is no model."""

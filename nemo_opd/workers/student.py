@@ -19,6 +19,7 @@ from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
 from nemo_opd.distributed.shards import gathered
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.evaluation import likelihoods
+from nemo_opd.evaluation.token_losses import TokenLosses, joined_losses
 from nemo_opd.handoff.handle import Handle
 from nemo_opd.handoff.link import Rendezvous, StudentLinks
 from nemo_opd.handoff.shared_memory import FileDescriptor
@@ -28,6 +29,7 @@ from nemo_opd.kernels.launch import compiling
 from nemo_opd.logging.metrics import merge
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.planned import PlannedLoss, compute_together
+from nemo_opd.logits.recording import Recording
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
@@ -298,25 +300,33 @@ class StudentWorker:
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, windows: tuple[Window, ...], micro_batches: tuple[slice, ...]
-    ) -> dict[str, Metric]:
-        """Return the metrics of training without an update, and the student's bits per byte and accuracy."""
+    ) -> tuple[dict[str, Metric], TokenLosses]:
+        """Return the metrics of training without an update, the student's bits per byte and accuracy, and what single
+        tokens cost.
+        """
         self.model.eval()
         step = StudentStep(batch, windows, Normalizers(1, (1,) * len(self.parts.parts)), micro_batches, 1.0)
         parts: list[dict[str, Metric]] = []
+        tokens: list[TokenLosses] = []
         with self._residence.use(), compiling(self.config.train.compile_losses):
             for micro in self._micro_batches(step):
                 made = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(made, micro.packing)
                 own, size = micro.batch.student, self.vocab_size
+                ce, *others = self._losses(logits, micro, step, _OBJECTIVES)
+                number = len(self.parts.parts)
+                recorded = [Recording.of(plan) for plan in (ce, *others[:number])]
                 planned = [
-                    *self._losses(logits, micro, step, _OBJECTIVES),
+                    *(each.plan for each in recorded),
+                    *others[number:],
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]
                 parts.append(compute_together(planned).metrics)
+                tokens.append(TokenLosses.of(recorded))
             for unit in sharded_units(self.model):
                 unit.reshard()
-        return on_host(merge(parts))
+        return on_host(merge(parts)), joined_losses(tokens)
 
     def _micro_batches(self, step: StudentStep) -> Iterator[_MicroBatch]:
         for sequences in step.micro_batches:

@@ -9,11 +9,12 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import joined, sequence_scores
+from nemo_opd.aggregation import joined, sequence_scores, token_nats
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
 from nemo_opd.distributed.layout import Layout
@@ -29,14 +30,13 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
-from nemo_opd.losses.bits_per_byte import bits_per_byte
 from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
-from nemo_opd.types import Mean, SequenceScores, TokenRows
+from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import (
     handoff_buffer,
@@ -212,14 +212,15 @@ class TeacherWorker:
             yield moved(micro, self.device), Packing.of(micro).to(self.device)
 
     @torch.no_grad()
-    def bits_per_byte(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Mean:
-        """Return the teacher's bits per byte on these texts."""
-        result = Mean(0.0, 0.0)
+    def token_nats(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
+        """Return −log p of the scored tokens that carry text, 0 of others: float64 [B, T], on the host."""
+        width, found = tokens.ids.shape[1], []
         with self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
-                logits = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
-                result = result.merge(bits_per_byte(logits, micro, vocab_size=self.vocab_size))
-        return Mean(float(result.total), float(result.count))
+                whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
+                nats = token_nats(whole, micro, score="bits_per_byte", vocab_size=self.vocab_size)
+                found.append(F.pad(nats, (0, width - nats.shape[1])))
+        return torch.cat(found).cpu()
 
     @torch.no_grad()
     def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:

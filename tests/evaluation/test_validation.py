@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.data.loader import validation_batches
 from nemo_opd.evaluation.validation import validate, validate_teachers
+from nemo_opd.logging.metrics import values
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Max, Mean, Metric, TeacherRows, TokenRows
 from tests.tiny import Tiny
@@ -26,8 +27,9 @@ class Counted:
         tokens = int(batch.student.lengths.sum())
         return {"ce": Mean(float(tokens), tokens), "rows": Max(len(batch))}
 
-    def teachers_bits_per_byte(self, batch: Batch) -> list[Mean]:
-        return [Mean(2.0 * int(rows.tokens.lengths.sum()), len(batch)) for rows in batch.teachers]
+    def evaluate_teachers(self, batch: Batch) -> dict[str, Metric]:
+        lengths = (int(rows.tokens.lengths.sum()) for rows in batch.teachers)
+        return {f"bits_per_byte/{i}": Mean(2.0 * length, len(batch)) for i, length in enumerate(lengths)}
 
 
 def rows_of(*lengths: int) -> TokenRows:
@@ -44,12 +46,15 @@ def test_batches_of_different_sizes_are_pooled_not_averaged() -> None:
     ]
     metrics = validate(Counted(), batches)
     assert metrics == {"ce": Mean(18.0, 18), "rows": Max(2.0)}
-    assert validate_teachers(Counted(), batches) == pytest.approx([2 * 9 / 3, 2 * 18 / 3])
+    assert values(validate_teachers(Counted(), batches)) == {
+        "bits_per_byte/0": 2 * 9 / 3,
+        "bits_per_byte/1": 2 * 18 / 3,
+    }
 
 
 def test_nothing_to_validate_is_nothing() -> None:
     assert validate(Counted(), []) == {}
-    assert validate_teachers(Counted(), []) == []
+    assert validate_teachers(Counted(), []) == {}
 
 
 def oracle_bits_per_byte(model_folders: Sequence[Path], texts: list[str], max_lengths: Sequence[int]) -> list[float]:
@@ -110,7 +115,9 @@ def measured(plan: Plan) -> tuple[float, list[float]]:
         return list(validation_batches(texts, plan.data.make_sample, plan.config.train.global_batch_size))
 
     with opened(plan) as models:
-        return validate(models, batches())["bits_per_byte"].value(), validate_teachers(models, batches())
+        teachers = values(validate_teachers(models, batches()))
+        student = validate(models, batches())["bits_per_byte"].value()
+        return student, [teachers[f"bits_per_byte/{name}"] for name in plan.config.active_names]
 
 
 def test_bits_per_byte_of_student_and_teachers(tiny: Tiny, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, EndpointError, ModelError, OPDError
 from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.metrics import values
 from nemo_opd.models.stored_output import sparse_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, build_cache
@@ -72,8 +73,7 @@ def curve(plan: Plan, batches: Sequence[Batch]) -> list[dict[str, float]]:
     """Steps, a validation, and the teachers' bits per byte."""
     with opened(plan) as models:
         steps = [train_step(models, batch) for batch in batches]
-        bits = [mean.value() for mean in models.teachers_bits_per_byte(batches[0])]
-        return [*steps, evaluate(models, batches[0]), {str(i): each for i, each in enumerate(bits)}]
+        return [*steps, evaluate(models, batches[0]), values(models.evaluate_teachers(batches[0]))]
 
 
 def off_policy(config: RunConfig) -> list[dict[str, float]]:

@@ -12,6 +12,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.metrics import values
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 from nemo_opd.training.inputs import check_inputs
@@ -63,8 +64,7 @@ def curve(config: RunConfig, batches: Sequence[Batch] = ()) -> list[dict[str, fl
     batches = batches or first_batches(plan, 2)
     with opened(plan) as models:
         steps = [train_step(models, batch) for batch in batches]
-        bits = [mean.value() for mean in models.teachers_bits_per_byte(batches[0])]
-        return [*steps, evaluate(models, batches[0]), {str(i): each for i, each in enumerate(bits)}]
+        return [*steps, evaluate(models, batches[0]), values(models.evaluate_teachers(batches[0]))]
 
 
 def test_hidden_states_are_the_live_teacher_to_the_bit(built: Built) -> None:

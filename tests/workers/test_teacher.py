@@ -158,7 +158,7 @@ class Asking:
 class Said:
     completions: list[Completion]
     quality: tuple[float, float]
-    """Bits per byte before and after generating."""
+    """Nats of texts before and after generating."""
 
 
 def ask(job: Asking) -> Said:
@@ -170,9 +170,9 @@ def ask(job: Asking) -> Said:
         transport="shared_memory",
         handoff="hidden_states",
     )
-    before = worker.bits_per_byte(job.tokens, in_twos(job.tokens)).value()
+    before = worker.token_nats(job.tokens, in_twos(job.tokens)).sum()
     completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, 2)
-    quality = (float(before), float(worker.bits_per_byte(job.tokens, in_twos(job.tokens)).value()))
+    quality = (float(before), float(worker.token_nats(job.tokens, in_twos(job.tokens)).sum()))
     worker.close()
     return Said(completions, quality)
 
