@@ -47,6 +47,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "evaluate": Verb("evaluate", "measure how well a model answers questions that can be checked"),
     "generate": Verb("generate", "let a model continue prompts"),
     "report": Verb("report", "write the report of a run, or of a folder of runs, anew"),
+    "compare": Verb("compare", "write one page over several runs: results, curves, settings that differ"),
     "projection": Group(
         "maps between two vocabularies",
         {

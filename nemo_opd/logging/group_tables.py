@@ -13,7 +13,7 @@ _KEY = re.compile(
     r"val/(?P<table>domain|class|chunk/[^/]+)/(?P<group>.+)/(?P<measure>share|ce|(?:bits_per_byte|kd)(?:/[^/]+)?)"
 )
 _TITLES = {"domain": "by domain", "class": "by class of token", "chunk": "by aligned chunk, student : {}"}
-_NOTHING = "-"
+NOTHING = "-"
 Figures = Mapping[str, float]
 """Values by measure."""
 
@@ -29,7 +29,7 @@ class TextTable:
 
 def group_tables(records: Records) -> list[TextTable]:
     """Return a table for each kind of group that was validated; none where no record has any."""
-    validated = [found for record in records if (found := _by_table(record))]
+    validated = [found for record in records if (found := figures_by_table(record))]
     if not validated:
         return []
     before, after = validated[0], validated[-1]
@@ -37,7 +37,7 @@ def group_tables(records: Records) -> list[TextTable]:
     return [_table(name, before.get(name, {}), after[name]) for name in tables]
 
 
-def _by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
+def figures_by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, float]]]:
     """Return figures by table and group."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for key, value in record.items():
@@ -48,7 +48,6 @@ def _by_table(record: Mapping[str, float]) -> dict[str, dict[str, dict[str, floa
 
 
 def _table(name: str, before: Mapping[str, Figures], after: Mapping[str, Figures]) -> TextTable:
-    kind, _, teacher = name.partition("/")
     teachers = _named(before.values(), "bits_per_byte/")
     distilled = _named(after.values(), "kd/")
     heads = ["", "share of tokens", "bits per byte before", "after", *(f"teacher {each}" for each in teachers)]
@@ -61,7 +60,13 @@ def _table(name: str, before: Mapping[str, Figures], after: Mapping[str, Figures
         bits += [_bits(start, f"bits_per_byte/{each}", own) for each in teachers]
         losses = [_number(end, "ce"), *(_number(end, f"kd/{each}") for each in distilled)]
         rows.append([group.replace("_", " "), share(end.get("share", 0)), *bits, *losses])
-    return TextTable(f"Validation {_TITLES[kind].format(teacher)}", heads, rows)
+    return TextTable(title_of(name), heads, rows)
+
+
+def title_of(table: str) -> str:
+    """Return the heading of a table."""
+    kind, _, teacher = table.partition("/")
+    return f"Validation {_TITLES[kind].format(teacher)}"
 
 
 def _named(groups: Iterable[Figures], prefix: str) -> list[str]:
@@ -70,14 +75,14 @@ def _named(groups: Iterable[Figures], prefix: str) -> list[str]:
 
 
 def _number(figures: Figures, measure: str) -> str:
-    return figure(figures[measure]) if measure in figures else _NOTHING
+    return figure(figures[measure]) if measure in figures else NOTHING
 
 
 def _bits(figures: Figures, measure: str, start: float | None) -> str:
     """Format bits per byte, with the change from the student's at the start."""
     value = figures.get(measure)
     if value is None:
-        return _NOTHING
+        return NOTHING
     return f"{value:.4f}" + (f" ({change(value / start - 1)})" if start else "")
 
 

@@ -8,9 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -19,26 +17,23 @@ from nemo_opd.files import write_atomically
 from nemo_opd.logging.formats import change, clock, figure, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
-from nemo_opd.logging.plots import Theme, question_measures, series, smooth, write_chart
+from nemo_opd.logging.plots import question_measures, write_chart
+from nemo_opd.logging.run_curves import draw_runs
 from nemo_opd.logging.tables import titled_table
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e-?\d+)?)")
 _CURVES = (("val/bits_per_byte", "bits per byte"), ("eval/pass@1", "pass@1"), ("train/loss", "training loss, nats"))
 """Metrics and labels; the first that any run has is drawn."""
 _REPORT, _RESULTS = "report/report.html", "results.json"
-_DASHED_FROM = 6
-"""Number of curves for which there are colours."""
 
 
 @dataclass(frozen=True, slots=True)
-class _SweptRun:
+class SweptRun:
     """A run of a sweep, as far as it got."""
 
     name: str
-    """Name of its folder: the settings it varies."""
+    """Name of its folder, in a sweep the settings it varies."""
+    folder: Path
     records: tuple[Mapping[str, float], ...]
     """Metrics; empty where it did not start."""
     has_started: bool
@@ -68,13 +63,13 @@ class _SweptRun:
         return f"{value:.4f} ({change(value / before - 1)})" if before and len(self.records) > 1 else f"{value:.4f}"
 
 
-def read_sweep(root: Path, names: Iterable[str] = ()) -> list[_SweptRun]:
+def read_sweep(root: Path, names: Iterable[str] = ()) -> list[SweptRun]:
     """Return the runs in a folder, sorted with numbers by size.
 
     names: further runs, which may have no folder.
     """
     found = {file.parent.name for file in root.glob("*/config.yaml")}
-    return [_read_run(root / name) for name in sorted(found | set(names), key=by_size)]
+    return [read_run(root / name, name) for name in sorted(found | set(names), key=by_size)]
 
 
 def by_size(name: str) -> list[tuple[float, str]]:
@@ -82,7 +77,8 @@ def by_size(name: str) -> list[tuple[float, str]]:
     return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(_NUMBER.split(name))]
 
 
-def _read_run(folder: Path) -> _SweptRun:
+def read_run(folder: Path, name: str) -> SweptRun:
+    """Return a run as far as it got; without records where they are damaged."""
     metrics, results = folder / "metrics.jsonl", folder / _RESULTS
     try:
         records = tuple(read(metrics)) if metrics.exists() else ()
@@ -91,7 +87,7 @@ def _read_run(folder: Path) -> _SweptRun:
     if results.exists():
         records = (_evaluation_record(results),)
     page = next((page for page in (_REPORT, _RESULTS) if (folder / page).exists()), None)
-    return _SweptRun(folder.name, records, (folder / "config.yaml").exists(), page)
+    return SweptRun(name, folder, records, (folder / "config.yaml").exists(), page)
 
 
 def _evaluation_record(results: Path) -> dict[str, float]:
@@ -107,7 +103,7 @@ def _evaluation_record(results: Path) -> dict[str, float]:
     return record
 
 
-def measures_of(runs: Sequence[_SweptRun]) -> list[str]:
+def measures_of(runs: Sequence[SweptRun]) -> list[str]:
     """Return the metrics that have a column: validation, questions, or the training loss where there is neither."""
     records = [record for run in runs for record in run.records]
     known = {key for record in records for key in record}
@@ -115,44 +111,42 @@ def measures_of(runs: Sequence[_SweptRun]) -> list[str]:
     return found or [key for key in ("train/loss",) if key in known]
 
 
-def _heads(measures: Sequence[str]) -> list[str]:
+def heads_of(measures: Sequence[str]) -> list[str]:
+    """Return the heads of the columns that `SweptRun.cells` fills."""
     names = {"val/bits_per_byte": "bits per byte", "train/loss": "loss"}
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
-def sweep_table(runs: Sequence[_SweptRun]) -> Table:
+def sweep_table(runs: Sequence[SweptRun]) -> Table:
     """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
     measures = measures_of(runs)[:2]
     table = titled_table("Sweep")
-    for i, head in enumerate(_heads(measures)):
+    for i, head in enumerate(heads_of(measures)):
         table.add_column(head, justify="right" if i else "left", overflow="fold")
     for run in runs:
         table.add_row(*run.cells(measures))
     return table
 
 
-def write_sweep_report(root: Path, runs: Sequence[_SweptRun]) -> Path:
+def write_sweep_report(root: Path, runs: Sequence[SweptRun]) -> Path:
     """Write sweep.png and report.html into the folder of the sweep; return the page."""
     measures = measures_of(runs)
     charts = []
     if drawn := next((curve for curve in _CURVES if any(run.last(curve[0]) is not None for run in runs)), None):
         key, label = drawn
         columns = 1 if max(len(run.name) for run in runs) > 30 else 3
-        draw = partial(_draw, runs=runs, key=key, label=label)
+        curves = [(run.name, run.records) for run in runs]
+        draw = partial(draw_runs, runs=curves, key=key, label=label)
         title = f"{label[0].upper()}{label[1:]}"
         charts.append(write_chart(root / "sweep.png", title, draw, (9, 4.2), legend_columns=columns))
     page = render(
-        "sweep.html", title=root.name, folder=root, heads=_heads(measures), runs=runs, measures=measures, charts=charts
+        "sweep.html",
+        title=root.name,
+        folder=root,
+        heads=heads_of(measures),
+        runs=runs,
+        measures=measures,
+        charts=charts,
     )
     write_atomically(root / "report.html", page)
     return root / "report.html"
-
-
-def _draw(figure: Figure, theme: Theme, runs: Sequence[_SweptRun], key: str, label: str) -> None:
-    axes = figure.subplots()
-    for i, (run, colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
-        steps, values = series(run.records, key)
-        if steps:
-            style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
-            axes.plot(steps, smooth(values), style, color=colour, label=run.name, marker=marker, markersize=4)
-    axes.set_ylabel(label)

@@ -58,11 +58,11 @@ def _differences(
     before = next((each for each in own if each.teacher is None and each.step == steps[0] < steps[1]), None)
     if before is not None:
         others[STUDENT_BEFORE] = before
-    found = {model: _difference(after, other, measure, confidence) for model, other in others.items()}
+    found = {model: difference_between(after, other, measure, confidence) for model, other in others.items()}
     return {model: difference for model, difference in found.items() if difference is not None}
 
 
-def _difference(after: QuestionValues, other: QuestionValues, measure: str, confidence: float) -> Score | None:
+def difference_between(after: QuestionValues, other: QuestionValues, measure: str, confidence: float) -> Score | None:
     """Return the difference over the questions that both were asked; None where there are none."""
     theirs = dict(zip(other.questions, other.values[measure], strict=True))
     now = dict(zip(after.questions, after.values[measure], strict=True))

@@ -1,0 +1,44 @@
+"""Writes one page over several runs: results with intervals, curves, the settings that differ."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from nemo_opd.cli.command import Command
+from nemo_opd.errors import DataError
+
+EPILOG = """\
+Questions that several runs were asked are compared one by one with the first run's answers. A run that is still going,
+or was ended, is compared as far as it got.
+
+examples:
+  nemo-opd compare outputs/demo/A outputs/demo/B                  comparison.html in the current directory
+  nemo-opd compare outputs/lr/* --output outputs/lr/page.html
+"""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run's directory")
+    parser.add_argument(
+        "--output", type=Path, default=Path("comparison.html"), metavar="FILE", help="the page (default: %(default)s)"
+    )
+
+
+def compare(arguments: Namespace, console: Console) -> None:
+    """Raises DataError where a folder is no run, or one of its files is damaged."""
+    for folder in arguments.folders:
+        if not (folder / "metrics.jsonl").is_file():
+            raise DataError(f"{folder}: no run (there is no metrics.jsonl); name directories of runs")
+    # matplotlib and transformers are slow to import
+    from nemo_opd.logging.comparison import read_runs, write_comparison
+    from nemo_opd.logging.sweep import sweep_table
+    from nemo_opd.training.compared_runs import answer_tables
+
+    runs = read_runs(arguments.folders)
+    console.print(sweep_table(runs))
+    write_comparison(arguments.output, runs, answer_tables(runs))
+    print(f"report  {arguments.output}")
+
+
+COMMAND = Command(__doc__, EPILOG, add_arguments, compare)

@@ -1,0 +1,31 @@
+"""One metric of several runs as curves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle
+from typing import TYPE_CHECKING
+
+from nemo_opd.logging.facts import Records
+from nemo_opd.logging.plots import Theme, series, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_DASHED_FROM = 6
+"""Number of curves for which there are colours."""
+
+
+def draw_runs(figure: Figure, theme: Theme, runs: Sequence[tuple[str, Records]], key: str, label: str) -> None:
+    """Draw the curve of each run, smoothed, with its confidence interval where the metric has one."""
+    axes = figure.subplots()
+    for i, ((name, records), colour) in enumerate(zip(runs, cycle(theme.cycle), strict=False)):
+        steps, values = series(records, key)
+        if not steps:
+            continue
+        style, marker = "-" if i < _DASHED_FROM else "--", "o" if len(steps) < 12 else None
+        axes.plot(steps, smooth(values), style, color=colour, label=name, marker=marker, markersize=4)
+        low, high = series(records, f"{key}_low")[1], series(records, f"{key}_high")[1]
+        if len(low) == len(high) == len(steps):
+            axes.fill_between(steps, low, high, color=colour, alpha=0.12, linewidth=0)
+    axes.set_ylabel(label)

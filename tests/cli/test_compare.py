@@ -1,0 +1,88 @@
+"""Several runs on one page: their figures in the right columns, what differs, and answers compared one by one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_opd.cli.main import main
+from nemo_opd.evaluation.estimates import paired_difference
+from nemo_opd.logging.comparison import read_runs, setting_tables
+from nemo_opd.training.compared_runs import answer_tables
+
+EVALUATION = {"confidence": 0.9, "data": {"jsonl_files": ["a.jsonl"]}, "sets": {}}
+
+
+def write_run(folder: Path, lr: float, right: list[float], evaluation: dict[str, object] = EVALUATION) -> Path:
+    folder.mkdir(parents=True)
+    config = {"run": {"output_dir": str(folder)}, "teachers": [{"name": "big", "weight": lr * 10}], "lr": lr}
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "evaluation": evaluation}))
+    share = sum(right) / len(right)
+    records = [
+        {"step": 0, "val/bits_per_byte": 2.0},
+        {"step": 1, "train/loss": 1.0, "perf/step_s": 2.0},
+        {
+            "step": 2,
+            "train/loss": 0.5,
+            "val/bits_per_byte": 2.0 - lr,
+            "val/class/word/share": 1.0,
+            "val/class/word/bits_per_byte": 2.0 - lr,
+            "eval/pass@1": share,
+            "eval/pass@1_low": 0.0,
+            "eval/pass@1_high": 1.0,
+        },
+    ]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    values = {"step": 2, "set": "", "teacher": None, "questions": list(range(len(right))), "values": {"pass@1": right}}
+    (folder / "evaluation.jsonl").write_text(json.dumps(values) + "\n")
+    return folder
+
+
+def test_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = write_run(tmp_path / "one", 0.1, [0.0, 1.0, 0.0, 0.0]), write_run(tmp_path / "two", 0.5, [1.0] * 4)
+    page = tmp_path / "page.html"
+    assert main(["compare", str(one), str(two), "--output", str(page)]) == 0
+    text = page.read_text()
+    for shown in (
+        "1.9000 (-5.0 %)",
+        "1.5000 (-25.0 %)",
+        "100.0 % (0.0 to 100.0 %)",
+        "Settings that differ",
+        "by class",
+    ):
+        assert shown in text, shown
+    assert "<script" not in text
+    assert "http" not in text
+    assert {file.name for file in (tmp_path / "page").iterdir()} == {
+        "val_bits_per_byte.png",
+        "train_loss.png",
+        "eval_pass@1.png",
+    }
+    assert "two" in capsys.readouterr().out
+
+
+def test_only_settings_that_differ(tmp_path: Path) -> None:
+    """Bugs: where a run writes to counted as a setting, an element of a list compared as a whole."""
+    runs = read_runs([write_run(tmp_path / name / "run", lr, [1.0]) for name, lr in (("a", 0.1), ("b", 0.2))])
+    (table,) = setting_tables(runs)
+    assert list(table.heads) == ["", "a/run", "b/run"]
+    assert [list(row) for row in table.rows] == [["lr", "0.1", "0.2"], ["teachers.0.weight", "1.0", "2.0"]]
+
+
+def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
+    """Bugs: the second run subtracted, answers to other questions compared, the interval of independent samples."""
+    other = {**EVALUATION, "data": {"jsonl_files": ["b.jsonl"]}}
+    runs = [("one", [0.0, 1.0, 0.0, 0.0], EVALUATION), ("two", [1.0, 1.0, 0.0, 1.0], EVALUATION), ("x", [1.0], other)]
+    found = read_runs([write_run(tmp_path / name, 0.1, right, evaluation) for name, right, evaluation in runs])
+    (table,) = answer_tables(found)
+    expected = paired_difference([1, 1, 0, 1], [0, 1, 0, 0], 0.9)
+    half = 100 * (expected.high - expected.low) / 2
+    assert [list(row) for row in table.rows] == [["pass@1", f"+50.0 ± {half:.1f} points", "-"]]
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["compare", str(tmp_path)])
+    assert "no metrics.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "comparison.html").exists()
