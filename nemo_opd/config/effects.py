@@ -108,6 +108,10 @@ def _of_sampling(config: RunFields) -> _Ignored:
     if config.rollout is None:
         for name in type(config.health).model_fields:
             yield f"health.{name}", "it watches what the student samples; add rollout=hf, or leave it out"
+        yield "logging.rollouts.every", "the student samples nothing; add rollout=hf, or leave it out"
+    if config.logging.rollouts.every is None:
+        for name in ("file_mb", "keep_files"):
+            yield f"logging.rollouts.{name}", "no rollouts are written; set logging.rollouts.every, or leave it out"
     if isinstance(config.rollout, ServerRollout) and config.rollout.url is not None:
         for name in ("command", "options", "environment", "memory_share", "gpus"):
             yield f"rollout.{name}", "rollout.url names a server that runs already; leave one of the two out"

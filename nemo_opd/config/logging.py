@@ -40,6 +40,19 @@ class Wandb(Settings):
     """online: metrics are sent as they come. offline: they are written into the run's folder, for `wandb sync`."""
 
 
+class RolloutFiles(Settings):
+    """Files with what the student samples for training: rollouts.jsonl."""
+
+    every: int | None = Field(None, ge=1)
+    """Steps between batches whose rollouts are written: texts, ids, masks, log-probabilities and rewards; null: none
+    are.
+    """
+    file_mb: float = Field(100, gt=0)
+    """Megabytes of a file from which the next one is begun."""
+    keep_files: int = Field(10, ge=1)
+    """Number of full files that are kept; older ones are removed."""
+
+
 class Logging(Settings):
     """Destinations of metrics in addition to metrics.jsonl."""
 
@@ -49,6 +62,8 @@ class Logging(Settings):
     """Metrics for TensorBoard."""
     wandb: Wandb = Field(default_factory=Wandb)
     """Metrics for Weights & Biases."""
+    rollouts: RolloutFiles = Field(default_factory=RolloutFiles)
+    """On-policy: files with the training's rollouts."""
     token_groups: bool = True
     """Validation figures also by domain, by class of token and by kind of aligned chunk."""
     gradients_every: int | None = Field(None, ge=1)

@@ -1,4 +1,4 @@
-"""What single tokens cost the student in validation."""
+"""Losses of single tokens in validation."""
 
 from __future__ import annotations
 

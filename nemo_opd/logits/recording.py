@@ -15,7 +15,7 @@ from nemo_opd.logits.term import Term
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What units of a plan cost, each at the first token that it predicts.
+    """Losses of the units of a plan, each at the first token that it predicts.
 
     For validation: where a gradient is formed, terms may be computed without the function that records.
     """

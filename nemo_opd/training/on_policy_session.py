@@ -11,6 +11,7 @@ from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.metrics import rollout_metrics
+from nemo_opd.rollout.rollout_log import RolloutLog
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
 from nemo_opd.training.health import HealthMonitor
@@ -29,6 +30,7 @@ class OnPolicySession(Session):
     def __init__(self, plan: Plan, callbacks: Sequence[Any] = ()) -> None:
         super().__init__(plan, callbacks)
         self._retried = 0
+        self.rollout_log = RolloutLog(plan.output_dir, self.config.logging.rollouts)
         self.health = HealthMonitor(self.config.health)
 
     @property
@@ -63,12 +65,15 @@ class OnPolicySession(Session):
         )
         if config.evaluation is not None:
             self.evaluator = Evaluator(self.plan, self.models, self.loggers.warn, stack, self.step)
+        self.rollout_log.truncate_after(self.step)
         if self.step:
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 
     def rollout_values(self) -> dict[str, float]:
-        """Return rollout/* of the step's samples."""
+        """Return rollout/* of the step's samples, and write these where that is due."""
         sampled = self.source.take()
+        if self.rollout_log.is_due(self.step):
+            self.rollout_log.write(self.step, sampled.rollouts, sampled.rewards)
         metrics: dict[str, Metric] = dict(rollout_metrics(sampled.rollouts))
         metrics["rollout/staleness"] = Mean(self.step - 1 - sampled.version, 1)
         metrics["rollout/retried"] = Mean(self.engine.retried - self._retried, 1)

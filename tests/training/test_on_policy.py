@@ -41,6 +41,8 @@ OVERRIDES = [
     f"evaluation.every={HALF}",
     "evaluation.n=2",
     "evaluation.k=[1,2]",
+    "logging.rollouts.every=1",
+    "logging.rollouts.file_mb=1e-6",
 ]
 TIMES = "perf/"
 
@@ -72,6 +74,17 @@ def test_a_run_says_what_it_samples(whole: Run) -> None:
         assert record["perf/rollout_s"] > 0
         assert record["perf/data_wait_s"] == 0
     assert {step for step, record in enumerate(whole.metrics) if "eval/held_out/pass@2" in record} == {0, HALF, STEPS}
+
+
+def test_rollouts_are_written_with_their_rewards(whole: Run) -> None:
+    """Bugs: rewards of other rollouts, those of the batch that is sampled ahead, rows of the dataset among them."""
+    for record in whole.metrics[1:]:
+        lines = (whole.output_dir / f"rollouts.{record['step']}.jsonl").read_text().splitlines()
+        rollouts = [json.loads(line) for line in lines]
+        assert len(rollouts) == 12
+        assert sum(each["reward"] for each in rollouts) / 12 == pytest.approx(record["rollout/reward"])
+        assert {len(each["ids"]) - len(each["loss_mask"]) for each in rollouts} == {0}
+        assert all(any(each["loss_mask"]) for each in rollouts)
 
 
 @pytest.mark.parametrize("teacher", ["cross", "same"])
@@ -126,6 +139,9 @@ def test_a_run_that_continues_samples_the_same(
     assert [told(record) for record in read(folder / "metrics.jsonl")] == [told(record) for record in whole.metrics]
     assert questions(capsys.readouterr().out) == questions(whole.output)
     assert (folder / "samples.jsonl").read_text() == (whole.output_dir / "samples.jsonl").read_text()
+    for step in range(1, STEPS + 1):
+        own, other = (each / f"rollouts.{step}.jsonl" for each in (folder, whole.output_dir))
+        assert own.read_text() == other.read_text()
     own, other = (load_file(each / "final" / "model.safetensors") for each in (folder, whole.output_dir))
     assert all(torch.equal(weight, other[name]) for name, weight in own.items())
 

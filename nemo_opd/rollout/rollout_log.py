@@ -1,0 +1,103 @@
+"""rollouts.jsonl: what the student sampled for training, one JSON object a rollout, in files of limited size."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from nemo_opd.config.logging import RolloutFiles
+from nemo_opd.data.record import Rollout
+from nemo_opd.disk import storage_errors
+from nemo_opd.files import write_atomically
+from nemo_opd.logging.jsonl import parse_lines
+
+_DIGITS = 6
+
+
+class RolloutLog:
+    """Appends to rollouts.jsonl; a full file is renamed to rollouts.<last step>.jsonl, and the oldest are removed."""
+
+    def __init__(self, folder: Path, settings: RolloutFiles) -> None:
+        self.path = folder / "rollouts.jsonl"
+        self._settings = settings
+
+    def is_due(self, step: int) -> bool:
+        return self._settings.every is not None and step % self._settings.every == 0
+
+    def truncate_after(self, step: int) -> None:
+        """Drop rollouts of later steps and a torn last line. Raises DataError where a file is damaged."""
+        for file in (*self._full(), self.path):
+            if file == self.path or _last_step(file) > step:
+                self._truncate(file, step)
+
+    def _truncate(self, file: Path, step: int) -> None:
+        if not file.exists():
+            return
+        lines = parse_lines(file, file.read_bytes().split(b"\n"), _with_step, "no rollout")
+        kept = [line for found in lines if found is not None for own, line in [found] if own <= step]
+        if kept:
+            write_atomically(file, b"".join(line + b"\n" for line in kept))
+        else:
+            file.unlink()
+
+    def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
+        """Append the rollouts of a step; rewards: of each, or empty. Raises StorageError where that fails."""
+        given = rewards or [None] * len(rollouts)
+        lines = (_line(step, rollout, reward) for rollout, reward in zip(rollouts, given, strict=True))
+        with storage_errors(self.path):
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(lines)
+                size = file.tell()
+            if size >= self._settings.file_mb * 10**6:
+                os.replace(self.path, self.path.with_name(f"rollouts.{step}.jsonl"))
+                for old in self._full()[: -self._settings.keep_files]:
+                    old.unlink()
+
+    def _full(self) -> list[Path]:
+        """Return the full files, the oldest first."""
+        return sorted(self.path.parent.glob("rollouts.*.jsonl"), key=_last_step)
+
+
+def _last_step(file: Path) -> int:
+    return int(file.name.split(".")[1])
+
+
+def _line(step: int, rollout: Rollout, reward: float | None) -> str:
+    record: dict[str, Any] = {
+        "step": step,
+        "version": rollout.version,
+        "prompt": rollout.prompt.index,
+        "sample": rollout.sample,
+        "reward": None if reward is None else _number(reward),
+        "env_reward": None if rollout.env_reward is None else _number(rollout.env_reward),
+        "finish_reason": rollout.finish_reason,
+        "content": rollout.prompt.content,
+        "answer": rollout.prompt.answer,
+        "responses": rollout.responses,
+        "ids": rollout.ids.tolist(),
+        "loss_mask": rollout.loss_mask.astype(int).tolist(),
+        "logprobs": list(_numbers(rollout.logprobs)),
+        "behaviour_logprobs": list(_numbers(rollout.behaviour_logprobs)),
+    }
+    # Lone surrogates, which a byte-level tokenizer may bring, are not in UTF-8.
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace").decode() + "\n"
+
+
+def _numbers(values: NDArray[Any]) -> Iterator[float | None]:
+    return map(_number, values.tolist())
+
+
+def _number(value: float) -> float | None:
+    """Return the number rounded, or None for NaN and infinity, which JSON has not."""
+    return round(value, _DIGITS) if math.isfinite(value) else None
+
+
+def _with_step(line: bytes) -> tuple[int, bytes] | None:
+    return (int(json.loads(line)["step"]), line) if line else None
