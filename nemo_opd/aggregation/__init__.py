@@ -5,7 +5,7 @@ from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_
 from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
 from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores, token_nats
-from nemo_opd.aggregation.shares import coverage_metrics, leakage_metrics, share_metrics
+from nemo_opd.aggregation.shares import coverage_metrics, density_metrics, leakage_metrics, share_metrics
 
 __all__ = [
     "PART",
@@ -16,6 +16,7 @@ __all__ = [
     "TokenScore",
     "build_parts",
     "coverage_metrics",
+    "density_metrics",
     "gap",
     "joined",
     "kd_of",

@@ -1,4 +1,4 @@
-"""Overlap of the student's likeliest tokens with a teacher's, at positions of the student's samples."""
+"""Overlap of the student's likeliest tokens with a teacher's, in the student's samples or in validation."""
 
 from __future__ import annotations
 
@@ -43,11 +43,15 @@ class Overlap:
         teacher_logits: LogitRows,
         student: TokenRows,
         teacher: TeacherRows,
-        sampled: SampledRows,
+        sampled: SampledRows | None,
     ) -> PlannedLoss:
-        """Plan the metric `overlap` of the samples in these rows; student: the rows that the teacher is compared on."""
+        """Plan the metric `overlap` of the samples in these rows, or of all texts without samples.
+
+        student: the rows that the teacher is compared on.
+        """
+        of_samples = () if sampled is None else (sampled.is_sampled,)
         if teacher.chunks is None:
-            (mask,) = planned(_some_tokens, student.loss_mask, sampled.is_sampled)
+            (mask,) = planned(_some_tokens, student.loss_mask, *of_samples)
             return plan_overlap(
                 student_logits,
                 teacher_logits,
@@ -56,7 +60,7 @@ class Overlap:
                 teacher_vocab_size=self.teacher_vocab_size,
             )
         assert self.projection is not None
-        (chunks,) = planned(_some_chunks, teacher.chunks.student, sampled.is_sampled)
+        (chunks,) = planned(_some_chunks, teacher.chunks.student, *of_samples)
         return plan_chunk_overlap(
             student_logits,
             teacher_logits,
@@ -70,10 +74,11 @@ class Overlap:
         )
 
 
-def _some_tokens(mask: Tensor, is_sampled: Tensor) -> list[Tensor]:
+def _some_tokens(mask: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
     is_taken = torch.arange(mask.shape[1], device=mask.device) % _EVERY == 0
-    return [mask & is_sampled.unsqueeze(1) & is_taken]
+    return [mask & is_taken if is_sampled is None else mask & is_sampled.unsqueeze(1) & is_taken]
 
 
-def _some_chunks(chunks: Tensor, is_sampled: Tensor) -> list[Tensor]:
-    return [chunks.masked_fill(~is_sampled.unsqueeze(1) | (chunks % _EVERY != 0), -1)]
+def _some_chunks(chunks: Tensor, is_sampled: Tensor | None = None) -> list[Tensor]:
+    some = chunks.masked_fill(chunks % _EVERY != 0, -1)
+    return [some if is_sampled is None else some.masked_fill(~is_sampled.unsqueeze(1), -1)]

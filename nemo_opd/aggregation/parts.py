@@ -14,7 +14,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.transfer import planned
 from nemo_opd.logits.combined import AveragedLogits
 from nemo_opd.logits.planned import PlannedLoss
-from nemo_opd.logits.rows import LogitRows
+from nemo_opd.logits.rows import LogitRows, logit_rows
 from nemo_opd.losses.build import TermLoss, build
 from nemo_opd.losses.learned_projection import LearnedProjection
 from nemo_opd.losses.reduction import count_label_tokens, label_mask, sampled_mask
@@ -117,13 +117,15 @@ class Part:
     def plan_overlap(
         self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
     ) -> list[PlannedLoss]:
-        """Plan the overlap of both sides' likeliest tokens in the student's samples; None where it is not defined."""
-        if self.overlap is None or batch.sampled is None:
+        """Plan the overlap of both sides' likeliest tokens, in the student's samples if there are any.
+
+        None where it is not defined: without exact pairs of tokens, or where the likeliest are not all known.
+        """
+        teacher = logit_rows(self.speaker(teacher_logits))
+        if self.overlap is None or teacher.is_truncated:
             return []
         rows = batch.teachers[self.teacher]
-        plan = self.overlap.plan(
-            student_logits, self.speaker(teacher_logits), self.student_side(batch), rows, batch.sampled
-        )
+        plan = self.overlap.plan(student_logits, teacher, self.student_side(batch), rows, batch.sampled)
 
         def metrics_of(weighted: Tensor, unweighted: Tensor) -> dict[str, Metric]:
             return {self._named(name): metric for name, metric in plan.metrics_of(weighted, unweighted).items()}
@@ -191,8 +193,14 @@ class Parts:
         if batch.sampled is None:
             return []
         own = plan_rollout_statistics(student_logits, batch.student, batch.sampled, vocab_size=vocab_size)
+        return [own, *self.plan_overlaps(student_logits, teacher_logits, batch)]
+
+    def plan_overlaps(
+        self, student_logits: Tensor | LogitRows, teacher_logits: Sequence[LogitRows], batch: Batch
+    ) -> list[PlannedLoss]:
+        """Plan `overlap/<teacher>` in the samples of these rows, or in all texts where there are none."""
         overlaps = (part.plan_overlap(student_logits, teacher_logits, batch) for part in self.parts)
-        return [own, *(plan for plans in overlaps for plan in plans)]
+        return [plan for plans in overlaps for plan in plans]
 
 
 def _sequence_weights(rows: TeacherRows) -> Tensor | None:

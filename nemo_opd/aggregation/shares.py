@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from nemo_opd.aggregation.parts import Parts
-from nemo_opd.losses.reduction import count_label_tokens
+from nemo_opd.losses.reduction import count_chunks, count_label_tokens
 from nemo_opd.types import Batch, Mean, Metric
 
 
@@ -42,6 +42,21 @@ def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
             usable, changed = rows.chunks.histories.sum(0).tolist()
             metrics[f"changed_history/{part.name}"] = Mean(changed, usable)
     return metrics
+
+
+def density_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:
+    """Return `alignment_density/<teacher>` of teachers with another tokenizer: chunks that are compared over the
+    student's scored tokens; 1 where each token has a partner by itself.
+
+    names: of all teachers.
+    """
+    found: dict[str, Metric] = {}
+    for name, rows in zip(names, batch.teachers, strict=True):
+        if rows.chunks is not None:
+            scored = count_label_tokens(batch.student.loss_mask) * (rows.tokens.lengths > 0)
+            chunks = count_chunks(rows.chunks.student, rows.chunks.teacher)
+            found[f"alignment_density/{name}"] = Mean(int(chunks.sum()), int(scored.sum()))
+    return found
 
 
 def leakage_metrics(batch: Batch, names: Sequence[str]) -> dict[str, Metric]:

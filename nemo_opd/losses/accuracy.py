@@ -1,17 +1,21 @@
-"""Strict next-token accuracy: how often the likeliest token is the token."""
+"""Strict next-token accuracy: how often the likeliest token is the token, and whether it is as sure as that."""
 
 import torch
 from torch import Tensor
 
 from nemo_opd.logits.planned import PlannedLoss
+from nemo_opd.logits.readings import plan_readings
 from nemo_opd.logits.rows import LogitRows, trainable_rows
-from nemo_opd.logits.term import Term, unit_cells
+from nemo_opd.logits.term import unit_cells
 from nemo_opd.losses.arguments import check_positions, own_columns
 from nemo_opd.losses.reduction import label_rows
-from nemo_opd.types import Mean, TokenRows
+from nemo_opd.types import Mean, Metric, Metrics, TokenRows
 
-LIVE_COPIES = 2
-"""Tensors of a chunk's size alive at its peak: the rows as they come, and in fp32."""
+LIVE_COPIES = 3
+"""Tensors of a chunk's size alive at its peak: the rows as they come, in fp32, and less their logarithm."""
+CALIBRATION_GAP = "calibration_gap/"
+"""Prefix of a metric for each bin of confidence, of which `calibration_error` is made."""
+NUM_BINS = 15
 
 
 def accuracy(
@@ -32,15 +36,35 @@ def accuracy(
 def plan_accuracy(
     logits_BSV: Tensor | LogitRows, tokens: TokenRows, *, vocab_size: int, chunk_size: int | None = None
 ) -> PlannedLoss:
-    """Plan the metric `accuracy`, to be computed together with losses."""
+    """Plan the metrics `accuracy` and those of `calibration_error`, to be computed together with losses."""
     student = trainable_rows(logits_BSV)
     check_positions(student.shape, ids=tokens.ids, loss_mask=tokens.loss_mask)
     size = own_columns("vocab_size", vocab_size, student.shape[-1], student.shape[-1])
     rows = label_rows(tokens.loss_mask)
     targets = tokens.ids.flatten().index_select(0, rows + 1).long()
 
-    def hits(logits: Tensor, part: slice) -> Tensor:
-        return (logits.argmax(-1) == targets[part]).to(logits.dtype)
+    def read(logits: Tensor, part: slice) -> Tensor:
+        largest, likeliest = logits.max(-1)
+        return torch.stack([(likeliest == targets[part]).to(logits.dtype), (largest - logits.logsumexp(-1)).exp()], 1)
 
-    term = Term(rows, hits, unit_cells(len(rows), LIVE_COPIES * size), size, chunk_size=chunk_size)
-    return PlannedLoss.of("accuracy", student, [term], len(rows), None)
+    cells = unit_cells(len(rows), LIVE_COPIES * size)
+    return plan_readings(student, rows, read, _metrics, num_values=2, cells=cells, width=size, chunk_size=chunk_size)
+
+
+def _metrics(found: Tensor) -> dict[str, Metric]:
+    """Return the metrics of hits and confidences: float64 [2, U]."""
+    hits, confidence = found
+    bins = (confidence * NUM_BINS).ceil().long().clamp(1, NUM_BINS) - 1
+    gaps = torch.zeros(NUM_BINS, dtype=found.dtype, device=found.device).index_add_(0, bins, confidence - hits)
+    number = found.shape[1]
+    in_bins = {f"{CALIBRATION_GAP}{i}": Mean(gap, number) for i, gap in enumerate(gaps)}
+    return {"accuracy": Mean(hits.sum(), number), **in_bins}
+
+
+def calibration_error(metrics: Metrics) -> float:
+    """Return the expected calibration error: Σ over bins of confidence |Σ (confidence − hit)| / scored tokens.
+
+    The confidence is the probability of the likeliest token; the bins are equally wide. metrics: those of
+    `plan_accuracy`, of all batches together. Source: Guo et al. 2017, "On Calibration of Modern Neural Networks".
+    """
+    return sum(abs(metric.value()) for name, metric in metrics.items() if name.startswith(CALIBRATION_GAP))

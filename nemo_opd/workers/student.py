@@ -318,7 +318,7 @@ class StudentWorker:
                 recorded = [Recording.of(plan) for plan in (ce, *others[:number])]
                 planned = [
                     *(each.plan for each in recorded),
-                    *others[number:],
+                    *(others[number:] or self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]

@@ -129,6 +129,8 @@ def test_statistics_of_samples(tiny: Tiny) -> None:
     assert metrics["overlap/same"].count == 1, "one in four: token 4 of row 0"
     assert metrics["entropy"].count == 7
     assert parts.plan_statistics(student, [], batch(), vocab_size=9) == []
+    texts = compute_together(parts.plan_overlaps(student, views([student, student], batch(), 0), batch())).metrics
+    assert texts["overlap/same"].value() == 1
 
 
 def parts_of(tiny: Tiny, *overrides: str):  # type: ignore[no-untyped-def]

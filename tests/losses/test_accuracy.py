@@ -1,8 +1,11 @@
+import math
+
 import pytest
 import torch
 
 from nemo_opd.errors import ConfigError
-from nemo_opd.losses.accuracy import accuracy
+from nemo_opd.logging.metrics import merge
+from nemo_opd.losses.accuracy import accuracy, calibration_error, plan_accuracy
 from nemo_opd.types import TokenRows
 
 B, S, V = 3, 9, 13
@@ -44,6 +47,25 @@ def test_equals_the_loop(dtype: torch.dtype, chunk_size: int | None) -> None:
     assert 0 < hits < scored < B * (S - 1)
     result = accuracy(logits, tokens, vocab_size=OWN, chunk_size=chunk_size)
     assert (float(result.total), result.count) == (hits, scored)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+def test_calibration_is_that_of_plain_loops(chunk_size: int | None) -> None:
+    """In two calls, as two batches. Bugs: errors of bins added with their signs, means of batches averaged, padded
+    columns in the probability."""
+    gaps, scored, found = [0.0] * 15, 0, []
+    for share in (0.7, 0.4):
+        logits, tokens = batch(share)
+        found.append(plan_accuracy(logits, tokens, vocab_size=OWN, chunk_size=chunk_size).compute().metrics)
+        for b in range(B):
+            for i in range(1, S):
+                if tokens.loss_mask[b, i]:
+                    row = logits[b, i - 1].tolist()[:OWN]
+                    confidence = math.exp(max(row)) / math.fsum(map(math.exp, row))
+                    hit = row.index(max(row)) == int(tokens.ids[b, i])
+                    gaps[math.ceil(confidence * 15) - 1] += confidence - hit
+                    scored += 1
+    assert calibration_error(merge(found)) == pytest.approx(sum(map(abs, gaps)) / scored, rel=1e-9)
 
 
 def test_nothing_scored_is_zero_of_zero() -> None:
