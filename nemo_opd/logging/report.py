@@ -8,6 +8,7 @@ from typing import NamedTuple
 import yaml
 
 from nemo_opd.files import write_atomically
+from nemo_opd.logging.answer_tables import answer_tables
 from nemo_opd.logging.base import ClosingTable
 from nemo_opd.logging.facts import Records, correct_reward, read_hardware, run_facts, run_name, teacher_facts
 from nemo_opd.logging.formats import amount, clock, share
@@ -16,6 +17,7 @@ from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import PLOTS
 from nemo_opd.logging.projections import read_projections
+from nemo_opd.logging.question_values import read_values
 from nemo_opd.logging.samples import answers_by_question, read_samples
 
 
@@ -31,8 +33,8 @@ class _Tile(NamedTuple):
 def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     """Write report/*.png, tables.md and report.html from a run's files and the closing table; return the page.
 
-    Reads metrics.jsonl, config.yaml, hardware.json and samples.jsonl where they exist, so a run that is still going can
-    have a report. Raises DataError where one of them is damaged.
+    Reads metrics.jsonl, config.yaml, hardware.json, samples.jsonl and evaluation.jsonl where they exist, so a run that
+    is still going can have a report. Raises DataError where one of them is damaged.
     """
     closing = closing or ClosingTable(before=None, after=None)
     metrics, samples, config_file = (output_dir / name for name in ("metrics.jsonl", "samples.jsonl", "config.yaml"))
@@ -42,6 +44,7 @@ def write_report(output_dir: Path, closing: ClosingTable | None = None) -> Path:
     charts = [plot.write(folder, records, closing) for plot in PLOTS if plot.has_data(records)]
     answers = read_samples(samples) if samples.exists() else []
     config, tables = yaml.safe_load(config_text) or {}, group_tables(records)
+    tables += answer_tables(read_values(output_dir / "evaluation.jsonl"))
     if tables:
         write_atomically(folder / "tables.md", "\n".join(map(markdown, tables)).encode())
     page = render(

@@ -1,0 +1,47 @@
+"""Accuracy by difficulty and changed answers: the right questions in the right rows."""
+
+from nemo_opd.logging.answer_tables import answer_tables
+from nemo_opd.logging.question_values import QuestionValues
+
+ROWS = (3, 5, 8, 13)
+
+
+def values(step: int, teacher: str | None, pass_1: list[float], greedy: list[float]) -> QuestionValues:
+    shares = {"pass@1": tuple(pass_1), "mean@4": (9.0,) * 4, "greedy": tuple(greedy)}
+    return QuestionValues(step, "sums", teacher, ROWS, shares)
+
+
+START = values(0, None, [0.0, 1 / 3, 1.0, 0.75], [0.0, 0.0, 1.0, 1.0])
+TEACHER = values(0, "big", [1.0, 1.0, 1.0, 0.5], [1.0] * 4)
+MIDDLE = values(5, None, [0.5, 0.5, 0.5, 0.5], [1.0, 0.0, 0.0, 1.0])
+END = values(9, None, [0.25, 0.75, 1.0, 0.0], [0.0, 1.0, 1.0, 0.0])
+
+
+def test_difficulty_is_that_at_the_start() -> None:
+    """Bugs: levels by the last evaluation, a third on the wrong side, a teacher's answers as the student's."""
+    difficulty, _ = answer_tables([START, TEACHER, MIDDLE, END])
+    assert difficulty.title == "Questions of sums, pass@1 by difficulty"
+    assert list(difficulty.heads) == ["", "questions", "before", "after step 9", "teacher big"]
+    assert [list(row) for row in difficulty.rows] == [
+        ["never right at the start", "1", "0.0 %", "25.0 %", "100.0 %"],
+        ["up to a third", "1", "33.3 %", "75.0 %", "100.0 %"],
+        ["more than two thirds", "1", "75.0 %", "0.0 %", "50.0 %"],
+        ["always right", "1", "100.0 %", "100.0 %", "100.0 %"],
+    ]
+
+
+def test_changes_are_between_evaluations_of_the_student() -> None:
+    _, changed = answer_tables([START, TEACHER, MIDDLE, END])
+    assert changed.title == "Questions of sums, greedy: answers that changed"
+    assert [list(row) for row in changed.rows] == [
+        ["wrong, now right", "1", "5"],
+        ["right, now wrong", "1", "13"],
+        ["right in between, wrong again", "1", "3"],
+        ["wrong in between, right again", "1", "8"],
+        ["changes from one evaluation to the next", "6", ""],
+    ]
+
+
+def test_one_evaluation_changes_nothing() -> None:
+    assert answer_tables([START, TEACHER]) == []
+    assert answer_tables([QuestionValues(step, "", None, (0,), {"mean@1": (2.0,)}) for step in (0, 1)]) == []
