@@ -36,7 +36,7 @@ def compare(arguments: Namespace, console: Console) -> None:
     from nemo_opd.training.compared_runs import answer_tables
 
     runs = read_runs(arguments.folders)
-    console.print(sweep_table(runs))
+    console.print(sweep_table(runs, "Runs"))
     write_comparison(arguments.output, runs, answer_tables(runs))
     print(f"report  {arguments.output}")
 

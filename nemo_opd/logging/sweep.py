@@ -117,10 +117,10 @@ def heads_of(measures: Sequence[str]) -> list[str]:
     return ["run", *(names.get(key, key.removeprefix("eval/")) for key in measures), "steps", "time"]
 
 
-def sweep_table(runs: Sequence[SweptRun]) -> Table:
+def sweep_table(runs: Sequence[SweptRun], title: str = "Sweep") -> Table:
     """Return a table with a row for each run; of questions only the first measure, for a width of 80."""
     measures = measures_of(runs)[:2]
-    table = titled_table("Sweep")
+    table = titled_table(title)
     for i, head in enumerate(heads_of(measures)):
         table.add_column(head, justify="right" if i else "left", overflow="fold")
     for run in runs:

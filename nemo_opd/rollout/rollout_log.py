@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
@@ -40,15 +40,15 @@ class RolloutLog:
         if not file.exists():
             return
         lines = parse_lines(file, file.read_bytes().split(b"\n"), _with_step, "no rollout")
-        kept = [line for found in lines if found is not None for own, line in [found] if own <= step]
+        kept = [found.text for found in lines if found is not None and found.step <= step]
         if kept:
-            write_atomically(file, b"".join(line + b"\n" for line in kept))
+            write_atomically(file, b"".join(text + b"\n" for text in kept))
         else:
             file.unlink()
 
     def write(self, step: int, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> None:
         """Append the rollouts of a step; rewards: of each, or empty. Raises StorageError where that fails."""
-        given = rewards or [None] * len(rollouts)
+        given: Sequence[float | None] = rewards or [None] * len(rollouts)
         lines = (_line(step, rollout, reward) for rollout, reward in zip(rollouts, given, strict=True))
         with storage_errors(self.path):
             with self.path.open("a", encoding="utf-8") as file:
@@ -99,5 +99,12 @@ def _number(value: float) -> float | None:
     return round(value, _DIGITS) if math.isfinite(value) else None
 
 
-def _with_step(line: bytes) -> tuple[int, bytes] | None:
-    return (int(json.loads(line)["step"]), line) if line else None
+class _Written(NamedTuple):
+    """A line, and the step that it is of."""
+
+    step: int
+    text: bytes
+
+
+def _with_step(line: bytes) -> _Written | None:
+    return _Written(int(json.loads(line)["step"]), line) if line else None
