@@ -16,7 +16,7 @@ from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.health import Health
-from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
+from nemo_opd.config.logging import Console, Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.parallelism import Parallelism
@@ -59,6 +59,8 @@ FREE: dict[type[BaseModel], str] = {
     Console: "enabled interval_s memory_table",
     TensorBoard: "enabled",
     Wandb: "enabled project entity mode",
+    Mlflow: "enabled tracking_uri experiment",
+    Trackio: "enabled project space",
     Logging: "gradients_every",
 }
 
