@@ -31,7 +31,7 @@ FREE: dict[type[BaseModel], str] = {
     # These sections are free as a whole: they share classes with sections that are bound.
     RunConfig: "evaluation",
     Data: "validation num_workers cache",
-    Run: "name output_dir resume dry_run callbacks",
+    Run: "name output_dir resume dry_run push_to_hub callbacks",
     Train: (
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
         "early_stopping save_before async_save compile_losses max_skipped_steps"

@@ -43,15 +43,13 @@ class TensorBoardLogger(Logger):
     def summary(self, closing: ClosingTable) -> None:
         assert self._writer is not None, "summary before start"
         lines = ["| model | bits per byte | note |", "|---|---|---|"]
-        for row in closing.rows:
-            value = "" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
-            lines.append(f"| {row.name} | {value} | {row.note} |")
+        for each in closing.rows:
+            value = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
+            lines.append(f"| {each.name} | {value} | {each.note} |")
         if closing.scores:
             lines += ["", "| measure | model | score |", "|---|---|---|"]
-        for each in closing.scores:
-            lines += [
-                f"| {each.measure} | {model} | {score(each.measure, *it)} |" for model, it in each.by_model.items()
-            ]
+        for row in closing.scores:
+            lines += [f"| {row.measure} | {model} | {score(row.measure, *it)} |" for model, it in row.by_model.items()]
         lines += ["", *(f"- {name}: `{path}`" for name, path in artefacts(self._output_dir).items())]
         self._writer.add_text("result", "\n".join(lines), self._step)
 
