@@ -36,7 +36,7 @@ class ModelOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Provenance:
-    """What a run is made of, as of its last start."""
+    """Models, command and versions of a run, as of its last start."""
 
     command: str
     versions: dict[str, str]

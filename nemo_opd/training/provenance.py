@@ -1,4 +1,4 @@
-"""What a run is made of: its models with their licences, its command, the versions of libraries."""
+"""The origin of a run: its models with their licences, its command, the versions of libraries."""
 
 import platform
 import shlex

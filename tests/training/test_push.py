@@ -9,6 +9,7 @@ from huggingface_hub import ModelCard, constants
 
 from nemo_opd.config.run_fields import PushToHub
 from nemo_opd.errors import ConfigError, HubError
+from nemo_opd.logging.provenance import read_provenance
 from nemo_opd.models import hub as pushing
 from nemo_opd.training.inputs import check_inputs
 from tests.composition import compose
@@ -41,6 +42,11 @@ def test_a_run_whose_push_fails_is_whole_and_its_command_pushes_later(
     with pytest.raises(HubError, match=rf"final was not pushed to {REPO} .*403.*the folder is whole") as failed:
         run_here(tmp_path / "run", tiny.overrides(PUSH, "train.max_steps=1", teachers=1))
     assert (tmp_path / "run" / "report" / "report.html").exists()
+    known = read_provenance(tmp_path / "run")
+    assert known is not None
+    assert [each.role for each in known.models] == ["student", "teacher cross"]
+    assert any("overlap" in line for line in known.teachers[0].audit)
+    assert "pytest" in known.command
 
     hub.refuses = False
     _, command, _ = str(failed.value).split("`")
