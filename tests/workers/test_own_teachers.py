@@ -312,6 +312,6 @@ def test_other_ranks_read_what_two_have_saved(
 ) -> None:
     name, teachers = "tensor parallel", [cross(tiny), EMA, LIVE]
     run = job(tiny, teachers)
-    continued = learn(Training(run.plan, run.batches[:1], load_from=folder))
+    continued = learn(Training(run.plan, run.batches[:1], load_from=folder / name))
 
     torch.testing.assert_close(continued.averages[0], laid_out[name][1].averages[-1], rtol=0, atol=0)
