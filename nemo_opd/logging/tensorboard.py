@@ -49,7 +49,8 @@ class TensorBoardLogger(Logger):
         if closing.scores:
             lines += ["", "| measure | model | score |", "|---|---|---|"]
         for row in closing.scores:
-            lines += [f"| {row.measure} | {model} | {score(row.measure, *it)} |" for model, it in row.by_model.items()]
+            shown = {model: score(*found, is_share=row.is_share) for model, found in row.by_model.items()}
+            lines += [f"| {row.measure} | {model} | {each} |" for model, each in shown.items()]
         lines += ["", *(f"- {name}: `{path}`" for name, path in artefacts(self._output_dir).items())]
         self._writer.add_text("result", "\n".join(lines), self._step)
 

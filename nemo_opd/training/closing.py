@@ -54,7 +54,8 @@ def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow
     records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
     if step is not None:
         records = [record for record in records if record["step"] <= step]
-    found = scores(records, config.active_names, values, config.evaluation.confidence)
+    settings = config.evaluation
+    found = scores(records, config.active_names, values, lambda name: settings.asked.get(name, settings).confidence)
     if step is None:
         return found
     measured = _measured_at(records, step)
