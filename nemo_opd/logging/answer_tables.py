@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
 
-from nemo_opd.logging.formats import is_mean, share
+from nemo_opd.logging.formats import is_mean, is_share, share
 from nemo_opd.logging.group_tables import NOTHING, TextTable
 from nemo_opd.logging.question_values import QuestionValues
 
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
 _MOST_SHOWN = 20
 """Rows of questions that are listed."""
-_Values = Mapping[int, float]
-"""Share of right answers by the row of the question."""
+_Values = Mapping[str, float]
+"""Share of right answers by question."""
 
 
 def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:
@@ -23,7 +23,7 @@ def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:
     for name in dict.fromkeys(each.set for each in values):
         own = [each for each in values if each.set == name]
         measures = dict.fromkeys(measure for each in own for measure in each.values)
-        shares = [measure for measure in measures if not is_mean(measure)]
+        shares = [measure for measure in measures if is_share(measure) and not is_mean(measure)]
         by_samples = next((measure for measure in shares if measure == "pass@1"), next(iter(shares), None))
         by_answer = "greedy" if "greedy" in shares else by_samples
         found = [_by_difficulty(name, by_samples, own), _changed(name, by_answer, own)] if by_samples else []
@@ -65,7 +65,7 @@ def _level(value: float) -> int:
     return 1 + (value > 1 / 3 + 1e-9) + (value > 2 / 3 + 1e-9)
 
 
-def _mean(questions: Sequence[int], values: _Values) -> str:
+def _mean(questions: Sequence[str], values: _Values) -> str:
     known = [values[row] for row in questions if row in values]
     return share(fmean(known)) if known else NOTHING
 
@@ -96,6 +96,6 @@ def _title(name: str, measure: str) -> str:
     return f"Questions{f' of {name}' * bool(name)}, {measure}"
 
 
-def _listed(rows: Sequence[int]) -> str:
-    shown = ", ".join(map(str, rows[:_MOST_SHOWN]))
+def _listed(rows: Sequence[str]) -> str:
+    shown = ", ".join(row.split(":")[0] for row in rows[:_MOST_SHOWN])
     return f"{shown}, …" if len(rows) > _MOST_SHOWN else shown

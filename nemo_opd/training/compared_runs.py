@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import yaml
 
-from nemo_opd.logging.formats import difference
+from nemo_opd.config.evaluation import Questions
+from nemo_opd.logging.formats import difference, is_share
 from nemo_opd.logging.group_tables import NOTHING, TextTable
 from nemo_opd.logging.question_values import QuestionValues, read_values
 from nemo_opd.logging.sweep import SweptRun
@@ -20,35 +20,30 @@ def answer_tables(runs: Sequence[SweptRun]) -> list[TextTable]:
     Empty where no two runs were asked the same questions. Raises DataError for a damaged evaluation.jsonl.
     """
     first, *others = runs
-    settings = [_evaluation(run) for run in runs]
     last = [_last(run) for run in runs]
-    confidence = float(settings[0].get("confidence", 0.95))
+    confidence = _confidence(first)
     rows = []
     for (name, measure), own in last[0].items():
         cells = []
-        for evaluation, theirs in zip(settings[1:], last[1:], strict=True):
-            is_same = (name, measure) in theirs and _data(evaluation, name) == _data(settings[0], name)
-            found = difference_between(theirs[name, measure], own, measure, confidence) if is_same else None
-            cells.append(NOTHING if found is None else difference(measure, *found))
+        for theirs in last[1:]:
+            other = theirs.get((name, measure))
+            found = None if other is None else difference_between(other, own, measure, confidence)
+            cells.append(
+                NOTHING if found is None else difference(*found, is_share=is_share(measure, *own.values[measure]))
+            )
         rows.append([f"{name}/{measure}" if name else measure, *cells])
     rows = [row for row in rows if set(row[1:]) != {NOTHING}]
     heads = ["", *(run.name for run in others)]
     return [TextTable(f"Answers, better than {first.name} by", heads, rows)] if rows and others else []
 
 
-def _evaluation(run: SweptRun) -> dict[str, Any]:
+def _confidence(run: SweptRun) -> float:
+    """Return `evaluation.confidence`, or its default where the file has none."""
     file = run.folder / "config.yaml"
     config = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
-    found = config.get("evaluation") if isinstance(config, dict) else None
-    return found if isinstance(found, dict) else {}
-
-
-def _data(evaluation: dict[str, Any], name: str) -> object:
-    """Return the settings that decide which questions a set has; those of all benchmarks for one of them."""
-    sets = evaluation.get("sets") or {}
-    if name in sets:
-        return sets[name].get("data")
-    return evaluation.get("benchmarks") if name else evaluation.get("data")
+    evaluation = config.get("evaluation") if isinstance(config, dict) else None
+    given = evaluation.get("confidence") if isinstance(evaluation, dict) else None
+    return given if isinstance(given, float) else Questions.model_fields["confidence"].default
 
 
 def _last(run: SweptRun) -> dict[tuple[str, str], QuestionValues]:

@@ -11,13 +11,11 @@ from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.logging.comparison import read_runs, setting_tables
 from nemo_opd.training.compared_runs import answer_tables
 
-EVALUATION = {"confidence": 0.9, "data": {"jsonl_files": ["a.jsonl"]}, "sets": {}}
 
-
-def write_run(folder: Path, lr: float, right: list[float], evaluation: dict[str, object] = EVALUATION) -> Path:
+def write_run(folder: Path, lr: float, right: list[float], data: str = "a") -> Path:
     folder.mkdir(parents=True)
     config = {"run": {"output_dir": str(folder)}, "teachers": [{"name": "big", "weight": lr * 10}], "lr": lr}
-    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "evaluation": evaluation}))
+    (folder / "config.yaml").write_text(yaml.safe_dump({**config, "evaluation": {"confidence": 0.9}}))
     share = sum(right) / len(right)
     records = [
         {"step": 0, "val/bits_per_byte": 2.0},
@@ -34,7 +32,8 @@ def write_run(folder: Path, lr: float, right: list[float], evaluation: dict[str,
         },
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    values = {"step": 2, "set": "", "teacher": None, "questions": list(range(len(right))), "values": {"pass@1": right}}
+    questions = [f"{row}:{data}" for row in range(len(right))]
+    values = {"step": 2, "set": "", "teacher": None, "questions": questions, "values": {"pass@1": right}}
     (folder / "evaluation.jsonl").write_text(json.dumps(values) + "\n")
     return folder
 
@@ -72,9 +71,8 @@ def test_only_settings_that_differ(tmp_path: Path) -> None:
 
 def test_answers_are_compared_question_by_question(tmp_path: Path) -> None:
     """Bugs: the second run subtracted, answers to other questions compared, the interval of independent samples."""
-    other = {**EVALUATION, "data": {"jsonl_files": ["b.jsonl"]}}
-    runs = [("one", [0.0, 1.0, 0.0, 0.0], EVALUATION), ("two", [1.0, 1.0, 0.0, 1.0], EVALUATION), ("x", [1.0], other)]
-    found = read_runs([write_run(tmp_path / name, 0.1, right, evaluation) for name, right, evaluation in runs])
+    runs = [("one", [0.0, 1.0, 0.0, 0.0], "a"), ("two", [1.0, 1.0, 0.0, 1.0], "a"), ("x", [1.0] * 4, "b")]
+    found = read_runs([write_run(tmp_path / name, 0.1, right, data) for name, right, data in runs])
     (table,) = answer_tables(found)
     expected = paired_difference([1, 1, 0, 1], [0, 1, 0, 0], 0.9)
     half = 100 * (expected.high - expected.low) / 2

@@ -3,7 +3,7 @@
 from nemo_opd.logging.answer_tables import answer_tables
 from nemo_opd.logging.question_values import QuestionValues
 
-ROWS = (3, 5, 8, 13)
+ROWS = ("3:a", "5:b", "8:a", "13:c")
 
 
 def values(step: int, teacher: str | None, pass_1: list[float], greedy: list[float]) -> QuestionValues:
@@ -44,4 +44,4 @@ def test_changes_are_between_evaluations_of_the_student() -> None:
 
 def test_one_evaluation_changes_nothing() -> None:
     assert answer_tables([START, TEACHER]) == []
-    assert answer_tables([QuestionValues(step, "", None, (0,), {"mean@1": (2.0,)}) for step in (0, 1)]) == []
+    assert answer_tables([QuestionValues(step, "", None, ("0",), {"mean@1": (2.0,)}) for step in (0, 1)]) == []
