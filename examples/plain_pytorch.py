@@ -79,7 +79,9 @@ def main(num_steps: int) -> tuple[float, float]:
         with torch.no_grad():
             return loss_of(held_out).item()
 
-    texts, validation = (Dataset.from_file(str(corpus.arrow_file(split)))["text"] for split in ("train", "validation"))
+    texts, validation = (
+        Dataset.from_file(str(corpus.arrow_file(split))).shuffle(seed=0)["text"] for split in ("train", "validation")
+    )
     held_out = read(validation[:BATCH_SIZE])
     before = held_out_loss()
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.world
 
 def test_plain_pytorch_learns() -> None:
     """Bug: a name that has moved, or a gradient that does not reach the student."""
-    before, after = runpy.run_path(str(EXAMPLES / "plain_pytorch.py"))["main"](4)
+    before, after = runpy.run_path(str(EXAMPLES / "plain_pytorch.py"))["main"](8)
 
     assert after < before
 
