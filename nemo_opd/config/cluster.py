@@ -34,8 +34,8 @@ class Cluster(Settings):
     beside those of the student; as many as `cpu_ranks` for each teacher when not given.
     """
     prefetch: int = Field(1, ge=0)
-    """placement=separate: batches that the teachers read ahead of the student. Each needs room for one more batch of
-    their output; more than one helps where teachers need more time for some batches than for others.
+    """placement=separate, off-policy: batches that the teachers read ahead of the student. Each needs room for one more
+    batch of their output; more than one helps where teachers need more time for some batches than for others.
     """
     address: str | None = None
     """A running Ray cluster (`auto`, `host:port`); a local one is started and stopped when not given."""

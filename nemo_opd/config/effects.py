@@ -126,7 +126,9 @@ def _of_sampling(config: RunFields) -> _Ignored:
 
 def _of_cluster(config: RunFields) -> _Ignored:
     cluster = config.cluster
-    if not config.teachers_work_ahead:
+    if config.rollout is not None:
+        yield "cluster.prefetch", "the student samples a batch once it has learned from those before; leave it out"
+    elif not config.teachers_work_ahead:
         yield "cluster.prefetch", "teachers take turns with the student; write cluster.placement=separate"
     if cluster.device == "cpu":
         yield "cluster.gpus_per_node", "cluster.device=cpu; set cluster.cpu_ranks, or leave it out"

@@ -50,7 +50,8 @@ class Questions(Settings):
     @model_validator(mode="after")
     def k_is_at_most_n(self) -> Self:
         if beyond := [k for k in self.k if not 1 <= k <= self.n]:
-            raise ValueError(f"k={list(self.k)}: {beyond[0]} of n={self.n} answers cannot be taken; raise n")
+            way_out = "raise n" if beyond[0] > 0 else "write 1 or more"
+            raise ValueError(f"k={list(self.k)}: {beyond[0]} of n={self.n} answers cannot be taken; {way_out}")
         return self
 
 
@@ -117,7 +118,8 @@ class Benchmark(Settings):
     @property
     def label(self) -> str:
         """Name in metrics."""
-        return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + (f"_{self.shots}shot" if self.shots else "")
+        shots = "" if self.shots is None else f"_{self.shots}shot"
+        return self.name or re.sub(r"[^A-Za-z0-9_.-]", "_", self.task) + shots
 
 
 def _or_names(schema: dict[str, Any]) -> None:
@@ -137,10 +139,20 @@ class QuestionSets(Questions):
     """Sets by name, each with data, reward, prompt and sampling; metrics are `eval/<name>/<measure>`."""
     benchmarks: tuple[Benchmark, ...] = Field((), json_schema_extra=_or_names)
     """Tasks of lm-eval, such as `[{task: mmlu, shots: 5, limit: 500}, gsm8k]`; needs the extra `eval`."""
+    benchmark_length: int = Field(4096, ge=2)
+    """Most tokens of a benchmark's question with its answer; longer ones are cut from the left. Models with fewer
+    positions have fewer.
+    """
     task_folder: str | None = None
     """A folder with further tasks, as YAML files of lm-eval, or `demo:tasks`."""
     confirm_run_unsafe_code: bool = False
     """Allow benchmarks that run programs which the model writes. lm-eval runs them without a sandbox, as this user."""
+
+    on_error: Literal["warn", "stop"] = "warn"
+    """warn: an answer for which a reward fails counts as wrong, with a warning; in a run, a set that fails otherwise (a
+    server that does not answer) is left out with a warning, and training goes on. stop: either is an error. A worker
+    that fails ends a run in any case.
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -204,10 +216,6 @@ class Evaluation(QuestionSets):
     """Sequences a rank of a teacher samples at a time, beside all of its weights: the estimate's phase `answers`."""
     num_samples_shown: int = Field(8, ge=0)
     """Questions of each set whose answers, of whoever is asked, are in samples.jsonl and in the report."""
-    on_error: Literal["warn", "stop"] = "warn"
-    """After a failure in an evaluation that is none of the workers': a reward that fails for an answer, a server that
-    does not answer. warn: report it, count the answer as wrong or leave the set's figures out, and go on.
-    """
 
 
 class QuestionSource(ValidationSource):
@@ -247,7 +255,7 @@ class EvaluationConfig(QuestionSets):
     max_new_tokens: int = Field(DEFAULT_NEW_TOKENS, ge=1)
     """Most tokens in one turn of the model."""
     max_prompt_length: int | None = Field(None, ge=1)
-    """Tokens. Longer questions are left out, counted and told; null: none is."""
+    """Tokens. Longer questions are left out, with a warning; null: none is."""
     seed: int = Field(0, ge=0)
     """Seed of sampling."""
     output_dir: Path | None = None

@@ -117,13 +117,16 @@ class RunFields(Settings):
 
     @property
     def teachers_work_ahead(self) -> bool:
-        """Whether teachers read the next batch while the student learns: on devices of their own, or without any.
+        """Whether teachers read the next batch while the student learns: on other devices than its own, or on none.
 
-        In one process with the student they take turns, and what the student samples is not there earlier.
+        In one process with the student they take turns. What the student samples is not there earlier: sampled ahead it
+        would be of weights older than `rollout.staleness` allows.
         """
+        if self.rollout is not None:
+            return False
         others = [teacher for teacher in self.teachers if not teacher.is_student]
         needs_no_turn = not any(teacher.is_computed for teacher in others)
-        is_aside = self.rollout is None and self.cluster.launcher == "ray" and needs_no_turn
+        is_aside = self.cluster.launcher == "ray" and needs_no_turn
         return bool(others) and (self.cluster.placement == "separate" or is_aside)
 
     @property

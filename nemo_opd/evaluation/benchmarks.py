@@ -3,14 +3,17 @@
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 from lm_eval.evaluator import evaluate
 from lm_eval.tasks import TaskManager
 
@@ -23,8 +26,8 @@ from nemo_opd.evaluation.language_model import LanguageModel
 from nemo_opd.evaluation.tasks import prefix_of
 from nemo_opd.progress import tracked
 
-_FEW_SHOT_SEED = 1234
-"""lm-eval's own, so that the same examples are shown."""
+_SEED, _NUMPY_SEED, _FEW_SHOT_SEED = 0, 1234, 1234
+"""Seeds of lm-eval's `simple_evaluate`, so that tasks that shuffle and draw do it alike."""
 _RESAMPLES = 1000
 """Resamples for the standard error of a metric that is no mean over questions."""
 _NUM_NAMES = 5
@@ -47,8 +50,10 @@ class BenchmarkResult:
     name: str
     estimates: Mapping[str, Estimate]
     """Metric → its value and interval, without a width where lm-eval gives no standard error."""
-    values: Mapping[str, tuple[float, ...]]
-    """A value for each question, of metrics that are means over questions."""
+    values: Mapping[str, Mapping[str, float]]
+    """Metric that is a mean over questions → the value of each question, by the question's name."""
+    lower_is_better: tuple[str, ...]
+    """Metrics that are better the lower they are."""
     num_questions: int
 
     @property
@@ -68,19 +73,17 @@ def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmar
     """
     if not settings.benchmarks:
         return ()
-    with _quiet():
-        manager = _manager(settings, prefix)
+    with _as_lm_eval_runs():
+        manager = _manager(settings)
         benchmarks = tracked(settings.benchmarks, "reading the data of benchmarks", "benchmarks")
         return tuple(_load(each, manager, settings, f"{prefix}benchmarks.{i}") for i, each in enumerate(benchmarks))
 
 
-def _manager(settings: QuestionSets, prefix: str) -> TaskManager:
+def _manager(settings: QuestionSets) -> TaskManager:
     """Return the manager of the tasks: of the folder alone where it has all, since lm-eval's own are thousands."""
     if settings.task_folder is None:
         return TaskManager()
     folder = task_folder() if is_demo(settings.task_folder) else Path(settings.task_folder).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"{prefix}task_folder={folder}: there is no such folder; correct the path")
     own = TaskManager(include_path=str(folder), include_defaults=False)
     if {each.task for each in settings.benchmarks} <= set(own.all_tasks):
         return own
@@ -89,7 +92,7 @@ def _manager(settings: QuestionSets, prefix: str) -> TaskManager:
 
 def _load(benchmark: Benchmark, manager: TaskManager, settings: QuestionSets, key: str) -> LoadedBenchmark:
     if benchmark.task not in manager.all_tasks:
-        near = get_close_matches(benchmark.task, manager.all_tasks, _NUM_NAMES, cutoff=0.5)
+        near = get_close_matches(benchmark.task, manager.all_tasks, _NUM_NAMES)
         hint = f"; near names are {', '.join(near)}" if near else ""
         raise ConfigError(
             f"{key}.task={benchmark.task!r}: lm-eval has no such task{hint}; `lm-eval ls tasks` lists all, and "
@@ -108,7 +111,7 @@ def _load(benchmark: Benchmark, manager: TaskManager, settings: QuestionSets, ke
                 "without a sandbox, as this user; write evaluation.confirm_run_unsafe_code=true where that may be, or "
                 "use a set of evaluation.sets with reward.type=code, which runs programs in one"
             )
-        _configure(task, benchmark)
+        _configure(task, benchmark, f"{key}.shots={benchmark.shots}: {name}")
     return LoadedBenchmark(benchmark, loaded)
 
 
@@ -121,10 +124,12 @@ def _unavailable(task: str, error: Exception) -> str:
     )
 
 
-def _configure(task: Any, benchmark: Benchmark) -> None:
-    """Set the number of examples as lm-eval does: one that a task fixes at 0 stays."""
+def _configure(task: Any, benchmark: Benchmark, where: str) -> None:
+    """Set the number of examples. Raises ConfigError, which begins with `where`, for a task that fixes it at 0."""
     default = task.get_config("num_fewshot")
-    if benchmark.shots is not None and default != 0:
+    if benchmark.shots and default == 0:
+        raise ConfigError(f"{where} is asked without examples alone; leave shots out")
+    if benchmark.shots is not None:
         task.set_config(key="num_fewshot", value=benchmark.shots)
     elif default is None:
         task.set_config(key="num_fewshot", value=0)
@@ -140,7 +145,7 @@ def run_benchmark(
     """
     benchmark = loaded.settings
     try:
-        with _quiet():
+        with _as_lm_eval_runs():
             results = evaluate(
                 lm=model,
                 task_dict=loaded.tasks,
@@ -162,18 +167,23 @@ def _result(benchmark: Benchmark, results: Mapping[str, Any], confidence: float)
     samples, found = results["samples"], results["results"]
     names = [benchmark.task] if _figures(found.get(benchmark.task, {})) else list(samples)
     estimates: dict[str, Estimate] = {}
-    values: dict[str, tuple[float, ...]] = {}
+    values: dict[str, Mapping[str, float]] = {}
+    lower: list[str] = []
     for name in names:
-        own = [each for task in _tasks_of(name, results) for each in samples.get(task, ())]
+        own = {task: samples.get(task, ()) for task in _tasks_of(name, results)}
+        is_higher_better = results.get("higher_is_better", {}).get(name, {})
         lead = "" if name == benchmark.task else f"{name}."
         for metric, (key, value) in _figures(found[name]).items():
             each = _by_question(own, *key.split(",", 1))
-            if each and math.isclose(math.fsum(each) / len(each), value, rel_tol=1e-9, abs_tol=1e-12):
-                values[lead + metric], estimates[lead + metric] = each, mean_with_interval(each, confidence)
+            if each and math.isclose(math.fsum(each.values()) / len(each), value, rel_tol=1e-9, abs_tol=1e-12):
+                values[lead + metric] = each
+                estimates[lead + metric] = mean_with_interval(tuple(each.values()), confidence)
             else:
                 estimates[lead + metric] = _by_error(value, found[name].get(_error_key(key)), confidence)
+            if is_higher_better.get(key.split(",")[0]) is False:
+                lower.append(lead + metric)
     number = sum(len({sample["doc_id"] for sample in own}) for own in samples.values())
-    return BenchmarkResult(benchmark.label, estimates, values, number)
+    return BenchmarkResult(benchmark.label, estimates, values, tuple(lower), number)
 
 
 def _figures(found: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
@@ -199,11 +209,19 @@ def _tasks_of(name: str, results: Mapping[str, Any]) -> Iterator[str]:
         yield from _tasks_of(each, results)
 
 
-def _by_question(samples: Sequence[Mapping[str, Any]], metric: str, choice: str) -> tuple[float, ...]:
-    """Return the metric of each question; nothing where it is no number."""
-    found = [sample.get(metric) for sample in samples if sample.get("filter", "none") == choice]
-    numbers = tuple(float(value) for value in found if isinstance(value, int | float))
-    return numbers if len(numbers) == len(found) else ()
+def _by_question(samples: Mapping[str, Sequence[Mapping[str, Any]]], metric: str, choice: str) -> dict[str, float]:
+    """Return the metric by question; nothing where one has no finite number.
+
+    samples: those of each task. A question's name is its task, its place and a hash of its row.
+    """
+    found = {
+        f"{task}:{sample['doc_id']}:{sample['doc_hash'][:8]}": sample.get(metric)
+        for task, own in samples.items()
+        for sample in own
+        if sample.get("filter", "none") == choice
+    }
+    numbers = {name: float(value) for name, value in found.items() if isinstance(value, int | float)}
+    return numbers if len(numbers) == len(found) and all(map(math.isfinite, numbers.values())) else {}
 
 
 def _by_error(value: float, error: object, confidence: float) -> Estimate:
@@ -213,13 +231,38 @@ def _by_error(value: float, error: object, confidence: float) -> Estimate:
     return Estimate(value, value - half, value + half)
 
 
+def figure_names(loaded: LoadedBenchmark) -> set[str]:
+    """Return the names of metrics that a benchmark's tasks have, without the names of tasks before them."""
+    names: set[str] = set()
+    for task in loaded.tasks["tasks"].values():
+        choices = [each["name"] for each in task.get_config("filter_list") or ()] or ["none"]
+        names |= {
+            metric if choice == "none" else f"{metric}.{choice}"
+            for metric in task.higher_is_better()
+            for choice in choices
+        }
+    return names
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence lm-eval's log inside: its errors are raised, and the run shows its own progress."""
+def _as_lm_eval_runs() -> Iterator[None]:
+    """Seed what tasks draw from, and leave out processes, bars and the log: errors are raised, and the run shows its
+    own progress. All is restored afterwards.
+    """
     log = logging.getLogger("lm_eval")
-    level = log.level
+    level, drawn, drawn_by_numpy = log.level, random.getstate(), np.random.get_state()
     log.setLevel(logging.ERROR)
+    random.seed(_SEED)
+    np.random.seed(_NUMPY_SEED)
     try:
-        yield
+        # A process forked from this one, with its threads, may wait forever.
+        with patch.dict(os.environ, {"DISABLE_MULTIPROC": "1"}), patch("lm_eval.api.task.tqdm", _without_bar):
+            yield
     finally:
         log.setLevel(level)
+        random.setstate(drawn)
+        np.random.set_state(drawn_by_numpy)
+
+
+def _without_bar(each: Iterable[Any], **_: Any) -> Iterable[Any]:
+    return each

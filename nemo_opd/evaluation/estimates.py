@@ -86,18 +86,21 @@ def mean_with_interval(values: Sequence[float], confidence: float) -> Estimate:
 
 
 def paired_difference(values: Sequence[float], others: Sequence[float], confidence: float) -> Estimate:
-    """Return the mean of values − others, of the same questions in the same order, with an interval of ± its half.
+    """Return the mean of values − others, of the same questions in the same order, and its confidence interval.
 
-    Between 0 and 1 it is the adjusted Wald interval of two questions more, one of which was won and one lost: it has a
-    width where no answer has changed. Means of other values have the normal interval of their differences.
+    For values between 0 and 1 that is the adjusted Wald interval: of two more questions, one won and one lost. It has a
+    width where no answer has changed, and its centre is nearer to 0 than the mean. Other values have the normal
+    interval of the mean of their differences, which is infinitely wide for one question.
     Source: Bonett & Price 2012, "Adjusted Wald confidence interval for a difference of binomial proportions based on
     paired data".
     """
     differences = np.array(values, np.float64) - np.array(others, np.float64)
     z, mean = NormalDist().inv_cdf((1 + confidence) / 2), float(differences.mean())
     if all(0 <= value <= 1 for value in (*values, *others)):
-        differences = np.append(differences, [1.0, -1.0])
-    spread = differences.std() if len(differences) > 1 else math.inf
+        adjusted = np.append(differences, [1.0, -1.0])
+        centre, half = float(adjusted.mean()), float(z * adjusted.std() / len(adjusted) ** 0.5)
+        return Estimate(mean, max(-1.0, centre - half), min(1.0, centre + half))
+    spread = differences.std(ddof=1) if len(differences) > 1 else math.inf
     half = float(z * spread / len(differences) ** 0.5)
     return Estimate(mean, mean - half, mean + half)
 

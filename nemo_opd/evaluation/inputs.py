@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from nemo_opd.config.data import Data
 from nemo_opd.config.evaluation import EvaluationConfig, Questions, QuestionSet, QuestionSets, QuestionSource
@@ -116,9 +117,13 @@ def check_sets(sets: Iterator[AskedSet]) -> None:
 
 
 def check_benchmarks(evaluation: QuestionSets | None, prefix: str) -> None:
-    """Raise ConfigError where benchmarks need a library that is not installed."""
-    if evaluation is not None and evaluation.benchmarks and not is_left_out(evaluation):
-        require_library("lm_eval", f"{prefix}benchmarks")
+    """Raise ConfigError where benchmarks need a library or a folder that is not there."""
+    if evaluation is None or not evaluation.benchmarks or is_left_out(evaluation):
+        return
+    require_library("lm_eval", f"{prefix}benchmarks")
+    folder = evaluation.task_folder
+    if folder is not None and not is_demo(folder) and not Path(folder).expanduser().is_dir():
+        raise ConfigError(f"{prefix}task_folder={folder}: there is no such folder; correct the path")
 
 
 def is_left_out(evaluation: QuestionSets) -> bool:

@@ -1,5 +1,6 @@
 """A model of a run as lm-eval calls it: likelihoods from its workers, texts from its engine."""
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from transformers import PreTrainedTokenizerBase
 
@@ -16,8 +18,7 @@ from nemo_opd.evaluation.likelihoods import Scored, Scorer
 from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.collect import turn_seed
 
-_LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""Names by which tasks limit an answer."""
+_log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]
 """Texts, or what stands for them, and the tokens of context and continuation."""
 
@@ -112,34 +113,46 @@ class LanguageModel(TemplateLM):
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
         answers: dict[int, str] = {}
+        settings = [normalize_gen_kwargs(request.args[1], DEFAULT_NEW_TOKENS) for request in requests]
+        self._warn_of_long_answers(max((each["max_gen_toks"] for each in settings), default=0))
         groups: dict[Sampling, list[int]] = {}
-        for i, request in enumerate(requests):
-            groups.setdefault(_sampling(request.args[1]), []).append(i)
+        for i, each in enumerate(settings):
+            groups.setdefault(_sampling(each), []).append(i)
         for sampling, own in groups.items():
-            made = self._generator.generate([self._request(i, *requests[i].args) for i in own], sampling)
-            for i, completion in zip(own, made, strict=True):
+            asked = [self._request(i, requests[i].args[0], settings[i]["max_gen_toks"]) for i in own]
+            for i, completion in zip(own, self._generator.generate(asked, sampling), strict=True):
                 text = str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
-                answers[i] = _cut(text, requests[i].args[1].get("until"))
+                answers[i] = _cut(text, settings[i]["until"])
         return [answers[i] for i in range(len(requests))]
 
-    def _request(self, number: int, context: str, kwargs: Mapping[str, Any]) -> Request:
-        new = min(next((int(kwargs[name]) for name in _LENGTHS if name in kwargs), DEFAULT_NEW_TOKENS), self.max_length)
-        room = max(1, self.max_length - new)
+    def _warn_of_long_answers(self, new: int) -> None:
+        if new >= self.max_length:
+            _log.warning(
+                "a benchmark asks for answers of up to %d tokens, and question and answer have %d together "
+                "(benchmark_length, and what the model reads); answers are cut there",
+                new,
+                self.max_length,
+            )
+
+    def _request(self, number: int, context: str, new: int) -> Request:
+        """Cut the question from the left where the answer needs the room, but to no less than half of the whole."""
+        room = max(self.max_length - new, self.max_length // 2)
         ids = np.array(self.tok_encode(context)[-room:] or [self.prefix_token_id], np.int32)
         return Request(ids, min(new, self.max_length - len(ids)), turn_seed(self._model.seed, 0, number, 0, 0))
 
 
-def _sampling(kwargs: Mapping[str, Any]) -> Sampling:
-    """Return how a task samples: the likeliest token, unless it says do_sample."""
-    if not kwargs.get("do_sample", False) or not kwargs.get("temperature", 1.0):
+def _sampling(settings: Mapping[str, Any]) -> Sampling:
+    """Return how a task samples, from settings that lm-eval has normalized."""
+    temperature = float(settings.get("temperature", 1.0))
+    if not settings["do_sample"] or not temperature:
         return Sampling(temperature=0.0, needs_raw=False)
-    top_k = kwargs.get("top_k") or None
-    return Sampling(float(kwargs.get("temperature", 1.0)), float(kwargs.get("top_p", 1.0)), top_k, needs_raw=False)
+    top_k = settings.get("top_k") or None
+    return Sampling(temperature, float(settings.get("top_p", 1.0)), top_k, needs_raw=False)
 
 
-def _cut(text: str, until: str | Sequence[str] | None) -> str:
+def _cut(text: str, until: Sequence[str]) -> str:
     """Return the text before the first of these."""
-    for stop in [until] if isinstance(until, str) else until or ():
+    for stop in until:
         if stop:
             text = text.split(stop)[0]
     return text

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import sequence_scores
+from nemo_opd.config.evaluation import QuestionSets
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.rows import LogitRows
@@ -36,6 +37,14 @@ EMPTY = Scored(np.zeros(1, np.int32), 0)
 """A sequence that costs one position."""
 
 
+def longest_request(settings: QuestionSets, positions: int | None) -> int:
+    """Return the most tokens before the last one of a benchmark's request, to a model with this number of positions.
+
+    The last token is predicted only, but read all the same.
+    """
+    return settings.benchmark_length if positions is None else min(settings.benchmark_length, positions - 1)
+
+
 def token_rows(rows: Sequence[Scored]) -> TokenRows:
     """Return right-padded sequences, with a mask of what is scored."""
     lengths = torch.tensor([len(row.ids) for row in rows], dtype=torch.int64)
@@ -49,7 +58,7 @@ def token_rows(rows: Sequence[Scored]) -> TokenRows:
 
 
 def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
-    """Return the log-probability of what is scored, and of the likeliest tokens there: float64 [B, 2], in nats.
+    """Return the log-probability of the scored tokens, and of the likeliest ones in their places: float64 [B, 2], nats.
 
     All columns of the head count, as in transformers' own logits.
     """
@@ -70,7 +79,7 @@ def read(source: Headless | WithHead, tokens: TokenRows, micro_batches: Iterable
 
 
 def answers(found: Tensor) -> list[tuple[float, bool]]:
-    """Return what a Scorer does of log-probabilities [B, 2]."""
+    """Return a Scorer's answers, from log-probabilities [B, 2] as `likelihoods` returns them."""
     return [(own, own == best) for own, best in found.tolist()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
@@ -24,17 +24,17 @@ from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import AskedSet, asked_sets
-from nemo_opd.evaluation.likelihoods import model_scorer
-from nemo_opd.evaluation.sets import read_questions
+from nemo_opd.evaluation.likelihoods import longest_request, model_scorer
+from nemo_opd.evaluation.sets import build_set_reward, read_questions
 from nemo_opd.evaluation.shown import all_answers
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.busy import busy
-from nemo_opd.logging.formats import figure, share
+from nemo_opd.logging.formats import figure, is_share, share
 from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
-from nemo_opd.rewards import RewardFunction, build_reward
+from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import build_renderer
@@ -52,14 +52,13 @@ if TYPE_CHECKING:
 _NO_LIMIT = 1 << 30
 """Tokens of a sequence of a model whose configuration names no limit."""
 
-_LONGEST = 4096
-"""Tokens of a benchmark's request to such a model."""
-
 _log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
     """Evaluate, print a table of each set, write config.yaml, results.json and samples.jsonl into `output_dir`.
+
+    What is known is written after each set and each benchmark.
 
     Return the results by name of the set. Raises what reading the model and the questions, the engine, the environment
     and the reward raise.
@@ -70,7 +69,7 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
     sets = list(asked_sets(config, config.data, config.reward, ""))
     benchmarks = _load_benchmarks(config)
     with ExitStack() as stack:
-        rewards = [stack.enter_context(build_reward(asked.reward)) for asked in sets]
+        rewards = [stack.enter_context(build_set_reward(asked)) for asked in sets]
         questions = [read_questions(asked) for asked in sets]
         model, tokenizer = load_config(config.model, key="model"), _load_tokenizer(config)
         positions = max_positions(model)
@@ -82,17 +81,22 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
         with busy(f"loading {config.model}"):
             opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
             engine = stack.enter_context(opened)
-        results, seconds = {}, {}
+        write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
+        dropped = {asked.name: kept.num_dropped for asked, kept in zip(sets, fitting, strict=True)}
+        results: dict[str, EvaluationResult] = {}
+        seconds: dict[str, float] = {}
+        scored: list[BenchmarkResult] = []
         for asked, kept, renderer, reward in zip(sets, fitting, renderers, rewards, strict=True):
             start = time.monotonic()
             with busy(f"{asked.label}: asking {len(kept.prompts):,} questions"):
                 results[asked.name] = _ask(config, asked, engine, renderer, kept, reward, positions)
             seconds[asked.name] = time.monotonic() - start
-        scored = _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else []
-    write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
-    write_samples(output_dir / "samples.jsonl", (each for found in results.values() for each in all_answers(found, 0)))
-    dropped = {asked.name: kept.num_dropped for asked, kept in zip(sets, fitting, strict=True)}
-    write_atomically(output_dir / "results.json", _results_json(config, results, dropped, seconds, scored).encode())
+            samples = (each for found in results.values() for each in all_answers(found, 0))
+            write_samples(output_dir / "samples.jsonl", samples)
+            _write_results(output_dir, config, results, dropped, seconds, scored)
+        for result in _run_benchmarks(config, benchmarks, tokenizer, positions, engine) if benchmarks else ():
+            scored.append(result)
+            _write_results(output_dir, config, results, dropped, seconds, scored)
     for asked in sets:
         console.print(_estimates_table(results[asked.name], asked.settings))
     for each in scored:
@@ -123,7 +127,13 @@ def _ask(
     )
     greedy = collector(sampling=Sampling(temperature=0, needs_raw=False)) if settings.greedy else None
     sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
-    return evaluate_task(greedy, sampled, questions.prompts, reward, settings, name=asked.name)
+    is_borne = config.on_error == "warn"
+    found = evaluate_task(
+        greedy, sampled, questions.prompts, reward, settings, name=asked.name, failures_are_wrong=is_borne
+    )
+    if found.failures:
+        _log.warning("%s", found.failure_text(asked.label))
+    return found
 
 
 def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
@@ -146,21 +156,18 @@ def _run_benchmarks(
     tokenizer: PreTrainedTokenizerFast,
     positions: int | None,
     engine: Generator,
-) -> list[BenchmarkResult]:
+) -> Iterator[BenchmarkResult]:
     from nemo_opd.evaluation.benchmarks import run_benchmark
     from nemo_opd.evaluation.language_model import LanguageModel, TextModel
 
     assert isinstance(engine, Sampler)
-    # The last token of a request is predicted only, but read all the same.
-    limit = _LONGEST if positions is None else positions - 1
-    text = TextModel(tokenizer, limit, config.chat_template_kwargs, config.seed)
+    text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
     model = LanguageModel(text, model_scorer(engine.model, str(engine.model.device)), engine)
     allows = config.confirm_run_unsafe_code
-    found = []
     for each in benchmarks:
         with busy(f"benchmark {each.settings.label}"):
-            found.append(run_benchmark(each, model, config.confidence, allows_code=allows))
-    return found
+            found = run_benchmark(each, model, config.confidence, allows_code=allows)
+        yield found
 
 
 def _load_tokenizer(config: EvaluationConfig) -> PreTrainedTokenizerFast:
@@ -189,18 +196,20 @@ def _fitting(
     limit = min((limit for limit in limits if limit is not None), default=None)
     kept = drop_long(prompts, renderer, limit, key=asked.key, way_out=way_out)
     if kept.num_dropped:
-        _log.warning("%s: %d of %d questions are too long and left out", asked.label, kept.num_dropped, len(prompts))
+        counts = kept.num_dropped, len(prompts)
+        _log.warning("%s: %d of %d questions are too long and were left out", asked.label, *counts)
     return kept
 
 
-def _results_json(
+def _write_results(
+    output_dir: Path,
     config: EvaluationConfig,
     results: Mapping[str, EvaluationResult],
     dropped: Mapping[str, int],
     seconds: Mapping[str, float],
     benchmarks: Sequence[BenchmarkResult],
-) -> str:
-    """Write what was found: of the questions without a name at the top, of others under `sets`, then benchmarks."""
+) -> None:
+    """Write results.json: of the questions without a name at the top, of others under `sets`, then benchmarks."""
     found = {
         name: {
             "num_questions": len(result.questions),
@@ -225,7 +234,7 @@ def _results_json(
             }
             for each in benchmarks
         }
-    return json.dumps(written, indent=2) + "\n"
+    write_atomically(output_dir / "results.json", (json.dumps(written, indent=2) + "\n").encode())
 
 
 def _default_output_dir() -> Path:
@@ -255,6 +264,6 @@ def _table(title: str, estimates: Mapping[str, Estimate], confidence: float, pla
     table.add_column("value", justify="right")
     table.add_column(f"{100 * confidence:.4g} % interval", justify="right")
     for name, found in estimates.items():
-        form = figure if name in plain or not 0 <= found.value <= 1 else share
+        form = share if name not in plain and is_share(name, found.value, found.low, found.high) else figure
         table.add_row(name, form(found.value), f"{form(found.low)} to {form(found.high)}")
     return table

@@ -57,6 +57,13 @@ class EvaluationResult:
     failures: tuple[str, ...] = ()
     """Answers whose reward failed, which count as wrong: what was said of each."""
 
+    def failure_text(self, where: str) -> str:
+        """Return a warning of failed rewards, of which there are some. where: whose answers."""
+        return (
+            f"{where}: the reward failed for {len(self.failures)} answers, which count as wrong; the first: "
+            f"{self.failures[0]}"
+        )
+
     @property
     def metrics(self) -> dict[str, float]:
         """Figures as they are logged: eval/<set>/pass@1, eval/<set>/pass@1_low, eval/<set>/pass@1_high, …"""
@@ -78,17 +85,17 @@ def evaluate_task(
     step: int = 0,
     *,
     name: str = "",
-    bears_failures: bool = False,
+    failures_are_wrong: bool = False,
 ) -> EvaluationResult:
     """Ask each question n times, and once more for the likeliest answer where there is a `collector_greedy`.
 
     `step` is passed to the collectors: with the same one, evaluations differ by the model alone. name: of the set.
-    bears_failures: count an answer whose reward fails as wrong, with reward 0, unless it fails for all. Raises
+    failures_are_wrong: count an answer whose reward fails as wrong, with reward 0, unless all do. Raises
     DataError without prompts, and RolloutError where answers are missing or a reward fails.
     """
     if not prompts:
         raise DataError("there are no questions to evaluate on; name some under evaluation.data")
-    judge = _Judge(reward, bears_failures)
+    judge = _Judge(reward, failures_are_wrong)
     sampled = _answers(collector_sampled, prompts, settings.n, step, judge)
     greedy = {} if collector_greedy is None else _answers(collector_greedy, prompts, 1, step, judge)
     judge.require_some()
@@ -112,18 +119,18 @@ def evaluate_task(
 class _Judge:
     """A reward, and the answers for which it failed."""
 
-    def __init__(self, reward: RewardFunction, bears_failures: bool) -> None:
-        self.reward, self._bears_failures = reward, bears_failures
+    def __init__(self, reward: RewardFunction, failures_are_wrong: bool) -> None:
+        self.reward, self._failures_are_wrong = reward, failures_are_wrong
         self.failures: list[str] = []
         self._num_judged = 0
 
     def __call__(self, rollout: Rollout) -> Answer:
-        """Raises RolloutError where the reward fails, unless that is borne."""
+        """Raises RolloutError where the reward fails, unless the answer is then wrong."""
         self._num_judged += 1
         try:
             return Answer(rollout, self.reward(rollout), self.reward.vote(rollout))
         except RolloutError as error:
-            if not self._bears_failures:
+            if not self._failures_are_wrong:
                 raise
             self.failures.append(str(error))
             return Answer(rollout, 0.0, None)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from nemo_opd.logging.formats import is_share
+
 STUDENT_BEFORE = "student before"
 STUDENT_AFTER = "student after"
 
@@ -77,7 +79,7 @@ class ScoreRow:
     teachers: Mapping[str, Score] = field(default_factory=dict)
     """Scores of the teachers that were asked, by name."""
     differences: Mapping[str, Score] = field(default_factory=dict)
-    """Student after minus another of `by_model`, over the same questions: a mean and its interval."""
+    """Gain of the student after the run over another of `by_model`, for the same questions."""
 
     @property
     def by_model(self) -> dict[str, Score]:
@@ -85,6 +87,11 @@ class ScoreRow:
         before = {} if self.before is None else {STUDENT_BEFORE: self.before}
         teachers = {f"teacher {name}": score for name, score in self.teachers.items()}
         return before | {STUDENT_AFTER: self.after} | teachers
+
+    @property
+    def is_share(self) -> bool:
+        """Whether scores are shares of questions, which are written in per cent."""
+        return is_share(self.measure, *(bound for score in self.by_model.values() for bound in score))
 
 
 class Best(NamedTuple):

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -14,7 +15,7 @@ from rich.text import Text
 from nemo_opd.config.logging import Console as ConsoleSettings
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.busy import EARLY, Ticker, WorkLine, work_line
-from nemo_opd.logging.formats import amount, clock, figure
+from nemo_opd.logging.formats import amount, clock, figure, is_share
 from nemo_opd.logging.score_keys import by_set
 from nemo_opd.logging.step_time import shares, step_parts
 from nemo_opd.logging.tables import closing_table, header, score_table
@@ -241,7 +242,7 @@ class ConsoleLogger(Logger):
 
     def _print_questions(self, step: int, values: Mapping[str, float]) -> None:
         for name, scores in by_set(values).items():
-            of_student = tuple((measure, key, "{:.1%}".format) for measure, key in scores)
+            of_student = tuple((measure, key, partial(_score, measure)) for measure, key in scores)
             lead = Text.assemble(f"step {self._counted(step)}  ", (name or "questions", "bold green"))
             self._print(_Line(lead, of_student, values))
             for teacher in self._run.teachers:
@@ -279,3 +280,7 @@ class ConsoleLogger(Logger):
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+
+def _score(measure: str, value: float) -> str:
+    return f"{value:.1%}" if is_share(measure, value) else figure(value)

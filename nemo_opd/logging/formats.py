@@ -1,7 +1,12 @@
 """Numbers for people, in ASCII."""
 
 import math
+import re
 
+_NO_SHARES = {"perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte", "brier_score", "likelihood_diff"} | {
+    *("mse", "mcc", "bleu", "chrf", "ter")
+}
+"""Metrics of lm-eval that are no shares of questions, also where they lie between 0 and 1."""
 _UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
@@ -42,16 +47,15 @@ def share(value: float) -> str:
     return f"{100 * value:.1f} %"
 
 
-def score_texts(measure: str, value: float, low: float, high: float) -> tuple[str, str]:
-    """Format a score and its interval: 68.5 % and 60.1 to 75.9 %; means of rewards beyond 0 to 1 as plain numbers."""
-    is_share = not is_mean(measure) or 0 <= low <= high <= 1
+def score_texts(value: float, low: float, high: float, *, is_share: bool) -> tuple[str, str]:
+    """Format a score and its interval: 68.5 % and 60.1 to 75.9 %; what is no share as plain numbers."""
     form = share if is_share else figure
     return form(value), f"{form(low).removesuffix(' %')} to {form(high)}"
 
 
-def score(measure: str, value: float, low: float, high: float) -> str:
+def score(value: float, low: float, high: float, *, is_share: bool) -> str:
     """Format a score with its interval: 68.5 % (60.1 to 75.9 %)."""
-    return "{} ({})".format(*score_texts(measure, value, low, high))
+    return "{} ({})".format(*score_texts(value, low, high, is_share=is_share))
 
 
 def is_mean(measure: str) -> bool:
@@ -59,9 +63,14 @@ def is_mean(measure: str) -> bool:
     return measure.rpartition("/")[2].startswith("mean@")
 
 
-def difference(measure: str, value: float, low: float, high: float) -> str:
-    """Format a difference of scores: +3.1 ± 1.2 points; of mean rewards as plain numbers."""
+def is_share(measure: str, *values: float) -> bool:
+    """Return whether values of a measure are shares, which are written in per cent: from 0 to 1, and no perplexity."""
+    return _NO_SHARES.isdisjoint(re.split(r"[./]", measure)) and all(0 <= value <= 1 for value in values)
+
+
+def difference(value: float, low: float, high: float, *, is_share: bool) -> str:
+    """Format a difference of scores: +3.1 ± 1.2 points; of what is no share as plain numbers."""
     half = (high - low) / 2
-    if is_mean(measure):
+    if not is_share:
         return f"{value:+.3f} ± {half:.3f}"
     return f"{100 * value:+.1f} ± {100 * half:.1f} points"

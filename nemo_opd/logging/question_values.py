@@ -22,10 +22,12 @@ class QuestionValues:
     """Name of the set; empty for the one without a name."""
     teacher: str | None
     """Name of the teacher that answered; None for the student."""
-    questions: tuple[int, ...]
-    """Rows of the questions."""
+    questions: tuple[str, ...]
+    """Place and content of each question, in brief: equal where the same question was asked."""
     values: Mapping[str, tuple[float, ...]]
     """Values by measure, such as `pass@1`, in the order of the questions."""
+    lower_is_better: tuple[str, ...] = ()
+    """Measures that are better the lower they are."""
 
 
 _VALUES = TypeAdapter(QuestionValues)

@@ -1,6 +1,6 @@
 """Names of scores among metrics: `eval/<measure>`, `eval/<set>/<measure>`, and with `/<teacher>` behind them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 from nemo_opd.logging.formats import is_mean
 
@@ -20,13 +20,10 @@ def _is_teachers(key: str, known: Collection[str]) -> bool:
 
 
 def by_set(known: Collection[str]) -> dict[str, list[tuple[str, str]]]:
-    """Return measure and name of the scores of each set that are shares; that of the likeliest answers first."""
+    """Return measure and name of the scores of each set but mean rewards; that of the likeliest answers first."""
     sets: dict[str, list[tuple[str, str]]] = {}
-    for key in sorted(_shares(known), key=lambda key: not key.endswith("/greedy")):
+    shown = (key for key in score_keys(known) if not is_mean(key))
+    for key in sorted(shown, key=lambda key: not key.endswith("/greedy")):
         name, _, measure = key.removeprefix(PREFIX).rpartition("/")
         sets.setdefault(name, []).append((measure, key))
     return sets
-
-
-def _shares(known: Collection[str]) -> Iterable[str]:
-    return (key for key in score_keys(known) if not is_mean(key))

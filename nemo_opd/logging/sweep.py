@@ -16,7 +16,7 @@ from rich.table import Table
 
 from nemo_opd.errors import DataError
 from nemo_opd.files import write_atomically
-from nemo_opd.logging.formats import change, clock, figure, score, share
+from nemo_opd.logging.formats import change, clock, figure, is_share, score, share
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.page import render
 from nemo_opd.logging.plots import Theme, question_measures, series, smooth, write_chart
@@ -61,7 +61,9 @@ class _SweptRun:
             return "-"
         if key.startswith("eval/"):
             low, high = self.last(f"{key}_low"), self.last(f"{key}_high")
-            return share(value) if low is None or high is None else score(key.removeprefix("eval/"), value, low, high)
+            if low is None or high is None:
+                return share(value)
+            return score(value, low, high, is_share=is_share(key, value, low, high))
         if key != "val/bits_per_byte":
             return figure(value)
         before = next(record[key] for record in self.records if key in record)

@@ -77,8 +77,8 @@ def score_table(closing: ClosingTable) -> Table:
         for i, (model, found) in enumerate(row.by_model.items()):
             style = "bold green" if found is row.after else ""
             better = row.differences.get(model)
-            gained = "" if better is None else difference(row.measure, *better)
-            shown = Text(score(row.measure, *found), style)
+            gained = "" if better is None else difference(*better, is_share=row.is_share)
+            shown = Text(score(*found, is_share=row.is_share), style)
             table.add_row("" if i else row.measure, Text(model, style), shown, *([gained] if is_compared else []))
         table.add_section()
     return table

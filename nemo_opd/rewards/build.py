@@ -50,11 +50,6 @@ def build_reward(settings: RewardBase) -> RewardFunction:
     return REWARDS[type(settings)](settings)
 
 
-def compares_answers(settings: Reward) -> bool:
-    """Return whether prompts need an answer."""
-    return any(isinstance(part, AnswerReward) for part in settings.parts)
-
-
 def check_answer(settings: RewardBase, answer: str | None) -> None:
     """Raise DataError for an answer that the reward cannot compare with."""
     for part in settings.parts:
@@ -85,11 +80,12 @@ def check_answers(settings: Reward, prompts: Iterable[Prompt], *, source: str) -
 
     source: the setting that the prompts come from, such as `data.train.jsonl_files='a.jsonl'`.
     """
+    column = "" if settings.answer_column is None else f"column {settings.answer_column!r}: "
     for prompt in prompts:
         try:
             check_answer(_chosen(settings, prompt), prompt.answer)
         except DataError as error:
             raise DataError(
-                f"{source}: row {prompt.index} (counted from 0 over all files), column {settings.answer_column!r}: "
+                f"{source}: row {prompt.index} (counted from 0 over all files): {column}"
                 f"{error}; correct or leave out the row, or set reward.answer_key or reward.type"
             ) from None

@@ -2,21 +2,21 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from nemo_opd.config.extraction import AnswerLine, Boxed, Choice, Extraction, Json, LastTurn, Regex
-from nemo_opd.errors import ConfigError
+from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.rewards.boxes import last_boxed
 from nemo_opd.users_code import UsersCodeError, called
 
 Extractor = Callable[[str], str | None]
-"""Map from a response to the answer in it; None where there is none."""
+"""Map from a response to the answer in it; None where there is none. Raises RolloutError."""
 
 _EMPHASIS = " \t*_`$"
-_MAX_JSON = 1000
-"""Places in a response at which JSON is looked for."""
+_MAX_READ = 10_000_000
+"""Characters of what looks like the beginning of JSON and is none, after which no more are read."""
 
 
 def build_extractor(settings: Extraction) -> Extractor:
@@ -26,7 +26,7 @@ def build_extractor(settings: Extraction) -> Extractor:
     if isinstance(settings, Boxed):
         return last_boxed
     if isinstance(settings, AnswerLine):
-        return partial(_after, re.compile(rf"{re.escape(settings.marker)}[{_EMPHASIS}]*([^\n]*)", re.IGNORECASE))
+        return partial(_after, re.compile(re.escape(settings.marker), re.IGNORECASE))
     if isinstance(settings, Choice):
         return partial(_chosen, _choice_patterns(settings.letters))
     if isinstance(settings, Regex):
@@ -35,24 +35,31 @@ def build_extractor(settings: Extraction) -> Extractor:
 
 
 def _after(pattern: re.Pattern[str], text: str) -> str | None:
-    found = [match[1].strip().rstrip(".").strip(_EMPHASIS) for match in pattern.finditer(text)]
-    return (found[-1] or None) if found else None
+    """Return what follows the last marker in its line, without emphasis and a full stop."""
+    *_, last = [None, *pattern.finditer(text)]
+    if last is None:
+        return None
+    return text[last.end() :].partition("\n")[0].rstrip(_EMPHASIS + ".").strip(_EMPHASIS) or None
 
 
 def _choice_patterns(letters: str) -> tuple[re.Pattern[str], ...]:
-    """Return the patterns of a chosen letter, the surest first."""
-    letter = f"([{letters}])"
+    """Return the patterns of a chosen letter, the surest first: in a box, after a word such as answer, by itself."""
+    letter = rf"(?<![A-Za-z])([{letters}])(?![A-Za-z'])"
+    opening = rf"(?:[\s{_EMPHASIS}(\[{{]|\\(?:text|mathrm|mathbf))*+"
+    # The words "I" and "A" are no choices: "the answer is I don't know", "Answer: A cat".
+    by_itself = rf"(?!I\s+[a-z]|A\s+(?!because|since|as|for|and|which|not|but)[a-z]){letter}"
     return (
-        re.compile(rf"(?i:answer|choice|option)(?i:\s+is)?\s*:?[{_EMPHASIS}]*\(?{letter}\b(?!')"),
-        re.compile(rf"\({letter}\)|(?<![\w'])[*_]*{letter}[*_]*(?=[.):]|\s*$)", re.MULTILINE),
+        re.compile(letter),
+        re.compile(rf"(?i:answer|choice|option)(?i:\s++is)?+\s*+:?+{opening}{by_itself}"),
+        re.compile(rf"\({letter}\)|(?<![\w'*])[*_]*+{letter}[*_]*+(?=[.):]|\s*$)", re.MULTILINE),
     )
 
 
 def _chosen(patterns: tuple[re.Pattern[str], ...], text: str) -> str | None:
-    boxed = last_boxed(text)
-    if boxed is not None and (named := re.search(r"[A-Z](?![A-Za-z])", boxed)):
-        return named[0]
-    for pattern in patterns:
+    boxed, *others = patterns
+    if (content := last_boxed(text)) is not None and (named := boxed.search(content)):
+        return named[1]
+    for pattern in others:
         if found := list(pattern.finditer(text)):
             return next(group for group in found[-1].groups() if group)
     return None
@@ -89,11 +96,11 @@ def _validator(settings: Json) -> Any:
 
 
 def _json_value(key: str | None, validator: Any, text: str) -> str | None:
-    value = next(_json_from_the_end(text), None)
-    if value is None or (validator is not None and not validator.is_valid(value)):
+    value = _last_json(text)
+    if value is None or not _is_valid(value, validator):
         return None
     for part in key.split(".") if key else ():
-        if isinstance(value, list) and part.isdigit() and int(part) < len(value):
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
             value = value[int(part)]
         elif isinstance(value, dict) and part in value:
             value = value[part]
@@ -102,15 +109,32 @@ def _json_value(key: str | None, validator: Any, text: str) -> str | None:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True, ensure_ascii=False)
 
 
-def _json_from_the_end(text: str) -> Iterator[Any]:
-    """Yield the outermost objects and lists, the last first."""
-    decoder, found, start = json.JSONDecoder(), [], 0
-    for place in [match.start() for match in re.finditer(r"[{\[]", text)][:_MAX_JSON]:
-        if place < start:
+def _is_valid(value: Any, validator: Any) -> bool:
+    """Raises RolloutError where a schema refers to what cannot be found."""
+    if validator is None:
+        return True
+    from referencing.exceptions import Unresolvable
+
+    try:
+        return bool(validator.is_valid(value))
+    except Unresolvable as error:
+        raise RolloutError(
+            f"reward.extract.schema_file: {error.ref} that it refers to cannot be found; define it in the schema itself"
+        ) from error
+
+
+def _last_json(text: str) -> Any:
+    """Return the last object or list that is in no other; None where there is none."""
+    decoder, found, end, read = json.JSONDecoder(), None, 0, 0
+    for match in re.finditer(r"[{\[]", text):
+        if match.start() < end:
             continue
         try:
-            value, start = decoder.raw_decode(text, place)
-        except (ValueError, RecursionError):
-            continue
-        found.append(value)
-    yield from reversed(found)
+            found, end = decoder.raw_decode(text, match.start())
+        except json.JSONDecodeError as error:
+            read += error.pos - match.start()
+        except (ValueError, RecursionError):  # a number of too many digits, too many levels
+            read += len(text) - match.start()
+        if read > _MAX_READ:
+            break
+    return found

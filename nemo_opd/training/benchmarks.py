@@ -14,6 +14,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.inputs import is_left_out
+from nemo_opd.evaluation.likelihoods import longest_request
 from nemo_opd.models.load import load_config
 from nemo_opd.rollout.hf import end_ids
 from nemo_opd.training.model_info import ModelInfo
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from nemo_opd.evaluation.language_model import TextModel
 
 _log = logging.getLogger(__name__)
-_LONGEST = 4096
-"""Tokens of a request where the model could read more and the run's own sequences are shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,8 @@ class Benchmarks:
 def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Benchmarks | None:
     """Load the benchmarks; None without any.
 
-    Raises what `load_benchmarks` raises, and ConfigError for a chat benchmark without a chat template.
+    Raises what `load_benchmarks` raises, and ConfigError for a chat benchmark without a chat template or a metric of
+    `train.keep_best` or `early_stopping` that its benchmark does not have.
     """
     evaluation = config.evaluation
     if evaluation is None or not evaluation.benchmarks:
@@ -61,12 +61,28 @@ def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequenc
         return None
     from nemo_opd.evaluation.benchmarks import load_benchmarks  # with a library that only some have
 
+    loaded = load_benchmarks(evaluation, "evaluation.")
+    for key, chosen in (("keep_best", config.train.keep_best), ("early_stopping", config.train.early_stopping)):
+        if chosen is not None:
+            _check_metric(chosen.metric, f"train.{key}.metric", loaded)
     asked = zip(config.active_teachers, teachers, strict=True) if evaluation.teachers else ()
     return Benchmarks(
-        load_benchmarks(evaluation, "evaluation."),
+        loaded,
         _asked(config, config.student, student, "student"),
         tuple(_asked(config, settings, info, f"teachers.{i}") for i, (settings, info) in enumerate(asked)),
     )
+
+
+def _check_metric(metric: str, key: str, loaded: Sequence[LoadedBenchmark]) -> None:
+    """Raise ConfigError for a metric of a benchmark that its tasks do not have."""
+    from nemo_opd.evaluation.benchmarks import figure_names
+
+    for benchmark in loaded:
+        name, known = f"eval/{benchmark.settings.label}/", figure_names(benchmark)
+        figure = metric.removeprefix(name)
+        if metric.startswith(name) and not any(figure == each or figure.endswith(f".{each}") for each in known):
+            named = ", ".join(name + each for each in sorted(known))
+            raise ConfigError(f"{key}={metric}: that benchmark has no such figure; there are {named}")
 
 
 def _asked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key: str) -> AskedModel:
@@ -79,11 +95,9 @@ def _asked(config: RunConfig, settings: Student | Teacher, info: ModelInfo, key:
             f"{key}: the tokenizer has no chat template, and the benchmark {chats[0]} has chat=true; write chat: "
             f"false, or name one as {key}.chat_template"
         )
-    longest = max(_LONGEST, config.train.max_length)
-    # The last token of a request is predicted only, but read all the same.
-    limit = longest if info.positions is None else min(longest, info.positions - 1)
     model = load_config(settings.reference, key=f"{key}.model")
+    longest = longest_request(config.evaluation, info.positions)
     return AskedModel(
-        TextModel(info.tokenizer, limit, settings.chat_template_kwargs, config.run.seed),
+        TextModel(info.tokenizer, longest, settings.chat_template_kwargs, config.run.seed),
         end_ids(info.tokenizer, GenerationConfig.from_model_config(model)),
     )

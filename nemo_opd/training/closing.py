@@ -38,4 +38,5 @@ def _scores(config: RunConfig, folder: Path) -> tuple[ScoreRow, ...]:
     if config.evaluation is None:
         return ()
     records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
-    return scores(records, config.active_names, values, config.evaluation.confidence)
+    settings = config.evaluation
+    return scores(records, config.active_names, values, lambda name: settings.asked.get(name, settings).confidence)

@@ -44,7 +44,7 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         plan.sampled_end_ids,
         "bfloat16" if plan.device == "cuda" else "float32",
         plan.output_dir,
-        max_length=config.train.max_length,
+        max_length=_longest(plan),
         rounds_logits=config.handoff.type == "logits",
         is_training=True,
         memory_share=plan.server_share,
@@ -52,6 +52,12 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
         gpus=server_gpus(settings),
     )
     return ENGINES[type(settings)].for_student(settings, spec, _Student(models), version)
+
+
+def _longest(plan: Plan) -> int:
+    """Return the most tokens of a sequence: a rollout, or a benchmark's question with its answer."""
+    longest = plan.config.train.max_length
+    return longest if plan.benchmarks is None else max(longest, plan.benchmarks.student.text.max_length)
 
 
 class TeacherWorkers(Generator):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.likelihoods import Scorer
+from nemo_opd.evaluation.sets import build_set_reward
 from nemo_opd.evaluation.shown import shown_answers
 from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.logging.question_values import QuestionValues, ValueLog
 from nemo_opd.logging.samples import SampleLog
-from nemo_opd.rewards import RewardFunction, build_reward
+from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import Generator, Sampling
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environments import build_environment
@@ -30,7 +34,7 @@ if TYPE_CHECKING:
 class Evaluator:
     """Rewards and logs of the sets of questions; closed with `stack`.
 
-    A failure that is none of the workers' is a warning, unless `evaluation.on_error=stop`.
+    A failure outside of the workers is a warning, unless `evaluation.on_error=stop`.
     """
 
     def __init__(self, plan: Plan, models: Models, warn: Callable[[str], None], stack: ExitStack, step: int) -> None:
@@ -38,7 +42,7 @@ class Evaluator:
         self._plan, self._config, self._models, self._warn = plan, plan.config, models, warn
         assert plan.config.evaluation is not None
         self._settings = plan.config.evaluation
-        self._rewards = [stack.enter_context(build_reward(each.asked.reward)) for each in plan.questions]
+        self._rewards = [stack.enter_context(build_set_reward(each.asked)) for each in plan.questions]
         self._samples = SampleLog(plan.output_dir / "samples.jsonl")
         self._values = ValueLog(plan.output_dir / "evaluation.jsonl")
         self._samples.truncate_after(step)
@@ -79,13 +83,17 @@ class Evaluator:
         model, settings = LanguageModel(text, scorer, engine), self._settings
         figures: dict[str, float] = {}
         for loaded in self._plan.benchmarks.loaded:
-            with self._reported(f"benchmark {loaded.settings.label} failed after step {step}"):
+            result = None
+            with self._reported(f"asking {_who(teacher)} failed after step {step}"):
                 allows_code = settings.confirm_run_unsafe_code
                 result = run_benchmark(loaded, model, settings.confidence, allows_code=allows_code)
-                for metric, values in result.values.items():
-                    rows = tuple(range(len(values)))
-                    self._values.write(QuestionValues(step, result.name, teacher, rows, {metric: values}))
-                figures |= result.metrics
+            if result is None:
+                continue
+            for metric, found in result.values.items():
+                lower = (metric,) if metric in result.lower_is_better else ()
+                values = {metric: tuple(found.values())}
+                self._values.write(QuestionValues(step, result.name, teacher, tuple(found), values, lower))
+            figures |= result.metrics
         return figures
 
     def _ask(
@@ -98,20 +106,17 @@ class Evaluator:
         teacher: str | None = None,
     ) -> dict[str, float]:
         """Ask one model the questions of a set, log its answers, and return eval/*; nothing where that fails."""
-        asked, who = loaded.asked, "the student" if teacher is None else f"the teacher {teacher}"
+        asked, who = loaded.asked, _who(teacher)
         result: EvaluationResult | None = None
         with self._reported(f"{asked.label}: asking {who} failed after step {step}"):
             result = self._answered(engine, loaded, model, reward)
         if result is None:
             return {}
         if result.failures:
-            self._warn(
-                f"{asked.label}: the reward failed for {len(result.failures)} answers of {who}, which count as wrong; "
-                f"the first: {result.failures[0]}"
-            )
+            self._warn(result.failure_text(f"{asked.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
-        rows = tuple(question.prompt.index for question in result.questions)
-        self._values.write(QuestionValues(step, asked.name, teacher, rows, result.values))
+        questions = tuple(_name(question.prompt) for question in result.questions)
+        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values))
         return result.metrics
 
     @contextmanager
@@ -148,5 +153,15 @@ class Evaluator:
             reward,
             settings,
             name=asked.name,
-            bears_failures=self._settings.on_error == "warn",
+            failures_are_wrong=self._settings.on_error == "warn",
         )
+
+
+def _who(teacher: str | None) -> str:
+    return "the student" if teacher is None else f"the teacher {teacher}"
+
+
+def _name(question: Prompt) -> str:
+    """Return a question's row and a hash of it: another question in the same row has another name."""
+    content = json.dumps([question.content, question.answer], ensure_ascii=False, default=str)
+    return f"{question.index}:{zlib.crc32(content.encode()):08x}"

@@ -31,14 +31,14 @@ from nemo_opd.handoff.window import Window, windows
 from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request, Sampling
 from nemo_opd.training.batch_grid import leads, reduced, shared_out
+from nemo_opd.training.groups import separate, student_group, teacher_group
 from nemo_opd.training.links import Links
 from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, Mean, Metric, SequenceScores, TokenRows
-from nemo_opd.workers.stored_teacher import CachedTeacherWorker, ServedTeacherWorker
-from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
+from nemo_opd.workers.student import StudentStep
+from nemo_opd.workers.teacher import TeacherOutput
 
 _RankWindows = tuple[Window, ...]
 _MICRO_BATCHES_A_CALL = 16
@@ -103,8 +103,8 @@ class Models:
         self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
-            ahead = {i: stack.enter_context(_teacher_group(cluster, plan, i)) for i in _separate(plan)}
-            self.student = stack.enter_context(_student_group(cluster, plan))
+            ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate(plan)}
+            self.student = stack.enter_context(student_group(cluster, plan))
             cluster.gather([group.ready for group in (self.student, *ahead.values())])
             self.teachers: list[Group] = [
                 ahead.get(i) or OwnTeacher(self.student, i, settings.name)
@@ -353,62 +353,3 @@ def export_whole(models: Models, folder: Path, served_as: str | None = None, ave
     with replacing(folder) as temporary:
         models.export(temporary, served_as, average_of)
         require_whole_export(temporary)
-
-
-def _separate(plan: Plan) -> list[int]:
-    """Return the indices of the teachers that have processes of their own."""
-    return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
-
-
-def _teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
-    """Start the group of a teacher that has processes of its own."""
-    settings = plan.config.active_teachers[i]
-    worker: type[TeacherWorker] = TeacherWorker
-    if not settings.is_computed:
-        worker = ServedTeacherWorker if settings.cache is None else CachedTeacherWorker
-    return cluster.group(f"teacher {settings.name}", worker, _teacher_arguments(plan, i), plan.placement.teachers[i])
-
-
-def _teacher_arguments(plan: Plan, i: int) -> dict[str, Any]:
-    """Return the arguments of a teacher's workers."""
-    settings = plan.config.active_teachers[i]
-    alpha = confidence_alphas(plan.config)[i]
-    return {
-        "settings": settings,
-        "key": "student.model" if settings.is_student else f"teachers.{i}.model",
-        "vocab_size": plan.teachers[i].vocab_size,
-        "device": plan.device,
-        "transport": plan.transport,
-        "handoff": plan.config.handoff.type,
-        "score": plan.config.aggregation.score if alpha is None else "log_probability",
-        "readers": plan.deliveries[i].readers,
-        "num_slots": 1 if settings.is_student else 1 + plan.lookahead,
-        "gives_back": plan.gives_back,
-        "shares_process": settings.is_student or plan.config.cluster.launcher == "local",
-    }
-
-
-def _student_group(cluster: Cluster, plan: Plan) -> Group:
-    """Start the student's group."""
-    return cluster.group(
-        "student",
-        StudentWorker,
-        {
-            "config": plan.config,
-            "projections": [teacher.projection for teacher in plan.teachers],
-            "total_steps": plan.total_steps,
-            "vocab_size": plan.student_vocab_size,
-            "teacher_vocab_sizes": [teacher.vocab_size for teacher in plan.teachers],
-            "device": plan.device,
-            "transport": plan.transport,
-            "block_bytes": plan.memory.block_bytes,
-            "gives_back": plan.gives_back,
-            "end_ids": plan.sampled_end_ids,
-            "own_teachers": {
-                i: _teacher_arguments(plan, i)
-                for i, settings in enumerate(plan.config.active_teachers)
-                if settings.is_student
-            },
-        },
-        plan.placement.student,
-    )

@@ -22,7 +22,7 @@ from nemo_opd.data.samples import Sample
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import AlignmentError, DataError
 from nemo_opd.progress import tracked, working
-from nemo_opd.rewards.build import build_reward, check_answers, compares_answers
+from nemo_opd.rewards.build import build_reward, check_answers
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.rollout.prompts import dataset_rollout, drop_long
 from nemo_opd.rollout.renderer import Renderer
@@ -150,7 +150,7 @@ def _prompt_set(config: RunConfig, renderer: Renderer, source: Source, key: str)
         if has_contrast(config):
             documents = with_others(documents, key)
         prompts = read_prompts(documents, range(len(documents)), layout.columns)
-    if config.reward is not None and compares_answers(config.reward):
+    if config.reward is not None:
         check_answers(config.reward, prompts, source=key)
     way_out = "raise rollout.max_prompt_length or train.max_length, or lower rollout.max_new_tokens"
     kept = drop_long(prompts, renderer, longest_prompt(config), key=key, way_out=way_out)

@@ -1,6 +1,7 @@
 """Scores of the closing table: of the student at its first and last evaluation, and of its teachers."""
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 
 from nemo_opd.evaluation.estimates import paired_difference
 from nemo_opd.logging.base import STUDENT_BEFORE, Score, ScoreRow
@@ -11,18 +12,26 @@ Record = Mapping[str, float]
 
 
 def scores(
-    records: Sequence[Record], teachers: Sequence[str], values: Sequence[QuestionValues], confidence: float
+    records: Sequence[Record],
+    teachers: Sequence[str],
+    values: Sequence[QuestionValues],
+    confidence: Callable[[str], float],
 ) -> tuple[ScoreRow, ...]:
     """Return the measures with a confidence interval, from a run's records.
 
     teachers: names. values: of each question, for the differences between models that were asked the same questions.
+    confidence: level of the intervals of a set, by its name.
     """
     keys = dict.fromkeys(key for record in records for key in record)
     return tuple(_row(key, records, teachers, values, confidence) for key in score_keys(keys))
 
 
 def _row(
-    key: str, records: Sequence[Record], teachers: Sequence[str], values: Sequence[QuestionValues], confidence: float
+    key: str,
+    records: Sequence[Record],
+    teachers: Sequence[str],
+    values: Sequence[QuestionValues],
+    confidence: Callable[[str], float],
 ) -> ScoreRow:
     first, *_, last = [record for record in records if key in record] * 2
     of_teachers = {
@@ -33,12 +42,14 @@ def _row(
     }
     has_before = first["step"] < last["step"]
     name = key.removeprefix(PREFIX)
+    of_set, _, measure = name.rpartition("/")
+    steps = first["step"], last["step"]
     return ScoreRow(
         name,
         _score(first, key) if has_before else None,
         _score(last, key),
         of_teachers,
-        _differences(*name.rpartition("/")[::2], values, (first["step"], last["step"]), confidence),
+        _differences(of_set, measure, values, steps, confidence(of_set)),
     )
 
 
@@ -63,11 +74,15 @@ def _differences(
 
 
 def _difference(after: QuestionValues, other: QuestionValues, measure: str, confidence: float) -> Score | None:
-    """Return the difference over the questions that both were asked; None where there are none."""
+    """Return how much better `after` is over the questions that both were asked; None where too few were."""
     theirs = dict(zip(other.questions, other.values[measure], strict=True))
     now = dict(zip(after.questions, after.values[measure], strict=True))
     shared = [row for row in now if row in theirs]
     if not shared:
         return None
     found = paired_difference([now[row] for row in shared], [theirs[row] for row in shared], confidence)
+    if not math.isfinite(found.low):
+        return None
+    if measure in after.lower_is_better:
+        return Score(-found.value, -found.high, -found.low)
     return Score(found.value, found.low, found.high)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 
 from nemo_opd.aggregation import Divisor, build_parts
 from nemo_opd.checkpoint.background import BackgroundWriter
@@ -271,8 +272,7 @@ class StudentWorker:
     ) -> list[Completion]:
         """Continue each prompt with the current weights, of `version`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests. Communicates as
-        `generating` does.
+        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests.
         """
         size = self.vocab_size
         sampler = Sampler(self.model, end_ids=self.end_ids, vocab_size=size, batch_size=batch_size, device=self.device)
@@ -332,8 +332,7 @@ class StudentWorker:
 
     def _clip_gradient(self) -> Tensor:
         limit = self.config.train.gradient_clip
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit)
-        return gathered(norm)
+        return gathered(clip_grad_norm_(self.model.parameters(), float("inf") if limit is None else limit))
 
     def save(self, folder: Path) -> None:
         """Write `folder/state` (sharded, for resuming) and `folder/student` (Hugging Face form).

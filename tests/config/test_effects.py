@@ -46,7 +46,11 @@ def off_policy(**sections: Any) -> dict[str, Any]:
             on_policy(reward={"type": "exact"}, evaluation={"teacher_batch_size": 2}),
             r"evaluation\.teacher_batch_size=2 has no effect: no teacher is asked",
         ),
-        (changed("cluster.prefetch", 3), r"cluster\.prefetch=3 has no effect"),
+        (changed("cluster.prefetch", 3), r"cluster\.prefetch=3 has no effect: teachers take turns"),
+        (
+            on_policy(cluster={"placement": "separate", "prefetch": 3}),
+            r"cluster\.prefetch=3 has no effect: the student samples a batch once it has learned",
+        ),
         (changed("cluster", {"device": "cpu", "gpus_per_node": 2}), r"cluster\.gpus_per_node=2 has no effect"),
         (changed("cluster", {"device": "cuda", "cpu_ranks": 2}), r"cluster\.cpu_ranks=2 has no effect"),
         (

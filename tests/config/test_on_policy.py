@@ -7,7 +7,7 @@ import pytest
 from nemo_opd.config.load import from_dict, from_yaml, to_yaml
 from nemo_opd.config.loss import SameVocabTerm, SampledKLTerm, TCADTerm
 from nemo_opd.config.on_policy import confidence_alphas
-from tests.config.settings import CROSS, HF, SAME, message_of, on_policy
+from tests.config.settings import CROSS, HF, SAME, VALID, message_of, on_policy
 
 NUMERIC = {"type": "numeric"}
 SGLANG = {"type": "server", "program": "sglang"}
@@ -20,6 +20,13 @@ def test_a_valid_run_survives_its_own_config(tmp_path: Any) -> None:
     assert from_yaml(tmp_path / "config.yaml") == config
     assert isinstance(config.term(0), TCADTerm)
     assert confidence_alphas(config) == [1.0]
+
+
+def test_teachers_do_not_read_what_is_not_sampled_yet() -> None:
+    """Bug: a batch is sampled ahead, with weights older than rollout.staleness allows, and counts as up to date."""
+    separate = {"cluster": {"placement": "separate"}}
+    assert from_dict(VALID | separate).teachers_work_ahead
+    assert not from_dict(on_policy(**separate)).teachers_work_ahead
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Likelihoods and texts for lm-eval that differ from those of its own backend, and tasks that cannot be loaded."""
 
 import json
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -13,6 +15,7 @@ from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.evaluation.likelihoods import model_scorer
+from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
@@ -49,6 +52,12 @@ generation_kwargs: {until: [" "], max_gen_toks: 8}
 metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
 """,
 }
+SHUFFLE = """
+import random
+
+def shuffled(rows):
+    return rows.select(random.sample(range(len(rows)), len(rows)))
+"""
 # No text repeats itself: of equal windows lm-eval's own backend scores some at the wrong positions.
 ROWS = [
     {"question": f"def {name}(self):\n    return", "choices": [" self.x", f" {name} + 1", "\n\n"], "answer": i % 3}
@@ -67,6 +76,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (made / f"{name}.yaml").write_text(f"task: {name}\n{data}{task}", encoding="utf-8")
     gone = data.replace("rows.json", "gone.json") + TASKS["choices"]
     (made / "gone.yaml").write_text(f"task: gone\n{gone}", encoding="utf-8")
+    (made / "zero.yaml").write_text(f"task: zero\n{data}{TASKS['sums']}num_fewshot: 0\n", encoding="utf-8")
+    (made / "shuffle.py").write_text(SHUFFLE, encoding="utf-8")
+    shuffled = TASKS["sums"] + "process_docs: !function shuffle.shuffled\n"
+    (made / "shuffled.yaml").write_text(f"task: shuffled\n{data}{shuffled}", encoding="utf-8")
     (made / "programs.yaml").write_text(f"task: programs\nunsafe_code: true\n{data}{TASKS['sums']}", encoding="utf-8")
     return made
 
@@ -90,8 +103,8 @@ def theirs(model: PreTrainedModel) -> HFLM:
     return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=3, max_length=MAX_LENGTH)
 
 
-def loaded(folder: Path, task: str, **more: Any) -> LoadedBenchmark:
-    settings = Evaluation(benchmarks=[{"task": task}], task_folder=str(folder), **more)
+def loaded(folder: Path, task: str, shots: int | None = None, **more: Any) -> LoadedBenchmark:
+    settings = Evaluation(benchmarks=[{"task": task, "shots": shots}], task_folder=str(folder), **more)
     (found,) = load_benchmarks(settings, "evaluation.")
     return found
 
@@ -130,13 +143,54 @@ def test_figures_are_those_of_lm_eval_with_an_interval_over_questions(
     benchmark = loaded(folder, "choices")
     found = run_benchmark(benchmark, ours, 0.95, allows_code=False)
     again = run_benchmark(benchmark, ours, 0.95, allows_code=False)
-    right = sum(found.values["acc"])
+    right = sum(found.values["acc"].values())
 
-    assert "Tokenizing" not in capsys.readouterr().err
+    assert "it/s" not in capsys.readouterr().err
     assert found == again
     assert found.num_questions == len(ROWS)
     assert found.estimates["acc"] == wilson(right, len(ROWS), 0.95)
     assert found.metrics.keys() == {f"eval/choices/acc{end}" for end in ("", "_low", "_high")}
+
+
+def test_a_task_draws_the_same_each_time(folder: Path, ours: LanguageModel) -> None:
+    """Bug: choices that are shuffled anew, so that a run that continues asks other questions."""
+    state = random.getstate()
+    first, again = (run_benchmark(loaded(folder, "shuffled"), ours, 0.95, allows_code=False) for _ in range(2))
+
+    assert list(first.values["exact_match"]) == list(again.values["exact_match"])
+    assert len(first.values["exact_match"]) == len(ROWS)
+    assert random.getstate() == state
+
+
+def test_a_long_answer_leaves_the_question_half_of_the_room(
+    folder: Path, ours: LanguageModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Bug: of the question the last token alone."""
+    silent = Silent()
+    model = LanguageModel(TextModel(ours.tokenizer, MAX_LENGTH, {}), lambda rows: [], silent)
+    asked = [
+        Instance("generate_until", {}, ("1 2 3 4 5 6 7 8 9 " * 20, {"max_new_tokens": 999, "max_gen_toks": None}), 0),
+        Instance("generate_until", {}, ("1 2 3", {"max_gen_toks": 999, "temperature": 0.7}), 1),
+    ]
+
+    assert model.generate_until(asked) == ["", ""]
+    (greedy, long), (sampled, short) = silent.asked
+    assert (greedy.temperature, sampled.temperature) == (0.0, 0.7)
+    assert (len(long.prompt_ids), long.max_new_tokens) == (MAX_LENGTH // 2, MAX_LENGTH // 2)
+    assert short.max_new_tokens == MAX_LENGTH - len(short.prompt_ids) > MAX_LENGTH // 2
+    assert "up to 999 tokens" in caplog.text
+
+
+class Silent(Generator):
+    """Answers nothing, and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Sampling, Request]] = []
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        self.asked += [(sampling, request) for request in requests]
+        nothing = np.zeros(0, np.float32)
+        return [Completion(nothing.astype(np.int32), nothing, nothing, "stop", 0) for _ in requests]
 
 
 def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) -> None:
@@ -158,6 +212,7 @@ def test_a_limit_and_shots_are_told_to_tasks(folder: Path, ours: LanguageModel) 
         ),
         ("gone", DataError, "TaskManager().load(['gone'])"),
         ("programs", ConfigError, "evaluation.confirm_run_unsafe_code=true"),
+        ("zero", ConfigError, "evaluation.benchmarks.0.shots=5: zero is asked without examples alone"),
     ],
 )
 def test_a_task_that_cannot_be_asked_is_one_message(
@@ -168,6 +223,6 @@ def test_a_task_that_cannot_be_asked_is_one_message(
         "nemo_opd.evaluation.benchmarks.TaskManager", lambda **given: own(**given | {"include_defaults": False})
     )
     with pytest.raises(kind) as caught:
-        loaded(folder, task)
+        loaded(folder, task, shots=5 if task == "zero" else None)
 
     assert says in str(caught.value)

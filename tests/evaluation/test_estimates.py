@@ -137,7 +137,13 @@ def test_a_paired_difference_by_hand() -> None:
     found = paired_difference(after, before, 0.95)
 
     assert found.value == pytest.approx(4 / 20)
-    assert (found.high - found.low) / 2 == pytest.approx(half, rel=1e-6)
+    assert (found.low, found.high) == (
+        pytest.approx(won - lost - half, rel=1e-6),
+        pytest.approx(won - lost + half, rel=1e-6),
+    )
+    all_won = paired_difference([1.0] * 10, [0.0] * 10, 0.95)
+    assert 0.5 < all_won.low < all_won.high <= all_won.value == 1
+    assert paired_difference([3.0], [1.0], 0.95) == Estimate(2.0, -math.inf, math.inf)
 
 
 def test_answers_that_have_not_changed_leave_a_width() -> None:

@@ -122,7 +122,7 @@ class Fails(NumericMatch):
 def test_an_answer_whose_reward_fails_is_wrong_and_told() -> None:
     """Bug: one row of many that ends the evaluation, or leaves its question out of the mean."""
     settings = Questions(n=4, k=(1,))
-    found = evaluate_task(None, Speaks(SAID), PROMPTS, Fails("5", "8"), settings, bears_failures=True)
+    found = evaluate_task(None, Speaks(SAID), PROMPTS, Fails("5", "8"), settings, failures_are_wrong=True)
 
     assert found.estimates["pass@1"].value == pytest.approx(fmean([2 / 4, 1 / 4]))
     assert found.metrics["eval/failed_rewards"] == len(found.failures) == 2
@@ -135,7 +135,7 @@ def test_an_answer_whose_reward_fails_is_wrong_and_told() -> None:
 )
 def test_a_reward_that_fails_always_or_may_not_fail_is_an_error(fails: tuple[str, ...], bears: bool, says: str) -> None:
     with pytest.raises(RolloutError, match=says):
-        evaluate_task(None, Speaks(SAID), PROMPTS, Fails(*fails), Questions(n=4), bears_failures=bears)
+        evaluate_task(None, Speaks(SAID), PROMPTS, Fails(*fails), Questions(n=4), failures_are_wrong=bears)
 
 
 def test_figures_of_a_set_have_its_name() -> None:

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_opd.config.extraction import Extraction
 from nemo_opd.config.reward import Reward
 from nemo_opd.data.record import Prompt, Rollout
-from nemo_opd.errors import ConfigError, DataError
+from nemo_opd.errors import ConfigError, DataError, RolloutError
 from nemo_opd.rewards import build_reward, check_answers
 from nemo_opd.rewards.extraction import build_extractor
 from tests.rewards.rollouts import rollout
@@ -45,6 +45,22 @@ def reward_of(given: Rollout, **settings: Any) -> float:
         ({"type": "choice"}, "Answer: **C**", "C"),
         ({"type": "choice", "letters": "AB"}, "(C)", None),
         ({"type": "choice"}, "It's a dog", None),
+        ({"type": "choice"}, "Answer: I think it is B.", "B"),
+        ({"type": "choice"}, "The answer is I don't know", None),
+        ({"type": "choice"}, r"\boxed{DNA}", None),
+        ({"type": "choice", "letters": "AB"}, r"\boxed{C}", None),
+        ({"type": "choice"}, r"Answer: \text{C}", "C"),
+        ({"type": "choice"}, "the answer is [C]", "C"),
+        ({"type": "choice"}, "Answer: A cat, so B.", "B"),
+        ({"type": "choice"}, "The answer is A because of B.", "A"),
+        ({"type": "choice"}, r"The answer is: $\mathrm{D}$", "D"),
+        ({"type": "choice"}, "Option A is wrong, so B", "B"),
+        ({"type": "choice"}, "*" * 200_000 + "answer" + " " * 200_000, None),
+        ({"type": "answer_line"}, "**Answer: 42.**", "42"),
+        ({"type": "answer_line"}, "The Answer: 7 Answer: 8", "8"),
+        ({"type": "json", "key": "answer.²"}, '{"answer": [1, 2, 3]}', None),
+        ({"type": "json"}, ("[" + "1," * 500) * 1000, None),
+        ({"type": "json", "key": "answer"}, "x[0] " * 1200 + "y[i] " * 1200 + '{"answer": 5}', "5"),
         ({"type": "regex", "pattern": r"^#### (\S+)"}, "#### 1\n#### 2\n", "2"),
         ({"type": "regex", "pattern": r"\d+"}, "1 and 22", "22"),
         ({"type": "regex", "pattern": r"\d+"}, "none", None),
@@ -66,6 +82,13 @@ def test_json_has_to_match_its_schema(tmp_path: Path) -> None:
 
     assert extracted('{"answer": 4}', **settings) == "4"
     assert extracted('{"answer": "4"}', **settings) is None
+
+
+def test_a_schema_that_refers_to_nothing_is_an_error_of_the_reward(tmp_path: Path) -> None:
+    """Bug: an error of the library, which ends a run with a stack of calls."""
+    (tmp_path / "schema.json").write_text('{"$ref": "#/$defs/none"}')
+    with pytest.raises(RolloutError, match=r"schema_file: .*/\$defs/none that it refers to cannot be found"):
+        extracted("{}", type="json", schema_file=str(tmp_path / "schema.json"))
 
 
 @pytest.mark.parametrize("content", ["{", '{"type": "nothing of the kind"}', None])

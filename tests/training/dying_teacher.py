@@ -6,7 +6,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from nemo_opd.cli.settings_command import main
-from nemo_opd.training import models
+from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import TokenRows
 from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker
@@ -30,5 +30,5 @@ class DyingTeacher(TeacherWorker):
 
 
 if __name__ == "__main__":
-    models.TeacherWorker = DyingTeacher
+    groups.TeacherWorker = DyingTeacher
     main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nemo_opd.cli.settings_command import main
-from nemo_opd.training import models
+from nemo_opd.training import groups
 from nemo_opd.training.off_policy import distil
 from nemo_opd.types import Metric, TokenRows
 from nemo_opd.workers.student import StudentStep, StudentWorker
@@ -68,6 +68,6 @@ OTHERS = {
 }
 
 if __name__ == "__main__":
-    models.TeacherWorker, models.StudentWorker = OTHERS[sys.argv.pop(1)]
+    groups.TeacherWorker, groups.StudentWorker = OTHERS[sys.argv.pop(1)]
     RaisingTeacher.at = HangingStudent.at = int(sys.argv.pop(1))
     main(distil, config_dir=CONFIGS, config_name="off_policy_demo")

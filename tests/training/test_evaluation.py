@@ -4,13 +4,19 @@ import json
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from rich.console import Console
 
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.load import validated
 from nemo_opd.data.record import Rollout
 from nemo_opd.errors import RolloutError
+from nemo_opd.evaluation.standalone import evaluate
 from nemo_opd.logging.jsonl import read
-from nemo_opd.logging.question_values import read_values
+from nemo_opd.logging.samples import ShownAnswer, read_samples
 from tests.tiny import Tiny
 from tests.training.launch import run_here
 
@@ -35,16 +41,42 @@ def test_an_off_policy_run_asks_student_and_teachers(overrides: list[str], tmp_p
     """Bug: columns that do not reach the reward, an engine with former weights, teachers asked in other tokens."""
     mine.reward = lambda rollout: float(rollout.prompt.row["level"] % 2)
     benchmarks = ["++evaluation.benchmarks=[{task:next_line,limit:4}]", "++evaluation.task_folder=demo:tasks"]
-    folder = run_here(tmp_path / "run", [*overrides, *benchmarks])
-    first, *steps = read(folder / "metrics.jsonl")
-    names = {each.teacher for each in read_values(folder / "evaluation.jsonl")} - {None}
+    folder = run_here(tmp_path / "run", [*overrides, "student.optimizer.lr=0.05", *benchmarks])
+    first, *_, last = read(folder / "metrics.jsonl")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    answers = read_samples(folder / "samples.jsonl")
 
-    assert [record["eval/own/greedy"] for record in (first, *steps)] == [0.5] * 3
-    assert names
-    assert {first[f"eval/own/greedy/{name}"] for name in names} == {0.5}
-    assert {f"eval/next_line/acc{end}" for end in ("", "_low", "_high")} <= steps[-1].keys()
-    assert all(0 <= first[f"eval/next_line/acc/{name}"] <= 1 for name in names)
+    assert first["eval/own/greedy"] == last["eval/own/greedy"] == 0.5
+    assert texts(answers, 0, None) != texts(answers, 2, None)
+    asked = [(folder / "final", 2, None), *((each["model"], 0, each["name"]) for each in config["teachers"])]
+    for model, step, teacher in asked:
+        alone = tmp_path / f"alone {teacher}"
+        evaluate(standalone(model, config, alone), Console(quiet=True))
+        found = json.loads((alone / "results.json").read_text())["benchmarks"]["next_line"]["estimates"]["acc"]
+        record, ending = (last, "") if teacher is None else (first, f"/{teacher}")
+        assert texts(answers, step, teacher) == texts(read_samples(alone / "samples.jsonl"), 0, None)
+        assert found == {
+            "value": record[f"eval/next_line/acc{ending}"],
+            "low": record[f"eval/next_line/acc_low{ending}"],
+            "high": record[f"eval/next_line/acc_high{ending}"],
+        }
     assert "own/greedy" in (folder / "report" / "report.html").read_text(encoding="utf-8")
+
+
+def standalone(model: Path | str, config: dict[str, Any], output_dir: Path) -> EvaluationConfig:
+    """Return settings that ask a model what the run asked."""
+    settings = {
+        key: value for key, value in config["evaluation"].items() if key in EvaluationConfig.model_fields and value
+    }
+    return validated(
+        {**settings, "model": str(model), "seed": config["run"]["seed"], "output_dir": str(output_dir)},
+        EvaluationConfig,
+    )
+
+
+def texts(answers: list[ShownAnswer], step: int, teacher: str | None) -> list[str]:
+    of = step, teacher, "greedy"
+    return [each.response for each in answers if (each.step, each.teacher, each.kind) == of]
 
 
 def test_an_evaluation_that_fails_is_told_and_the_run_goes_on(

@@ -19,6 +19,8 @@ from tests.tiny import Tiny
 
 QUESTION = "How many lazy dogs?"
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}{{ 'assistant:' }}"
+LEVEL = {"": 0.95, "s": 0.95}.__getitem__
+"""Confidence level of the intervals of a set."""
 OTHER = TEMPLATE.replace("{{ m.role }}", "[{{ m.role }}]")
 
 
@@ -117,7 +119,7 @@ def record(step: int, **means: float) -> dict[str, float]:
 def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> None:
     """Bug: a teacher whose name ends as a bound does is taken for another teacher's bound, or for a measure."""
     asked = [record(0, student=0.2, a=0.5, a_low=0.7), record(9, student=0.4)]
-    (row,) = scores(asked, ["a", "a_low", "not asked"], [], 0.95)
+    (row,) = scores(asked, ["a", "a_low", "not asked"], [], LEVEL)
 
     assert row.measure == "greedy"
     assert row.by_model == {
@@ -130,9 +132,24 @@ def test_scores_are_of_the_student_before_and_after_and_of_each_teacher() -> Non
 
 def test_a_run_that_asked_once_has_no_before() -> None:
     only = record(0, student=0.2, a=0.5, a_low=0.7)
-    (row,) = scores([only], ["a", "a_low"], [], 0.95)
+    (row,) = scores([only], ["a", "a_low"], [], LEVEL)
 
     assert list(row.by_model) == ["student after", "teacher a", "teacher a_low"]
+
+
+def test_what_is_better_lower_has_gained_where_it_fell() -> None:
+    """Bug: +0.2 where the error has grown by 0.2."""
+    ends = ("", "_low", "_high")
+    asked = [{"step": step} | {f"eval/s/brier_score{end}": step for end in ends} for step in (0, 1)]
+    values = [
+        QuestionValues(step, "s", None, tuple("ab"), {"brier_score": (step, 0.5)}, ("brier_score",)) for step in (0, 1)
+    ]
+    (row,) = scores(asked, [], values, LEVEL)
+
+    assert not row.is_share
+    gained = row.differences["student before"]
+    assert gained.value == -0.5
+    assert gained.low < gained.high
 
 
 def test_what_was_gained_is_over_the_questions_that_both_were_asked() -> None:
@@ -142,13 +159,13 @@ def test_what_was_gained_is_over_the_questions_that_both_were_asked() -> None:
     ]
     asked[0] |= {f"eval/s/greedy{end}/big": 0.9 for end in ("", "_low", "_high")}
     values = [
-        QuestionValues(0, "s", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 1.0, 1.0)}),
-        QuestionValues(0, "s", "big", (0, 1, 2, 3), {"greedy": (1.0, 1.0, 1.0, 1.0)}),
-        QuestionValues(5, "s", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
-        QuestionValues(9, "other", None, (0, 1, 2, 3), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
-        QuestionValues(9, "s", None, (3, 2, 1), {"greedy": (1.0, 1.0, 1.0)}),
+        QuestionValues(0, "s", None, tuple("0123"), {"greedy": (0.0, 0.0, 1.0, 1.0)}),
+        QuestionValues(0, "s", "big", tuple("0123"), {"greedy": (1.0, 1.0, 1.0, 1.0)}),
+        QuestionValues(5, "s", None, tuple("0123"), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
+        QuestionValues(9, "other", None, tuple("0123"), {"greedy": (0.0, 0.0, 0.0, 0.0)}),
+        QuestionValues(9, "s", None, tuple("321"), {"greedy": (1.0, 1.0, 1.0)}),
     ]
-    (row,) = scores(asked, ["big"], values, 0.95)
+    (row,) = scores(asked, ["big"], values, LEVEL)
 
     assert row.measure == "s/greedy"
     assert {model: round(gained.value, 6) for model, gained in row.differences.items()} == {

@@ -21,7 +21,7 @@ from nemo_opd.cluster.placement import Placement, Processes
 from nemo_opd.config.cluster import Cluster
 from nemo_opd.distributed.process_group import serve_store
 from nemo_opd.logging.metrics import values
-from nemo_opd.training import models as models_module
+from nemo_opd.training import groups
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
@@ -78,8 +78,8 @@ def opened(plan: Plan) -> Iterator[Models]:
     costs.refuse("opens a run's models", "world")
     plan = in_these_processes(on_ranks(plan, Processes.started().size))
     with (
-        patch.object(models_module, "StudentWorker", OpenedStudent),
-        patch.object(models_module, "TeacherWorker", OpenedTeacher),
+        patch.object(groups, "StudentWorker", OpenedStudent),
+        patch.object(groups, "TeacherWorker", OpenedTeacher),
         LocalCluster(plan.config.cluster, device="cpu", placement=plan.placement) as cluster,
         Models(cluster, plan) as models,
     ):

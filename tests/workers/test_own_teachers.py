@@ -234,9 +234,14 @@ def learn_all(runs: Sequence[Unread]) -> list[Learned]:
 
 
 @pytest.fixture(scope="module")
-def laid_out(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Learned, Learned]]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where `laid_out` saves each layout under its name."""
+    return tmp_path_factory.mktemp("averages")
+
+
+@pytest.fixture(scope="module")
+def laid_out(tiny: Tiny, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Learned, Learned]]:
     """Return for each layout the results on one rank without it, and on two ranks; on-policy ones without a layout."""
-    folder = tmp_path_factory.mktemp("layouts")
     prompts = on_policy.write_prompts(tmp_path_factory.mktemp("prompts"))
     teachers = [cross(tiny), EMA, LIVE]
     plans = {name: plan_with(tiny, teachers, "cluster.cpu_ranks=2", *options) for name, options in LAYOUTS.items()}
@@ -275,10 +280,10 @@ def test_a_live_teacher_of_two_ranks_teaches_nothing(laid_out: dict[str, tuple[L
 
 @pytest.mark.parametrize("name", ["copies", "tensor parallel", "adapters"])
 def test_an_average_becomes_a_model(
-    laid_out: dict[str, tuple[Learned, Learned]], tiny: Tiny, tmp_path_factory: pytest.TempPathFactory, name: str
+    laid_out: dict[str, tuple[Learned, Learned]], tiny: Tiny, folder: Path, tmp_path: Path, name: str
 ) -> None:
     """Exported by the run and from its checkpoint, the same bits; bug: the student's weights, or these after it."""
-    saved, exported = next(tmp_path_factory.getbasetemp().glob("layouts*")) / name, tmp_path_factory.mktemp("average")
+    saved, exported = folder / name, tmp_path
     options = [*without_layout(LAYOUTS[name]), *(["student.lora.export=adapter"] if name == "adapters" else [])]
     run = job(tiny, [cross(tiny), EMA, LIVE], *options)
     with opened(run.plan) as models:
@@ -303,11 +308,10 @@ def in_file(name: str) -> str:
 
 
 def test_other_ranks_read_what_two_have_saved(
-    tiny: Tiny, laid_out: dict[str, tuple[Learned, Learned]], tmp_path_factory: pytest.TempPathFactory
+    tiny: Tiny, laid_out: dict[str, tuple[Learned, Learned]], folder: Path
 ) -> None:
     name, teachers = "tensor parallel", [cross(tiny), EMA, LIVE]
-    folder = next(tmp_path_factory.getbasetemp().glob("layouts*")) / name
     run = job(tiny, teachers)
-    continued = learn(Training(run.plan, run.batches[:1], load_from=folder))
+    continued = learn(Training(run.plan, run.batches[:1], load_from=folder / name))
 
     torch.testing.assert_close(continued.averages[0], laid_out[name][1].averages[-1], rtol=0, atol=0)
