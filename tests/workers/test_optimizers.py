@@ -134,15 +134,15 @@ def muon_of_ranks(num_ranks: int) -> dict[str, Tensor]:
 
 @pytest.mark.world
 def test_muon_orthogonalizes_whole_matrices_on_two_ranks(tmp_path: Path) -> None:
-    """Bug: each rank orthogonalizes its rows. Two steps of at most 0.2 · √24 · lr in bf16, of 2⁻⁸, a few times over."""
-    alone, sharded = muon_of_one(), rank_zero(2, muon_of_ranks, [2], tmp_path / "two")[0]
+    """Bug: each rank orthogonalizes its rows, which changes an update by about two fifths of its norm.
+
+    In bf16, an iteration multiplies the rounding of a small singular value by up to 3.44: five hundredths are seen.
+    """
+    start, alone = weights_of(new_model()), trained("muon", None, range(2))
+    (sharded,) = rank_zero(2, muon_of_ranks, [2], tmp_path / "two")
 
     for name, weight in alone.items():
-        torch.testing.assert_close(sharded[name], weight, rtol=0, atol=4 * 2 * 1e-2 * 2**-8, msg=name)
-
-
-def muon_of_one() -> dict[str, Tensor]:
-    return trained("muon", None, range(2))
+        assert (sharded[name] - weight).norm() <= 0.15 * (weight - start[name]).norm(), name
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
