@@ -57,6 +57,10 @@ class StorageError(OPDError, OSError):
     """A file that cannot be written: a full disk, a quota, permissions."""
 
 
+class HubError(OPDError, RuntimeError):
+    """A model that could not be pushed to the Hugging Face Hub; its folder is as it was."""
+
+
 class CallbackError(OPDError, RuntimeError):
     """An exception in a user's callback; the traceback is a note of this one."""
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 EXTRAS = {
     "wandb": "logging",
     "tensorboard": "logging",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
     "math_verify": "eval",
     "jsonschema": "eval",
     "lm_eval": "eval",
@@ -46,10 +48,9 @@ def require_library(module: str, setting: str) -> None:
 def _needed(
     logging: Logging | None, reward: Reward | None, rollout: Rollouts | None, teachers: Sequence[Teacher]
 ) -> Iterator[tuple[str, str]]:
-    if logging is not None and logging.wandb.enabled:
-        yield "logging.wandb.enabled=true", "wandb"
-    if logging is not None and logging.tensorboard.enabled:
-        yield "logging.tensorboard.enabled=true", "tensorboard"
+    for library in () if logging is None else ("wandb", "tensorboard", "mlflow", "trackio"):
+        if getattr(logging, library).enabled:
+            yield f"logging.{library}.enabled=true", library
     for part in () if reward is None else reward.parts:
         if part.type == "math":
             yield "reward.type=math", "math_verify"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from nemo_opd import extras
-from nemo_opd.config.logging import Logging, TensorBoard, Wandb
+from nemo_opd.config.logging import Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.config.reward import ExactReward, MathReward
 from nemo_opd.config.rollout import HFRollout, ServerRollout
 from nemo_opd.errors import ConfigError
@@ -13,6 +13,8 @@ from nemo_opd.errors import ConfigError
 SETTINGS: dict[str, tuple[Any, Any, Any]] = {
     "logging.wandb.enabled=true": (Logging(wandb=Wandb(enabled=True)), None, None),
     "logging.tensorboard.enabled=true": (Logging(tensorboard=TensorBoard(enabled=True)), None, None),
+    "logging.mlflow.enabled=true": (Logging(mlflow=Mlflow(enabled=True)), None, None),
+    "logging.trackio.enabled=true": (Logging(trackio=Trackio(enabled=True)), None, None),
     "reward.type=math": (None, MathReward(), None),
     "rollout.type=server": (None, None, ServerRollout()),
 }
@@ -20,6 +22,7 @@ SETTINGS: dict[str, tuple[Any, Any, Any]] = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_a_setting_whose_library_is_missing_names_the_extra(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "find_spec", lambda _: True)
     extras.require_extras(*SETTINGS[setting])
     monkeypatch.setattr(extras, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"^{setting}: needs the library (\w+), .*`pip install 'nemo-opd\[\w+\]'`"):

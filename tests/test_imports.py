@@ -46,7 +46,8 @@ ORDER = (
 itself, whose names are imported when they are asked for, is above all.
 """
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts.split()} | {"": len(ORDER)}
-HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}, "wandb": {"logging"}}
+HOME = {"ray": {"cluster"}, "numba": {"alignment", "projection"}, "triton": {"kernels"}}
+HOME |= {tracker: {"logging"} for tracker in ("wandb", "mlflow", "trackio")}
 """Library → the only packages that import it."""
 WITHOUT_TORCH = {*ORDER[0].split(), "config", "extras", "teacher_cache", "sandbox", "alignment"}
 OUTSIDE = {"examples", "tools", "tests", "benchmarks"}

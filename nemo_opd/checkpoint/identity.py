@@ -16,7 +16,7 @@ from nemo_opd.config.context import Context
 from nemo_opd.config.data import Data
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.health import Health
-from nemo_opd.config.logging import Console, Logging, TensorBoard, Wandb
+from nemo_opd.config.logging import Console, Logging, Mlflow, TensorBoard, Trackio, Wandb
 from nemo_opd.config.lora import Lora
 from nemo_opd.config.model import Model, Student
 from nemo_opd.config.parallelism import Parallelism
@@ -31,7 +31,7 @@ FREE: dict[type[BaseModel], str] = {
     # These sections are free as a whole: they share classes with sections that are bound.
     RunConfig: "evaluation",
     Data: "validation num_workers cache",
-    Run: "name output_dir resume dry_run callbacks",
+    Run: "name output_dir resume dry_run push_to_hub callbacks",
     Train: (
         "max_steps epochs micro_batch_size micro_batch_tokens validate_every save_every keep_last keep_best "
         "early_stopping save_before async_save compile_losses max_skipped_steps"
@@ -59,6 +59,8 @@ FREE: dict[type[BaseModel], str] = {
     Console: "enabled interval_s memory_table",
     TensorBoard: "enabled",
     Wandb: "enabled project entity mode",
+    Mlflow: "enabled tracking_uri experiment",
+    Trackio: "enabled project space",
     Logging: "gradients_every",
 }
 

@@ -71,6 +71,7 @@ VERBS: Mapping[str, Verb | Group] = {
         "checkpoints and Hugging Face folders",
         {
             "to-hf": Verb("checkpoint.to_hf", "make a Hugging Face folder of a checkpoint"),
+            "push": Verb("checkpoint.push", "upload a model's folder to the Hugging Face Hub"),
             "from-hf": Verb("checkpoint.from_hf", "make the first checkpoint of a run of a Hugging Face folder"),
         },
     ),

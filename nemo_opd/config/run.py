@@ -212,6 +212,16 @@ class RunConfig(RunFields):
         return self
 
     @model_validator(mode="after")
+    def pushed_best_is_kept(self) -> Self:
+        push = self.run.push_to_hub
+        if push is not None and push.model == "best" and self.train.keep_best is None:
+            raise ValueError(
+                "run.push_to_hub.model=best: the run keeps no best checkpoint; set train.keep_best, or write "
+                "run.push_to_hub.model=final"
+            )
+        return self
+
+    @model_validator(mode="after")
     def settings_suit_where_the_texts_come_from(self) -> Self:
         check = check_off_policy if self.rollout is None else check_on_policy
         check(self)

@@ -13,6 +13,7 @@ from nemo_opd.config.environment import Environment
 from nemo_opd.config.evaluation import DEFAULT_NEW_TOKENS, Evaluation
 from nemo_opd.config.handoff import Handoff, HiddenStatesHandoff
 from nemo_opd.config.health import Health
+from nemo_opd.config.hub import require_repo
 from nemo_opd.config.logging import Logging
 from nemo_opd.config.loss import (
     DivergenceTerm,
@@ -35,6 +36,23 @@ ONE_VOCABULARY_TERMS = (SameVocabTerm, TCADTerm)
 _SAME_TOKENIZER_TERMS = (*ONE_VOCABULARY_TERMS, SampledKLTerm, FunctionTerm)
 
 
+class PushToHub(Settings):
+    """Upload of the trained model to the Hugging Face Hub, with the token of HF_TOKEN or `hf auth login`."""
+
+    repo: str
+    """Repository, `user/name`; made where it does not exist."""
+    private: bool = True
+    """Whether a new repository is private; one that exists stays as it is."""
+    model: Literal["final", "best"] = "final"
+    """Folder of the run that is pushed."""
+
+    @field_validator("repo")
+    @classmethod
+    def repo_is_a_name_on_the_hub(cls, value: str) -> str:
+        require_repo(value)
+        return value
+
+
 class Run(Settings):
     """Name, directory and start of a run."""
 
@@ -48,7 +66,8 @@ class Run(Settings):
     """auto: continue from the newest complete checkpoint in `output_dir`, or start where there is none."""
     dry_run: bool = False
     """Stop after the checks and print what would run."""
-
+    push_to_hub: PushToHub | None = None
+    """Push the model to the Hugging Face Hub at the end."""
     callbacks: tuple[Annotated[str, Field(pattern=r"^[\w.]+:\w+$")], ...] = ()
     """Your code in the loop, `package.module:Class` or `package.module:function` each; what they see is in
     docs/command.md.

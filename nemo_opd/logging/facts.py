@@ -70,15 +70,15 @@ def read_hardware(output_dir: Path) -> dict[str, str]:
 
 def run_name(config: object) -> str | None:
     """Return `run.name`, or None where the file has none."""
-    name = _at(config, "run.name")
+    name = value_at(config, "run.name")
     return None if name is None else str(name)
 
 
 def correct_reward(config: object, name: str = "") -> float:
     """Return the `correct_reward` of a set of questions, or its default where the file has none."""
-    sets = _at(config, "evaluation.sets")
+    sets = value_at(config, "evaluation.sets")
     own = sets.get(name) if isinstance(sets, dict) else None
-    reward = _at(own if isinstance(own, dict) else _at(config, "evaluation"), "correct_reward")
+    reward = value_at(own if isinstance(own, dict) else value_at(config, "evaluation"), "correct_reward")
     return float(reward) if isinstance(reward, int | float) else Questions.model_fields["correct_reward"].default
 
 
@@ -87,14 +87,14 @@ def run_facts(config: object, hardware: Mapping[str, str], records: Records) -> 
 
     hardware: values by label, which replace the settings of the same label.
     """
-    known = [(label, str(value)) for label, key in _RUN_KEYS if (value := _at(config, key)) is not None]
+    known = [(label, str(value)) for label, key in _RUN_KEYS if (value := value_at(config, key)) is not None]
     facts = [fact for fact in known if fact[0] not in hardware] + [*hardware.items(), *_lora(config)]
     skipped = [record[SKIPPED] for record in records if SKIPPED in record]
     return [*facts, ("skipped steps", f"{skipped[-1]:.0f}")] if skipped else facts
 
 
 def _lora(config: object) -> Iterable[_Fact]:
-    lora = _at(config, "student.lora")
+    lora = value_at(config, "student.lora")
     if not isinstance(lora, dict):
         return
     modules = lora.get("target_modules")
@@ -105,22 +105,23 @@ def _lora(config: object) -> Iterable[_Fact]:
 
 def teacher_facts(config: object, records: Records) -> list[_Fact]:
     """Return name and one line for each teacher."""
-    teachers = _at(config, "teachers")
+    teachers = value_at(config, "teachers")
     if not isinstance(teachers, list):
         return []
     return [_teacher_fact(teacher, records) for teacher in teachers]
 
 
 def _teacher_fact(teacher: object, records: Records) -> _Fact:
-    name = str(_at(teacher, "name"))
-    line = [form.format(value) for form, key in _TEACHER_KEYS if (value := _at(teacher, key)) is not None]
+    name = str(value_at(teacher, "name"))
+    line = [form.format(value) for form, key in _TEACHER_KEYS if (value := value_at(teacher, key)) is not None]
     coverage = f"train/kd_coverage/{name}"
     if finite := [record[coverage] for record in records if math.isfinite(record.get(coverage, math.nan))]:
         line.append(f"KD on {share(fmean(finite))} of the scored tokens")
     return name, ", ".join(line)
 
 
-def _at(config: object, key: str) -> object:
+def value_at(config: object, key: str) -> object:
+    """Return the value of a key with dots; None where there is none."""
     for part in key.split("."):
         config = config.get(part) if isinstance(config, dict) else None
     return config

@@ -14,7 +14,9 @@ from nemo_opd.errors import OPDError, StorageError
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
 from nemo_opd.logging.console import ConsoleLogger
 from nemo_opd.logging.jsonl import JsonlLogger
+from nemo_opd.logging.mlflow import MlflowLogger
 from nemo_opd.logging.tensorboard import TensorBoardLogger
+from nemo_opd.logging.trackio import TrackioLogger
 from nemo_opd.logging.wandb import WandbLogger
 
 _log = logging.getLogger(__name__)
@@ -27,9 +29,13 @@ def build(settings: Logging, output_dir: Path, *, console: Console | None = None
     """
     optional: list[Logger] = []
     if settings.tensorboard.enabled:
-        optional.append(TensorBoardLogger(output_dir / "tensorboard"))
+        optional.append(TensorBoardLogger(output_dir))
     if settings.wandb.enabled:
         optional.append(WandbLogger(settings.wandb, output_dir))
+    if settings.mlflow.enabled:
+        optional.append(MlflowLogger(settings.mlflow, output_dir))
+    if settings.trackio.enabled:
+        optional.append(TrackioLogger(settings.trackio, output_dir))
     if settings.console.enabled:
         # Last, below what others print.
         optional.append(ConsoleLogger(settings.console, console or Console()))

@@ -2,19 +2,24 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from textwrap import indent
 from typing import TYPE_CHECKING
 
+import yaml
+
 from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
+from nemo_opd.logging.formats import score
+from nemo_opd.logging.tracker import artefacts, run_config
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoardLogger(Logger):
-    """Event files in one folder; a run that continues hides the events after its checkpoint."""
+    """Event files in the folder `tensorboard` of the run; one that continues hides the events after its checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, output_dir: Path) -> None:
+        self._output_dir = output_dir
         self._writer: SummaryWriter | None = None
         self._step = 0
 
@@ -22,7 +27,11 @@ class TensorBoardLogger(Logger):
         from torch.utils.tensorboard import SummaryWriter
 
         self._step = step
-        self._writer = SummaryWriter(str(self.folder), purge_step=step + 1 if step else 0)
+        folder = self._output_dir / "tensorboard"
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else 0)
+        if config := run_config(self._output_dir):
+            # Markdown shows indented text as it is.
+            self._writer.add_text("config", indent(yaml.safe_dump(config, sort_keys=False), "    "), step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         assert self._writer is not None, "log before start"
@@ -34,9 +43,15 @@ class TensorBoardLogger(Logger):
     def summary(self, closing: ClosingTable) -> None:
         assert self._writer is not None, "summary before start"
         lines = ["| model | bits per byte | note |", "|---|---|---|"]
-        for row in closing.rows:
-            value = "" if row.bits_per_byte is None else f"{row.bits_per_byte:.4f}"
-            lines.append(f"| {row.name} | {value} | {row.note} |")
+        for each in closing.rows:
+            value = "" if each.bits_per_byte is None else f"{each.bits_per_byte:.4f}"
+            lines.append(f"| {each.name} | {value} | {each.note} |")
+        if closing.scores:
+            lines += ["", "| measure | model | score |", "|---|---|---|"]
+        for row in closing.scores:
+            shown = {model: score(*found, is_share=row.is_share) for model, found in row.by_model.items()}
+            lines += [f"| {row.measure} | {model} | {each} |" for model, each in shown.items()]
+        lines += ["", *(f"- {name}: `{path}`" for name, path in artefacts(self._output_dir).items())]
         self._writer.add_text("result", "\n".join(lines), self._step)
 
     def close(self) -> None:

@@ -5,12 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from nemo_opd.config.logging import Wandb
 from nemo_opd.errors import ConfigError
-from nemo_opd.files import write_atomically
-from nemo_opd.logging.base import ClosingTable, Logger, RunSummary
+from nemo_opd.logging.base import RunSummary
+from nemo_opd.logging.tracker import Tracker, run_config
 
 
 def check_credentials() -> None:
@@ -26,31 +24,33 @@ def check_credentials() -> None:
         raise ConfigError(f"logging.wandb.mode=online needs an API key and none is configured; {remedy}")
 
 
-class WandbLogger(Logger):
-    """One wandb run for each output directory: a run that continues reports to the same id."""
+class WandbLogger(Tracker):
+    """Reports to wandb."""
+
+    name = "wandb"
 
     def __init__(self, settings: Wandb, output_dir: Path) -> None:
+        super().__init__(output_dir)
         if settings.mode == "online":
             check_credentials()
         self._settings = settings
-        self._output_dir = output_dir
         self._run: Any = None
-        self._ended_well = False
 
-    def start(self, run: RunSummary, step: int) -> None:
+    def _open(self, run: RunSummary, known: str | None) -> str:
         import wandb
 
         online = self._settings.mode == "online"
+        identity = known or uuid.uuid4().hex[:16]
         try:
             self._run = wandb.init(
                 project=self._settings.project,
                 entity=self._settings.entity,
                 mode=self._settings.mode,
                 name=run.name,
-                id=self._run_id(step),
+                id=identity,
                 resume="allow" if online else None,
                 dir=str(self._output_dir),
-                config=self._run_config(),
+                config=run_config(self._output_dir),
                 settings=wandb.Settings(console="off", silent=not online, quiet=True),
             )
         except wandb.errors.Error as error:
@@ -60,27 +60,13 @@ class WandbLogger(Logger):
             ) from error
         # wandb's own counter only rises, so it would drop the steps that a continued run repeats
         self._run.define_metric("*", step_metric="step")
-
-    def _run_id(self, step: int) -> str:
-        path = self._output_dir / "wandb" / "run_id"
-        if not step or not path.exists():
-            write_atomically(path, uuid.uuid4().hex[:16].encode())
-        return path.read_text()
-
-    def _run_config(self) -> Any:
-        path = self._output_dir / "config.yaml"
-        return yaml.safe_load(path.read_text()) if path.exists() else None
+        return identity
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({**values, "step": step})
 
-    def summary(self, closing: ClosingTable) -> None:
-        for row in closing.rows:
-            if row.bits_per_byte is not None:
-                self._run.summary[f"bits_per_byte/{row.name}"] = row.bits_per_byte
-        self._ended_well = True
+    def _conclude(self, figures: dict[str, float], paths: dict[str, str]) -> None:
+        self._run.summary.update({**figures, **{f"path/{name}": path for name, path in paths.items()}})
 
-    def close(self) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
-            run.finish(exit_code=0 if self._ended_well else 1)
+    def _finish(self, *, ended_well: bool) -> None:
+        self._run.finish(exit_code=0 if ended_well else 1)

@@ -1,6 +1,6 @@
 """The closing table of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from nemo_opd.config.run import RunConfig
@@ -8,15 +8,23 @@ from nemo_opd.logging import ClosingRow, ClosingTable
 from nemo_opd.logging.base import STUDENT_AFTER, STUDENT_BEFORE, ScoreRow
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.question_values import read_values
+from nemo_opd.logging.score_keys import PREFIX
 from nemo_opd.training.scores import scores
 
 
 def closing_table(
-    config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], student_after: float | None, steps: int
+    config: RunConfig,
+    folder: Path,
+    bits_per_byte: Mapping[str, float],
+    student_after: float | None,
+    steps: int,
+    *,
+    is_end: bool = True,
 ) -> ClosingTable:
     """Return the bits per byte of student and teachers, and their scores.
 
-    folder: of the run. bits_per_byte: of the student before training, and of each teacher by its name.
+    folder: of the run. bits_per_byte: of the student before training, and of each teacher by its name. is_end: the
+    student after has its last known scores; False: those of exactly `steps`, if there are any.
     """
 
     def row(name: str, bits: float | None, note: str = "") -> ClosingRow | None:
@@ -30,13 +38,29 @@ def closing_table(
         before=row(STUDENT_BEFORE, bits_per_byte.get(STUDENT_BEFORE)),
         after=row(STUDENT_AFTER, student_after, f"{steps} steps"),
         teachers=tuple(teacher for teacher in teachers if teacher is not None),
-        scores=_scores(config, folder),
+        scores=_scores(config, folder, None if is_end else steps),
     )
 
 
-def _scores(config: RunConfig, folder: Path) -> tuple[ScoreRow, ...]:
+def closing_at(config: RunConfig, folder: Path, bits_per_byte: Mapping[str, float], step: int) -> ClosingTable:
+    """Return the closing table of a run that had ended with a step."""
+    measured = _measured_at(read(folder / "metrics.jsonl"), step)
+    return closing_table(config, folder, bits_per_byte, measured.get("val/bits_per_byte"), step, is_end=False)
+
+
+def _scores(config: RunConfig, folder: Path, step: int | None) -> tuple[ScoreRow, ...]:
     if config.evaluation is None:
         return ()
     records, values = read(folder / "metrics.jsonl"), read_values(folder / "evaluation.jsonl")
+    if step is not None:
+        records = [record for record in records if record["step"] <= step]
     settings = config.evaluation
-    return scores(records, config.active_names, values, lambda name: settings.asked.get(name, settings).confidence)
+    found = scores(records, config.active_names, values, lambda name: settings.asked.get(name, settings).confidence)
+    if step is None:
+        return found
+    measured = _measured_at(records, step)
+    return tuple(row for row in found if f"{PREFIX}{row.measure}" in measured)
+
+
+def _measured_at(records: Sequence[Mapping[str, float]], step: int) -> Mapping[str, float]:
+    return next((record for record in records if record["step"] == step), {})

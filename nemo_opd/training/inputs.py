@@ -15,6 +15,7 @@ from nemo_opd.errors import ConfigError, DataError, ProjectionError
 from nemo_opd.evaluation.inputs import AskedSet, asked_sets, check_benchmarks, check_sets, with_columns
 from nemo_opd.extras import require_extras
 from nemo_opd.models.folder import check_folder, check_tokenizer, read_template
+from nemo_opd.models.hub import require_hub
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.teacher_cache.manifest import CacheManifest, read_manifest
 from nemo_opd.training.run_directory import progress_to_resume, resolve_output_dir
@@ -40,6 +41,8 @@ def check_inputs(config: RunConfig, *, on_policy: bool) -> None:
     require_extras(config.logging, config.reward, config.rollout, config.active_teachers)
     if not config.run.dry_run:  # which may plan for another machine
         require_installed(config.rollout)
+        if (push := config.run.push_to_hub) is not None:
+            require_hub(f"run.push_to_hub.repo={push.repo}")
     _check_data(config)
 
 

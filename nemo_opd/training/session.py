@@ -10,16 +10,17 @@ from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
-from nemo_opd.checkpoint.verify import STUDENT, require_whole
+from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
-from nemo_opd.files import copy_whole, size_below, write_atomically
+from nemo_opd.files import size_below, write_atomically
 from nemo_opd.logging import Loggers, build, write_report
-from nemo_opd.logging.base import STUDENT_BEFORE, Best
+from nemo_opd.logging.base import STUDENT_BEFORE
 from nemo_opd.logging.busy import print_line
 from nemo_opd.logging.facts import write_hardware
 from nemo_opd.logging.metrics import values
+from nemo_opd.logging.provenance import write_provenance
 from nemo_opd.progress import tracked, working
 from nemo_opd.rollout.base import Engine
 from nemo_opd.training.best import BestSteps, Patience
@@ -28,12 +29,13 @@ from nemo_opd.training.closing import closing_table
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.engines import open_engine
 from nemo_opd.training.evaluator import Evaluator
+from nemo_opd.training.exports import export_best, export_models, push_export, write_cards
 from nemo_opd.training.interrupt import Interrupt
 from nemo_opd.training.launch import open_cluster
-from nemo_opd.training.learned_rows import write_learned_rows
 from nemo_opd.training.lookahead import BatchSource, Lookahead
-from nemo_opd.training.models import Models, export_whole
+from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
+from nemo_opd.training.provenance import provenance
 from nemo_opd.training.run_directory import RunLock, checkpoints_of
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
@@ -101,6 +103,7 @@ class Session:
             write_atomically(plan.output_dir / "config.yaml", to_yaml(config).encode())
             summary = run_summary(plan)
             write_hardware(summary)
+            write_provenance(plan.output_dir, provenance(plan, summary))
             self.loggers.start(summary, self.step)
             if not self.is_complete:
                 self.source.start()
@@ -363,7 +366,8 @@ class Session:
     def finish(self) -> None:
         """Export the student and averages of its weights, write the report and print the closing table.
 
-        Raises NotFiniteError for a student that has diverged.
+        Raises NotFiniteError for a student that has diverged, and HubError where it cannot be pushed, once all else is
+        done.
         """
         if self._validated_at < self.step and self.plan.data.validation is not None:
             self.validate()  # a finished run, started again, or one that ended early
@@ -374,27 +378,16 @@ class Session:
                 f"{self.step - self.skipped.in_a_row}; it may have diverged"
             )
         self.loggers.phase("writing the model and the report")
-        final = self.plan.output_dir / "final"
-        export_whole(self.models, final)
-        write_learned_rows(self.plan, final)
-        for i, teacher in enumerate(self.config.active_teachers):
-            if teacher.weights == "ema":
-                export_whole(self.models, self.plan.output_dir / f"final_{teacher.name}", average_of=i)
-        folder, best = self.plan.output_dir, self._export_best()
+        export_models(self.plan, self.models)
+        best = export_best(self.plan, self.best, self.checkpoints)
+        if best is None and (settings := self.config.train.keep_best) is not None:
+            self.loggers.warn(
+                f"there is no best/: {settings.metric} (train.keep_best) had no value of a kept checkpoint"
+            )
+        folder = self.plan.output_dir
         closing = closing_table(self.config, folder, self.bits_per_byte, self.student_after, self.step)
         closing = replace(closing, best=best)
+        write_cards(self.plan, closing, self.bits_per_byte, self.step)
         write_report(folder, closing)
         self.loggers.summary(closing)
-
-    def _export_best(self) -> Best | None:
-        """Copy the student of the best checkpoint to `best/`; return which it is."""
-        settings = self.config.train.keep_best
-        if settings is None:
-            return None
-        there = set(self.checkpoints.steps())
-        for step, value in self.best.ranked:
-            if step in there:
-                copy_whole(self.checkpoints.path(step) / STUDENT, self.plan.output_dir / "best")
-                return Best(settings.metric, step, value)
-        self.loggers.warn(f"there is no best/: {settings.metric} (train.keep_best) had no value of a kept checkpoint")
-        return None
+        push_export(self.plan)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
@@ -151,8 +153,11 @@ def test_it_is_what_the_run_exported(name: str, world: World, tmp_path: Path) ->
     assert model.dtype == (torch.bfloat16 if checkpoint.plan.config.cluster.cpu_ranks == 2 else torch.float32)
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == checkpoint.plan.student_vocab_size
     both = [{file.name for file in folder.iterdir()} for folder in (tmp_path / "out", checkpoint.folder / "student")]
-    assert both[0] == both[1]
+    assert both[0] == both[1] | {"README.md"}
     assert "generation_config.json" in both[0]
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert f"The student after {STEPS} steps" in card.text
+    assert yaml.safe_load(card.text.split("~~~~~~yaml\n")[1].split("~~~~~~")[0])["run"]["seed"] == 0
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from nemo_opd.checkpoint import state
@@ -108,6 +109,10 @@ def test_best_checkpoints_of_runs(tiny: Tiny, tmp_path: Path, monkeypatch: pytes
         assert same(run / "final", whole / "final")
         assert not same(run / "best", run / "final")
         assert "best val/bits_per_byte, of step 1" in (run / "report" / "report.html").read_text()
+        records = {record["step"]: record for record in read(run / "metrics.jsonl")}
+        for folder, step in {"best": 1, "final": 4}.items():
+            (result,) = ModelCard.load(run / folder / "README.md").data.eval_results
+            assert result.metric_value == round(records[step]["val/bits_per_byte"], 4)
 
     stopping = "++train.early_stopping={metric: val/bits_per_byte, mode: max, patience: 2}"
     stopped = run_here(tmp_path / "stopped", [*own, stopping])

@@ -1,12 +1,14 @@
 """Makes of a run's checkpoint a Hugging Face folder, in one process and without a GPU."""
 
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from nemo_opd.cli.checkpoint.run_settings import add_config, average_of, read_config, run_directory
 from nemo_opd.cli.command import Command
+from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import CheckpointError
 from nemo_opd.logging.busy import busy
 
@@ -43,6 +45,8 @@ def convert(arguments: Namespace, console: Console) -> None:
         to_hugging_face,
     )
     from nemo_opd.checkpoint.identity import identity
+    from nemo_opd.logging.card import Exported, write_card
+    from nemo_opd.training.closing import closing_at
 
     checkpoint, output, dtype = arguments.checkpoint, arguments.output, arguments.dtype
     with busy(f"reading {checkpoint}"):
@@ -57,12 +61,17 @@ def convert(arguments: Namespace, console: Console) -> None:
             "give a --config with student.lora.export: merged"
         )
     average = None if arguments.average is None else average_of(config, arguments.average)
+    what = "student" if average is None else f"average {arguments.average}"
+    run, step = run_directory(checkpoint), progress.step
+    exported = Exported(output, f"The {what} after {step:,} steps", step, suffix=f" ({step:,} steps)")
+    if average is None and (run / "metrics.jsonl").is_file():
+        exported = replace(exported, closing=closing_at(config, run, progress.bits_per_byte, step))
     written = to_hugging_face(
         checkpoint, config.student, output, None if dtype is None else getattr(torch, dtype), average
     )
-    what = "student" if average is None else f"average {arguments.average}"
+    write_card(run, exported, to_yaml(config))
     in_dtype = str(written).removeprefix("torch.")
-    print(f"wrote {output}: the {what} after step {progress.step:,}, in {in_dtype}")
+    print(f"wrote {output}: the {what} after step {step:,}, in {in_dtype}")
 
 
 COMMAND = Command(__doc__, EPILOG, add_arguments, convert)

@@ -1,0 +1,162 @@
+"""README.md of an exported model: the card that the Hugging Face Hub shows, made from the files of the run."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from nemo_opd.config.evaluation import Questions
+from nemo_opd.demo import is_demo
+from nemo_opd.files import write_atomically
+from nemo_opd.logging.base import ClosingTable
+from nemo_opd.logging.facts import Records, read_hardware, run_facts, run_name, teacher_facts, value_at
+from nemo_opd.logging.formats import figure
+from nemo_opd.logging.jsonl import read
+from nemo_opd.logging.page import render
+from nemo_opd.logging.provenance import Provenance, read_provenance
+from nemo_opd.logging.score_keys import by_set
+
+CARD = "README.md"
+_TAGS = ("nemo-opd", "distillation", "knowledge-distillation")
+_CURVES = {
+    "train/loss": "loss",
+    "train/kd": "KD",
+    "train/ce": "CE",
+    "rollout/reward": "reward",
+    "val/bits_per_byte": "bits per byte",
+}
+"""Metric → heading of the columns that every card has where they are known; scores of questions come on top."""
+_MOST_ROWS = 10
+_TASK = "text-generation"
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A model in a folder."""
+
+    folder: Path
+    what: str
+    """Its weights, such as `the student after step 100`."""
+    step: int
+    """Optimizer steps that it is made of."""
+    closing: ClosingTable | None = None
+    """Results of these weights; None where nothing was measured with them."""
+    suffix: str = ""
+    """Distinguishes its title from that of the last student."""
+
+
+def write_card(output_dir: Path, exported: Exported, config_text: str | None = None) -> None:
+    """Write README.md into a folder of a model that a run has exported.
+
+    output_dir: of the run, whose config.yaml, metrics.jsonl, hardware.json and provenance.json are read where they
+    exist. config_text: settings in place of config.yaml. Raises DataError where metrics.jsonl is damaged.
+    """
+    file, metrics = output_dir / "config.yaml", output_dir / "metrics.jsonl"
+    if config_text is None:
+        config_text = file.read_text(encoding="utf-8") if file.exists() else ""
+    config = yaml.safe_load(config_text) or {}
+    records = [each for each in read(metrics) if each["step"] <= exported.step] if metrics.exists() else []
+    provenance = read_provenance(output_dir)
+    title = f"{run_name(config) or output_dir.name}{exported.suffix}"
+    is_adapter = (exported.folder / "adapter_config.json").is_file()
+    page = render(
+        "card.md",
+        metadata=_metadata(config, exported, provenance, title, is_adapter=is_adapter).to_yaml(),
+        title=title,
+        exported=exported,
+        closing=exported.closing or ClosingTable(before=None, after=None),
+        confidence=value_at(config, "evaluation.confidence") or Questions.model_fields["confidence"].default,
+        base_model=_hub_name(value_at(config, "student.model")),
+        is_adapter=is_adapter,
+        provenance=provenance,
+        teachers=teacher_facts(config, records),
+        facts=run_facts(config, read_hardware(output_dir), records),
+        curves=_curves(records),
+        config_text=config_text,
+    )
+    write_atomically(exported.folder / CARD, page)
+
+
+def _metadata(
+    config: object, exported: Exported, provenance: Provenance | None, title: str, *, is_adapter: bool
+) -> ModelCardData:
+    known = {} if provenance is None else provenance.student.card.fields()
+    base_model = _hub_name(value_at(config, "student.model"))
+    dataset = _hub_name(value_at(config, "data.train.hub.path"))
+    return ModelCardData(
+        base_model=base_model,
+        datasets=None if dataset is None else [dataset],
+        library_name="peft" if is_adapter else "transformers",
+        pipeline_tag=_TASK,
+        tags=[*_TAGS, *(["on-policy"] if value_at(config, "rollout") else [])],
+        model_name=title,
+        eval_results=list(_results(config, exported.closing)) or None,
+        **known,
+    )
+
+
+def _hub_name(reference: object) -> str | None:
+    """Return a name on the hub; None for a folder, and for what is no name of a repository."""
+    if not isinstance(reference, str) or is_demo(reference) or Path(reference).exists():
+        return None
+    try:
+        validate_repo_id(reference)
+    except HFValidationError:
+        return None
+    return reference
+
+
+def _results(config: object, closing: ClosingTable | None) -> Iterator[EvalResult]:
+    """Yield the results of the student after training."""
+    if closing is None:
+        return
+    if closing.after is not None and closing.after.bits_per_byte is not None:
+        of = _hub_name(value_at(config, "data.validation.hub.path"))
+        yield _result(of or "validation", "validation text", "bits_per_byte", closing.after.bits_per_byte)
+    for row in closing.scores:
+        name, _, measure = row.measure.rpartition("/")
+        yield _result(name or "questions", name or "questions", measure, row.after.value)
+
+
+def _result(dataset: str, title: str, measure: str, value: float) -> EvalResult:
+    return EvalResult(
+        task_type=_TASK,
+        dataset_type=dataset,
+        dataset_name=title,
+        metric_type=measure,
+        metric_name=measure.replace("_", " "),
+        metric_value=round(value, 4),
+    )
+
+
+def _curves(records: Records) -> list[list[str]]:
+    """Return a table with a heading: of the steps that were validated or evaluated, else of all, evenly a few."""
+    known = dict.fromkeys(key for record in records for key in record)
+    of_sets = {key: f"{name} {measure}".strip() for name, found in by_set(known).items() for measure, key in found[:1]}
+    columns = {key: heading for key, heading in (_CURVES | of_sets).items() if key in known}
+    measured = [record for record in records if any(key in record for key in (*of_sets, "val/bits_per_byte"))]
+    rows = _evenly(measured if len(measured) > 1 else records)
+    if not columns or not rows:
+        return []
+    return [
+        ["step", *columns.values()],
+        *([f"{each['step']:,.0f}", *(_value(each, key) for key in columns)] for each in rows),
+    ]
+
+
+def _evenly(records: Records) -> list[Any]:
+    """Return at most `_MOST_ROWS` records, with the first and the last."""
+    if len(records) <= _MOST_ROWS:
+        return list(records)
+    return [records[round(i * (len(records) - 1) / (_MOST_ROWS - 1))] for i in range(_MOST_ROWS)]
+
+
+def _value(record: Any, key: str) -> str:
+    value = record.get(key, math.nan)
+    return figure(value) if math.isfinite(value) else "–"

@@ -1,0 +1,64 @@
+"""Trackio: a local database with a dashboard, or a Space on the Hugging Face Hub."""
+
+import uuid
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from nemo_opd.config.logging import Trackio
+from nemo_opd.errors import ConfigError
+from nemo_opd.logging.base import RunSummary
+from nemo_opd.logging.tracker import Tracker, run_config
+
+
+class TrackioLogger(Tracker):
+    """Reports to trackio, whose runs are known by their names, so these end with a few random digits."""
+
+    name = "trackio"
+
+    def __init__(self, settings: Trackio, output_dir: Path) -> None:
+        super().__init__(output_dir)
+        self._settings = settings
+        self._run: Any = None
+        self._step = 0
+
+    def _open(self, run: RunSummary, known: str | None) -> str:
+        import trackio
+
+        name = known or f"{run.name}-{uuid.uuid4().hex[:8]}"
+        try:
+            with redirect_stdout(StringIO()):  # advice on its dashboard, among the lines of the console
+                self._run = trackio.init(
+                    project=self._settings.project,
+                    name=name,
+                    space_id=self._settings.space,
+                    resume="allow" if known else "never",
+                    config=run_config(self._output_dir),
+                    embed=False,
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        except Exception as error:
+            raise ConfigError(
+                f"logging.trackio: the run could not be started ({error}); check logging.trackio.space and the "
+                "token of the hub (HF_TOKEN), or write logging.trackio.space=null"
+            ) from error
+        return name
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._step = step
+        self._run.log(dict(values), step=step)
+
+    def _conclude(self, figures: dict[str, float], paths: dict[str, str]) -> None:
+        import trackio
+
+        written = trackio.Markdown("\n".join(f"- {name}: `{path}`" for name, path in paths.items()))
+        self._run.log({**figures, "artefacts": written}, step=self._step)
+
+    def _finish(self, *, ended_well: bool) -> None:
+        import trackio
+
+        with redirect_stdout(StringIO()):
+            trackio.finish()
