@@ -23,6 +23,7 @@ EXTRAS = {
     "jsonschema": "eval",
     "lm_eval": "eval",
     "httpx2": "serve",
+    "bitsandbytes": "quantised",
 }
 """Module → extra."""
 

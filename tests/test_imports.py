@@ -40,7 +40,7 @@ ORDER = (
     "workers",
     "cluster",
     "training",
-    "cli",
+    "cli integrations",
 )
 """One level a package, from the lowest: a package imports those above it in this list, never those below. The package
 itself, whose names are imported when they are asked for, is above all.

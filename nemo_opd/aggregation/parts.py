@@ -146,24 +146,50 @@ class Parts:
     count by their texts. Else each part is a mean of its own.
     """
 
+    def counts(self, batch: Batch) -> list[float]:
+        """Count what normalizers are made of: label tokens, sampled tokens, and by part its units and its texts.
+
+        Counts of the parts of a global batch add up to its own.
+        """
+        masks = label_mask(batch), sampled_mask(batch.student.loss_mask, batch.sampled)
+        tokens = [int(count_label_tokens(mask).sum()) for mask in masks]
+        return [*tokens, *self._units(batch), *self._texts(batch)]
+
     def divisors(self, batch: Batch) -> tuple[Divisor, ...]:
         """Return the divisors of these rows, by part."""
-        units = [part.num_units(batch) for part in self.parts]
+        return self._divisors(self._units(batch), self._texts(batch))
+
+    def _units(self, batch: Batch) -> list[float]:
+        return [part.num_units(batch) for part in self.parts]
+
+    def _texts(self, batch: Batch) -> list[float]:
+        """Count the texts of each part; zeros where they do not matter."""
+        return [part.num_texts(batch) if self._has_several_kinds else 0 for part in self.parts]
+
+    @property
+    def _has_several_kinds(self) -> bool:
+        return self.count_together and len({part.term.unit for part in self.parts}) > 1
+
+    def _divisors(self, units: Sequence[float], texts: Sequence[float]) -> tuple[Divisor, ...]:
         if not self.count_together:
             return tuple(map(Divisor, units))
-        kinds = [part.term.unit for part in self.parts]
-        if len(set(kinds)) == 1:
+        if not self._has_several_kinds:
             return (Divisor(sum(units)),) * len(units)
-        texts = [part.num_texts(batch) for part in self.parts]
+        kinds = [part.term.unit for part in self.parts]
         return tuple(
             Divisor(_sum_where(units, kinds, kind), Mean(_sum_where(texts, kinds, kind), sum(texts))) for kind in kinds
         )
 
     def normalizers(self, batch: Batch) -> Normalizers:
         """Return the normalizers of a global batch, by part; 1 for a part without units."""
-        masks = label_mask(batch), sampled_mask(batch.student.loss_mask, batch.sampled)
-        labels, sampled = (int(count_label_tokens(mask).sum()) for mask in masks)
-        return Normalizers(labels or 1, tuple(divisor.value for divisor in self.divisors(batch)), sampled or 1)
+        return self.normalizers_of(self.counts(batch))
+
+    def normalizers_of(self, counts: Sequence[float]) -> Normalizers:
+        """Return the normalizers of a global batch with these `counts`."""
+        labels, sampled, *of_parts = counts
+        units, texts = of_parts[: len(self.parts)], of_parts[len(self.parts) :]
+        divisors = self._divisors(units, texts)
+        return Normalizers(int(labels) or 1, tuple(each.value for each in divisors), int(sampled) or 1)
 
     def plan(
         self,

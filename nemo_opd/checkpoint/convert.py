@@ -320,7 +320,7 @@ def save_start(
     folder: Path,
     weights: Mapping[str, Tensor],
     model: PreTrainedModel,
-    build_optimizer: Callable[[nn.Module], Optimizer],
+    build_optimizer: Callable[[PreTrainedModel], Optimizer],
     build_scheduler: Callable[[Optimizer], LRScheduler],
     *,
     averages: Sequence[str] = (),

@@ -128,7 +128,8 @@ def load_state(
         raise CheckpointError(f"{folder} is not finite: {found}; remove this checkpoint to use the one before")
     # Fused kernels are this machine's choice, and where AdamW's step counters are depends on it.
     for group, fused in zip(groups, own_kernels, strict=True):
-        group["fused"] = fused
+        if "fused" in group:
+            group["fused"] = fused
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optimizer_state)
     try:
         scheduler.load_state_dict(rest["scheduler"])
@@ -155,12 +156,12 @@ def _unreadable(path: Path, error: BaseException) -> CheckpointError:
 def not_finite_in(
     weights: dict[str, Any], optimizer_state: dict[str, Any], averages: Averages | None = None
 ) -> NotFinite | None:
-    """Find values that are not finite in weights, moments and averages; AdamW's step counters are left out."""
+    """Find values that are not finite in weights, moments and averages; counters of steps are left out."""
     moments = {
         f"{key} of {name}": value
         for name, entries in optimizer_state["state"].items()
         for key, value in entries.items()
-        if value.dim()
+        if isinstance(value, torch.Tensor) and value.dim()
     }
     means = {f"average of {name}": value for each in (averages or {}).values() for name, value in each.items()}
     tensors = {name: value for name, value in weights.items() if isinstance(value, torch.Tensor)} | moments | means

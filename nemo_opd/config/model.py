@@ -1,12 +1,13 @@
 """Settings of the student, and those that it shares with teachers."""
 
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
 from nemo_opd.config.lora import Lora
-from nemo_opd.config.optim import AdamW, Scheduler
+from nemo_opd.config.optim import AdamW, Optimizer, Scheduler
 from nemo_opd.config.parallelism import Parallelism
 
 
@@ -103,10 +104,25 @@ class Student(Model):
     """Train low-rank adapters, in fp32, and leave the model's own weights as they are, held in the precision that they
     are computed with; null: train all weights.
     """
-    optimizer: AdamW = Field(default_factory=AdamW)
+    optimizer: Optimizer = Field(default_factory=AdamW)
     """Optimizer of all weights that are trained."""
     scheduler: Scheduler = Field(default_factory=Scheduler)
     """Learning rate over the steps of the run."""
+
+    @field_validator("optimizer", mode="before")
+    @classmethod
+    def optimizer_is_adamw_by_default(cls, optimizer: Any) -> Any:
+        return {"type": "adamw", **optimizer} if isinstance(optimizer, Mapping) else optimizer
+
+    @model_validator(mode="after")
+    def muon_needs_tp_1(self) -> "Student":
+        tp = self.parallelism.tp
+        if self.optimizer.type == "muon" and tp > 1:
+            raise ValueError(
+                f"optimizer.type=muon with parallelism.tp={tp}: it orthogonalizes whole matrices, of which "
+                "tensor-parallel ranks have parts; set optimizer.type=adamw or parallelism.tp=1"
+            )
+        return self
 
     @model_validator(mode="after")
     def lora_needs_cp_1(self) -> "Student":

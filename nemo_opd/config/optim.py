@@ -1,6 +1,6 @@
 """Optimizer and learning-rate schedule of the student."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -9,19 +9,84 @@ from nemo_opd.config.base import Settings
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class AdamW(Settings):
-    """AdamW over all weights that are trained."""
-
-    type: Literal["adamw"] = "adamw"
-    """torch.optim.AdamW."""
+class OptimizerBase(Settings):
     lr: float = Field(5e-5, gt=0)
     """Peak learning rate."""
+
+
+class Decoupled(OptimizerBase):
+    weight_decay: float = Field(1e-3, ge=0)
+    """A step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
+
+
+class Adam(Decoupled):
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of the moving averages of the gradient and of its square."""
     eps: float = Field(1e-8, gt=0)
     """Added to the denominator of the update."""
-    weight_decay: float = Field(1e-3, ge=0)
-    """A step subtracts lr · weight_decay · w from every trained weight w, biases and norms too."""
+
+
+class AdamW(Adam):
+    """torch.optim.AdamW over all weights that are trained."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class AdamW8bit(Adam):
+    """AdamW of bitsandbytes, with moments of 8 bits in blocks of 256 numbers (matrices of 4096 numbers or more), for a
+    student on one rank.
+    """
+
+    type: Literal["adamw_8bit"] = "adamw_8bit"
+
+
+class Muon(Adam):
+    """torch.optim.Muon, momentum with orthogonalized updates, for the matrices of the decoder layers; AdamW with
+    `betas` and `eps`, for embeddings, head, norms and biases.
+    """
+
+    type: Literal["muon"] = "muon"
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay rate of the moving sum of the matrices' gradients."""
+    nesterov: bool = True
+    """Nesterov momentum."""
+    ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton–Schulz iterations of the orthogonalization."""
+    adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Factor of lr for an A × B matrix: 0.2 · √max(A, B), with which lr and weight_decay of AdamW can be used, or
+    √max(1, A / B).
+    """
+    others_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of AdamW; null: lr."""
+
+
+class Adafactor(Decoupled):
+    """torch.optim.Adafactor, which keeps a mean square for each row and column of a matrix, not for each weight; for a
+    student on one rank.
+    """
+
+    type: Literal["adafactor"] = "adafactor"
+    beta2_decay: float = Field(-0.8, lt=0)
+    """Exponent of the decay of the mean squares: 1 − step ** beta2_decay."""
+    clip: float = Field(1.0, gt=0)
+    """Largest root mean square of an update before it is multiplied by lr."""
+
+
+class ClassOptimizer(OptimizerBase):
+    """A class of torch.optim.Optimizer from any package."""
+
+    type: Literal["class"] = "class"
+    name: str = Field(pattern=r"^[\w.]+:\w+$")
+    """`package.module:Class`, called with the trained parameters, `lr` and `arguments`."""
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the class, such as `{momentum: 0.9}`."""
+    sharded: bool = False
+    """The class works on sharded parameters (DTensor): its update treats each number by itself, or DTensor has all its
+    operations. Needed on more than one rank.
+    """
+
+
+Optimizer = Annotated[AdamW | AdamW8bit | Muon | Adafactor | ClassOptimizer, Field(discriminator="type")]
 
 
 class Scheduler(Settings):

@@ -89,7 +89,9 @@ def _real_path(location: tuple[int | str, ...], data: Any, *, ends_in_key: bool)
     """Whether the tag of `data` was passed: a key of the same name may follow."""
     for i, part in enumerate(location):
         may_be_tag = not is_told and (i + 1 < len(location) or not ends_in_key)
-        if may_be_tag and isinstance(data, Mapping) and data.get("type") == part:
+        # A type may be left out where it has a default.
+        is_default = i + 1 < len(location) and isinstance(data, Mapping) and "type" not in data and part not in data
+        if may_be_tag and isinstance(data, Mapping) and (data.get("type") == part or is_default):
             is_told = True
             continue
         is_told = False

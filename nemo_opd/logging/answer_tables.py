@@ -97,5 +97,5 @@ def _title(name: str, measure: str) -> str:
 
 
 def _listed(rows: Sequence[str]) -> str:
-    shown = ", ".join(row.split(":")[0] for row in rows[:_MOST_SHOWN])
+    shown = ", ".join(row.rpartition(":")[0] for row in rows[:_MOST_SHOWN])
     return f"{shown}, …" if len(rows) > _MOST_SHOWN else shown

@@ -11,6 +11,7 @@ from nemo_opd.alignment.token_classes import token_classes
 from nemo_opd.config.model import Student
 from nemo_opd.config.run import RunConfig
 from nemo_opd.disk import require_room
+from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.groups import TokenGroups
 from nemo_opd.models.head_precision import check_head_precision
@@ -37,6 +38,7 @@ from nemo_opd.training.memory import (
     Situation,
     server_share,
     settle_memory,
+    state_bytes,
     teachers_ahead,
 )
 from nemo_opd.training.model_info import ModelInfo, has_configuration, read_model_info
@@ -54,9 +56,7 @@ from nemo_opd.training.summary import device_name
 from nemo_opd.training.survey import Survey, survey
 from nemo_opd.training.teacher_plan import plan_teacher, require_templates
 from nemo_opd.training.teachers_without_model import check_answers, settle_tokenizers
-
-_TRAINED_BYTES = 12
-"""Bytes per trained parameter in a checkpoint: the fp32 weight and AdamW's two moments; averages come on top."""
+from nemo_opd.workers.optimizer import check_optimizer
 
 
 def preflight(config: RunConfig) -> Plan:
@@ -67,6 +67,7 @@ def preflight(config: RunConfig) -> Plan:
     require_processes(config.cluster, placement)
     require_shared_gpus(config, device, placement)
     student_layout, teacher_layouts = resolve_layouts(config, placement)
+    check_optimizer(config.student.optimizer, student_layout.size)
     require_batch_divides(config, student_layout.dp, [layout.dp for layout in teacher_layouts])
     output_dir = resolve_output_dir(config.run)
     resumed = progress_to_resume(config, output_dir)
@@ -206,8 +207,8 @@ def _require_room_to_save(config: RunConfig, student: ModelSize, output_dir: Pat
     """Return the bytes of a checkpoint's tensors. Raises ConfigError where one and the trained model do not fit."""
     exported = _exported_bytes(config.student, student)
     averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
-    per_parameter = _TRAINED_BYTES + averages * torch.float32.itemsize
-    checkpoint = per_parameter * student.trained_parameters + exported
+    weights = (1 + averages) * torch.float32.itemsize * student.trained_parameters
+    checkpoint = weights + state_bytes(config.student.optimizer, student, Layout(1)) + exported
     require_room(
         output_dir,
         checkpoint + exported,

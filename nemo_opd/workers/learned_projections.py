@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nemo_opd.checkpoint.manager import INSTEAD
+from nemo_opd.config.optim import Adafactor, AdamW, ClassOptimizer
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import OwnIdsTeacher
 from nemo_opd.disk import storage_errors
@@ -49,8 +50,9 @@ class LearnedProjections:
                 self.by_teacher[teacher.name] = learned
                 groups.append({"params": [learned.delta], "peak_lr": teacher.projection_lr})
         settings = config.student.optimizer
+        moments = AdamW() if isinstance(settings, Adafactor | ClassOptimizer) else settings
         self._optimizer = (
-            torch.optim.AdamW(groups, betas=settings.betas, eps=settings.eps, weight_decay=0.0) if groups else None
+            torch.optim.AdamW(groups, betas=moments.betas, eps=moments.eps, weight_decay=0.0) if groups else None
         )
         self._peak_lr = settings.lr
 

@@ -53,6 +53,7 @@ def convert(arguments: Namespace, console: Console) -> None:
     require_first(output, checkpoints)
     run = run_directory(output)
     config = read_config(arguments.config, run)
+    require_zeros_at_first(config)
     model = trained_part(config.student)
     data = read_data(config)
     weights = weights_to_start_from(arguments.model, config.student, model)
@@ -74,6 +75,15 @@ def convert(arguments: Namespace, console: Console) -> None:
         shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())
         said += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
     print(said)
+
+
+def require_zeros_at_first(config: RunConfig) -> None:
+    """Raise CheckpointError for an optimizer whose state before the first step is not known to be zeros."""
+    if (kind := config.student.optimizer.type) in ("adamw_8bit", "class"):
+        raise CheckpointError(
+            f"student.optimizer.type={kind}: what its state is before the first step is not known here; start a run "
+            "with the weights as student.model"
+        )
 
 
 def require_first(output: Path, checkpoints: CheckpointManager) -> None:

@@ -1,6 +1,7 @@
 """An estimate of each rank's memory from the models' configurations, and what is offloaded because of it."""
 
 from nemo_opd.training.memory.estimate import estimate, settle_memory
+from nemo_opd.training.memory.optimizer import state_bytes
 from nemo_opd.training.memory.parts import Advice, Memory, MemoryEstimate, Part, Phase
 from nemo_opd.training.memory.server import server_share
 from nemo_opd.training.memory.situation import Machine, ModelSetup, Situation, teachers_ahead
@@ -23,5 +24,6 @@ __all__ = [
     "server_share",
     "settle_memory",
     "size_of",
+    "state_bytes",
     "teachers_ahead",
 ]

@@ -16,7 +16,7 @@ from nemo_opd.models.fused_layers import is_known, is_norm
 from nemo_opd.models.head import SOFT_CAPS
 from nemo_opd.models.lora import NAME, Adapters, adapter_parameters, lora_layers
 
-_Shape = tuple[int, ...]
+Shape = tuple[int, ...]
 FP32 = 4
 """Bytes per number."""
 
@@ -25,7 +25,7 @@ FP32 = 4
 class LayerSize:
     """A decoder layer."""
 
-    shapes: tuple[_Shape, ...]
+    shapes: tuple[Shape, ...]
     """Shapes of its parameters."""
     hidden_size: int
     query_width: int
@@ -43,7 +43,7 @@ class LayerSize:
     """Numbers per token that pass through norms of hidden states."""
     head_norms: int
     """Numbers per token that pass through norms of queries and keys."""
-    adapters: tuple[_Shape, ...] = ()
+    adapters: tuple[Shape, ...] = ()
     """Shapes of the matrices A and B of each adapter in turn."""
     has_dropout: bool = False
     """Adapters have dropout."""
@@ -51,7 +51,7 @@ class LayerSize:
     """All norms, and the MLP, are such as `fused_layers` replaces."""
 
     @property
-    def trained_shapes(self) -> tuple[_Shape, ...]:
+    def trained_shapes(self) -> tuple[Shape, ...]:
         return self.adapters or self.shapes
 
     @property
@@ -71,7 +71,7 @@ class LayerSize:
         return max((shape[-1] * (self.num_experts if len(shape) == 3 else 1) for shape in down), default=0)
 
     @property
-    def _matrices(self) -> list[_Shape]:
+    def _matrices(self) -> list[Shape]:
         return [shape for shape in self.shapes if len(shape) > 1]
 
 
@@ -82,19 +82,19 @@ class ModelSize:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerSize, ...]
-    rest: tuple[_Shape, ...]
+    rest: tuple[Shape, ...]
     """Shapes of the parameters outside the layers: embedding, final norm and, unless tied, the head."""
     has_soft_cap: bool
     """The model caps its logits."""
-    adapters: tuple[_Shape, ...] = ()
+    adapters: tuple[Shape, ...] = ()
     """Shapes of all adapters; where there are any, nothing else is trained."""
 
     @property
-    def shapes(self) -> tuple[_Shape, ...]:
+    def shapes(self) -> tuple[Shape, ...]:
         return (*self.rest, *(shape for layer in self.layers for shape in layer.shapes))
 
     @property
-    def trained_shapes(self) -> tuple[_Shape, ...]:
+    def trained_shapes(self) -> tuple[Shape, ...]:
         return self.adapters or self.shapes
 
     @property
@@ -111,16 +111,16 @@ class ModelSize:
         return max(self.layers, key=lambda layer: numel(layer.shapes))
 
 
-def numel(shapes: tuple[_Shape, ...]) -> int:
+def numel(shapes: tuple[Shape, ...]) -> int:
     return sum(map(prod, shapes))
 
 
-def cut_numel(shapes: tuple[_Shape, ...], tp: int) -> int:
+def cut_numel(shapes: tuple[Shape, ...], tp: int) -> int:
     """Return the parameters of a tensor-parallel rank: matrices are cut, vectors are whole."""
     return sum(prod(shape) if len(shape) < 2 else -(-prod(shape) // tp) for shape in shapes)
 
 
-def shard_numel(shapes: tuple[_Shape, ...], layout: Layout) -> int:
+def shard_numel(shapes: tuple[Shape, ...], layout: Layout) -> int:
     """Return the parameters that rank 0 keeps: FSDP2 gives each rank ⌈rows / ranks⌉ rows of every parameter."""
     total = 0
     for rows, *columns in shapes:
@@ -158,7 +158,7 @@ def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if id(parameter) not in added]
 
 
-def _adapter_shapes(module: nn.Module) -> tuple[_Shape, ...]:
+def _adapter_shapes(module: nn.Module) -> tuple[Shape, ...]:
     return tuple(tuple(parameter.shape) for _, parameter in adapter_parameters(module))
 
 

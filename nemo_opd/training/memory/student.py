@@ -6,15 +6,14 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.losses import surprise
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.training.memory.activations import layer_bytes, saved_activations, working_bytes
+from nemo_opd.training.memory.optimizer import state_bytes, temporary_bytes
 from nemo_opd.training.memory.parts import STUDENT_PHASES, Part, Phase, Process, part
 from nemo_opd.training.memory.sampling import rollout_parts
 from nemo_opd.training.memory.situation import Situation
-from nemo_opd.training.memory.size import FP32, cut_numel, shard_numel
+from nemo_opd.training.memory.size import FP32, cut_numel
 from nemo_opd.training.memory.teacher import copied_heads, reading_phases, window_bytes
 
 _OWNER = "student"
-_MOMENTS = 2 * FP32
-"""Bytes per trained parameter of AdamW's state."""
 _COPIES = 12
 """fp32 tensors of a chunk's logits alive at once in the distillation loss that needs most."""
 
@@ -24,10 +23,9 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     c = compute_dtype(config.student.dtype, situation.machine.device).itemsize
     setup, offload = situation.student, config.student.offload is True
     trained, parameters = setup.trained, setup.student_bytes(c)
-    optimizer = _MOMENTS * trained
-    # On a CPU AdamW takes the root of the second moment of one parameter at a time; fused, on a GPU, of a number.
-    tensors = [shard_numel((shape,), setup.layout) for shape in setup.size.trained_shapes]
-    rooted = 0 if situation.machine.device == "cuda" else max(tensors)
+    settings, size, layout = config.student.optimizer, setup.size, setup.layout
+    optimizer = state_bytes(settings, size, layout)
+    temporaries = temporary_bytes(settings, size, layout, situation.machine.device)
     # Before the first step the optimizer has no state.
     here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
     at_first = (Phase.LOADING,) if offload else (Phase.LOADING, Phase.ANSWERS)
@@ -37,7 +35,7 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     device = (
         part(_OWNER, "parameters", parameters, *at_first, Phase.ROLLOUT, *here),
         part(_OWNER, "optimizer", optimizer, *here),
-        part(_OWNER, "temporaries of the optimizer", FP32 * rooted, Phase.OPTIMIZER),
+        part(_OWNER, "temporaries of the optimizer", temporaries, Phase.OPTIMIZER),
         *_pass_parts(config, situation, c, FP32 * trained),
         *_loss_parts(config, situation, c),
         part(_OWNER, "teachers' output put together", window_bytes(config, situation), Phase.LOSS, Phase.BACKWARD),

@@ -1,0 +1,1 @@
+"""Distillation in training loops of other libraries."""

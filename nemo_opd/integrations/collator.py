@@ -1,0 +1,48 @@
+"""Rows of a dataset to a batch of all models' tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_opd.data.collate import collate
+from nemo_opd.data.documents import read_documents
+from nemo_opd.data.samples import SampleMaker
+from nemo_opd.errors import DataError
+
+
+@dataclass(frozen=True)
+class _Rows:
+    rows: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, str]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, indices: list[int]) -> dict[str, list[Any]]:
+        try:
+            return {ours: [self.rows[i][theirs] for i in indices] for theirs, ours in self.columns.items()}
+        except KeyError as error:
+            raise DataError(
+                f"a row has no column {error}, but {', '.join(map(repr, self.rows[0])) or 'none'}; name it as "
+                "data.text_key or data.messages_key, and keep the dataset as it is: texts are tokenized here, for all "
+                "models (with TRL: dataset_kwargs={'skip_prepare_dataset': True})"
+            ) from error
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Rows of a dataset, as a list of dicts, to `input_ids` of the student, and `batch`, a `nemo_opd.types.Batch`.
+
+    Picklable, for the processes of a DataLoader. Raises DataError for a row without text.
+    """
+
+    make_sample: SampleMaker
+    columns: Mapping[str, str]
+    """The dataset's name of a column → ours."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        documents = read_documents(_Rows(rows, self.columns), list(range(len(rows))))
+        batch = collate([self.make_sample(document) for document in documents])
+        return {"input_ids": batch.student.ids, "batch": batch}

@@ -1,0 +1,158 @@
+"""Teachers, alignment and losses for any training loop in PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nemo_opd.aggregation import build_parts, joined, sequence_scores, share_out
+from nemo_opd.distributed.transfer import moved
+from nemo_opd.errors import ModelError
+from nemo_opd.integrations.collator import Collator
+from nemo_opd.integrations.settings import read_settings
+from nemo_opd.logits.planned import PlannedLoss, compute_together
+from nemo_opd.logits.rows import logit_rows
+from nemo_opd.losses.accuracy import plan_accuracy
+from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
+from nemo_opd.losses.cross_entropy import cross_entropy
+from nemo_opd.losses.reduction import label_mask
+from nemo_opd.models.load import compute_dtype, load_model
+from nemo_opd.training.findings import check_positions
+from nemo_opd.training.inputs import layout_of
+from nemo_opd.training.model_info import read_model_info
+from nemo_opd.training.sample_makers import build_sample_maker
+from nemo_opd.training.step_metrics import objective_values
+from nemo_opd.training.teacher_plan import plan_teacher, require_templates
+from nemo_opd.types import Batch, LossOutput, Metrics, Normalizers
+
+
+class Distillation:
+    """The teachers of a student, which is trained by a loop that is not ours, and the loss against them.
+
+    Each process has all teachers whole, on its device.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], *, device: str | torch.device = "cpu") -> None:
+        """Read all tokenizers and load the teachers.
+
+        settings: `student`, `teachers`, `loss`, `aggregation`, `data` and `train.max_length`, as `nemo_opd.distil`
+        takes them; student.model is where the student's tokenizer and configuration are. Raises an OPDError for
+        settings that are not valid, or that need our own loop, and for models that cannot be used.
+        """
+        self.config = config = read_settings(settings)
+        self.device = torch.device(device)
+        info = read_model_info(config.student, "student", "cpu")
+        teachers = [read_model_info(each, f"teachers.{i}", "cpu") for i, each in enumerate(config.active_teachers)]
+        require_templates(config, info, teachers)
+        for warning in check_positions(config, info, teachers):
+            warnings.warn(warning, stacklevel=2)
+        plans = [plan_teacher(config, i, info, teacher) for i, teacher in enumerate(teachers)]
+        self.tokenizer, self.vocab_size = info.tokenizer, info.vocab_size
+        self.collator = Collator(build_sample_maker(config, info, teachers), layout_of(config).columns)
+        self._teacher_vocab_sizes = [plan.vocab_size for plan in plans]
+        self._parts = build_parts(
+            config,
+            [plan.projection for plan in plans],
+            student_vocab_size=self.vocab_size,
+            teacher_vocab_sizes=self._teacher_vocab_sizes,
+        )
+        self._teachers = [self._load(i) for i in range(len(teachers))]
+
+    def _load(self, i: int) -> PreTrainedModel:
+        settings = self.config.active_teachers[i]
+        dtype = compute_dtype(settings.dtype, self.device.type)
+        attention = settings.attn_implementation
+        model = load_model(settings.reference, dtype, key=f"teachers.{i}.model", attn_implementation=attention)
+        return model.eval().requires_grad_(False).to(self.device)
+
+    def to(self, device: str | torch.device) -> Self:
+        """Move the teachers, which keep their precision."""
+        self.device = torch.device(device)
+        for teacher in self._teachers:
+            teacher.to(self.device)  # type: ignore[arg-type]
+        return self
+
+    def counts(self, batches: Sequence[Batch]) -> Tensor:
+        """Count what the losses of a global batch are divided by: float64 [counts], to be summed over processes."""
+        return torch.tensor([self._parts.counts(batch) for batch in batches], dtype=torch.float64).sum(0)
+
+    def normalizers(self, counts: Tensor) -> Normalizers:
+        """Return the normalizers of a global batch from the sum of its `counts`."""
+        return self._parts.normalizers_of(counts.tolist())
+
+    @torch.no_grad()
+    def teacher_logits(self, batch: Batch) -> list[Tensor]:
+        """Return each teacher's logits [B, T, W], unshifted."""
+        ids = [rows.tokens.ids.to(self.device) for rows in batch.teachers]
+        return [
+            teacher(input_ids=own, use_cache=False).logits for teacher, own in zip(self._teachers, ids, strict=True)
+        ]
+
+    def loss(
+        self,
+        student_logits: Tensor,
+        batch: Batch,
+        normalizers: Normalizers | None = None,
+        *,
+        teacher_logits: Sequence[Tensor] | None = None,
+        for_validation: bool = False,
+    ) -> LossOutput:
+        """Return the batch's share of the loss of a global batch, ce_weight · CE + kd_weight · KD, and its metrics.
+
+        student_logits: [B, S, V] of `batch.student.ids`, unshifted. normalizers: of the global batch, where `batch` is
+        a part of it. teacher_logits: from `teacher_logits`; None: the teachers read the batch now. for_validation: add
+        bits per byte and accuracy to the metrics. Raises ModelError for logits of another vocabulary.
+        """
+        if student_logits.shape[-1] < self.vocab_size:
+            raise ModelError(
+                f"the student's logits have {student_logits.shape[-1]} columns, but the tokenizer of student.model="
+                f"{self.config.student.model} has {self.vocab_size} tokens; name the model that is trained"
+            )
+        if normalizers is None:
+            normalizers = self.normalizers(self.counts([batch]))
+        found = self.teacher_logits(batch) if teacher_logits is None else list(teacher_logits)
+        with torch.autocast(student_logits.device.type, enabled=False):
+            shared = self._shared_out(batch, found)
+            divisors = self._parts.divisors(shared)
+            planned = self._planned(student_logits, found, moved(shared, self.device), divisors, normalizers)
+            if for_validation:
+                own, size = moved(batch.student, self.device), self.vocab_size
+                measures = (plan_bits_per_byte, plan_accuracy)
+                planned += [measure(student_logits, own, vocab_size=size) for measure in measures]
+            return compute_together(planned)
+
+    def _planned(
+        self,
+        student_logits: Tensor,
+        teacher_logits: Sequence[Tensor],
+        batch: Batch,
+        divisors: Any,
+        normalizers: Normalizers,
+    ) -> list[PlannedLoss]:
+        weights, ids, size = self.config.loss, batch.student.ids, self.vocab_size
+        mask = label_mask(batch)
+        ce = cross_entropy.plan(student_logits, ids, mask=mask, normalizer=normalizers.ce, vocab_size=size)
+        rows = [logit_rows(logits) for logits in teacher_logits]
+        parts = self._parts.plan(student_logits, rows, batch, divisors, normalizers.kd)
+        return [ce.times(weights.ce_weight), *(part.times(weights.kd_weight) for part in parts)]
+
+    def _shared_out(self, batch: Batch, teacher_logits: Sequence[Tensor]) -> Batch:
+        """Return the batch with what each teacher counts for in each sequence; on the host."""
+        aggregation, teachers = self.config.aggregation, self.config.active_teachers
+        scores = []
+        if (score := aggregation.score) is not None:
+            sides = zip(teacher_logits, batch.teachers, self._teacher_vocab_sizes, strict=True)
+            for logits, rows, size in sides:
+                tokens = moved(rows.tokens, self.device)
+                scores.append(joined([sequence_scores(logits, tokens, score=score, vocab_size=size)]))
+        return share_out(aggregation, batch, scores, priors=[teacher.weight for teacher in teachers])
+
+    def values(self, metrics: Metrics) -> dict[str, float]:
+        """Return merged metrics as they are logged: `loss`, `ce`, `kd`, `kd/<teacher>` and others."""
+        named = objective_values(self.config, metrics, 1.0, "")
+        return {name.removeprefix("/"): value for name, value in named.items()}

@@ -1,0 +1,117 @@
+"""Distillation in `transformers.Trainer` and trainers derived from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from nemo_opd.errors import ConfigError
+from nemo_opd.integrations.distillation import Distillation
+from nemo_opd.logging.metrics import merge
+from nemo_opd.types import Batch, Metric, Normalizers
+from nemo_opd.workers.metrics import on_host
+
+
+class DistillationMixin:
+    """Distillation for a subclass of `transformers.Trainer`: `class MyTrainer(DistillationMixin, Trainer)`.
+
+    Rows of the datasets are texts or conversations; all models' tokens are made of them in the collator. Losses are
+    divided by what is in the global batch, over microbatches and processes, as in our own loop. Logged are the terms of
+    the loss, and in an evaluation bits per byte and accuracy, over all of its texts.
+
+    Communicates, with several processes, one all-reduce of counts a step and one gather of metrics a log.
+    """
+
+    args: Any
+    accelerator: Any
+
+    def __init__(self, *args: Any, distillation: Distillation, **kwargs: Any) -> None:
+        """Take what the trainer takes but a collator. Raises ConfigError for what cannot be together."""
+        for key in ("data_collator", "compute_loss_func", "compute_metrics"):
+            if kwargs.get(key) is not None:
+                raise ConfigError(f"{key}: batches, loss and metrics are those of the distillation; leave it out")
+        self.distillation = distillation
+        self._found: dict[bool, dict[str, Metric]] = {True: {}, False: {}}
+        """Merged metrics of training, and of an evaluation, since they were last logged."""
+        kwargs = {"processing_class": distillation.tokenizer, **kwargs, "data_collator": distillation.collator}
+        super().__init__(*args, **kwargs)
+        for reason in self._obstacles():
+            raise ConfigError(reason)
+        distillation.to(self.args.device)
+        # Trainer divides a loss by the number of microbatches unless it was normalized by what is in all of them.
+        self.model_accepts_loss_kwargs = self.loss_is_scaled_for_ga = True
+
+    def _obstacles(self) -> Iterator[str]:
+        if self.args.n_gpu > 1:
+            yield f"{self.args.n_gpu} GPUs in one process (DataParallel): start a process for each with torchrun"
+        if self.args.label_smoothing_factor:
+            yield f"label_smoothing_factor={self.args.label_smoothing_factor:g}: losses have no smoothing; set it to 0"
+        parallel = getattr(self.accelerator, "parallelism_config", None)
+        for key in ("tp_size", "cp_size", "sp_size"):
+            if (size := getattr(parallel, key, 1)) > 1:
+                yield f"{key}={size}: losses need whole logits here; set it to 1, or use nemo_opd.distil"
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Keep the columns that the collator reads; Trainer would keep the names of the model's arguments."""
+        self._signature_columns = list(self.distillation.collator.columns)
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Normalizers | None]:
+        """Return the microbatches of a step, and what the losses of all of them, on all processes, are divided by."""
+        samples, _ = super().get_batch_samples(*args, **kwargs)  # type: ignore[misc]
+        return samples, self._normalizers([sample["batch"] for sample in samples]) if samples else None
+
+    def _normalizers(self, batches: list[Batch]) -> Normalizers:
+        counts = self.distillation.counts(batches)
+        if self.accelerator.num_processes > 1:
+            counts = self.accelerator.reduce(counts.to(self.args.device), "sum")
+        return self.distillation.normalizers(counts)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Normalizers | None = None,
+    ) -> Any:
+        """Return the microbatch's share of the loss; without normalizers of a global batch it is one by itself."""
+        outputs = model(input_ids=inputs["input_ids"], use_cache=False)
+        is_training = num_items_in_batch is not None
+        found = self.distillation.loss(
+            outputs.logits, inputs["batch"], num_items_in_batch, for_validation=not is_training
+        )
+        self._found[is_training] = merge([self._found[is_training], found.metrics])
+        # Processes have the mean of their gradients, where the loss is the sum of their shares.
+        loss = found.loss * self.accelerator.num_processes if is_training else found.loss
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Tensor, None, None]:
+        """Return the loss of a batch alone: logits of a whole dataset are kept by no one."""
+        prepared = self._prepare_inputs(inputs)  # type: ignore[attr-defined]
+        with torch.no_grad():
+            return self.compute_loss(model, prepared).detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Add the metrics of all texts, and the loss that they make, which no mean over batches is."""
+        self._found[False] = {}
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]
+        pooled = self._pooled(is_training=False)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in pooled.items()})
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the terms of the loss with it."""
+        if "loss" in logs:  # a log of training; others are of an evaluation, or at the end
+            logs = {**self._pooled(is_training=True), **logs}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+
+    def _pooled(self, *, is_training: bool) -> dict[str, float]:
+        """Return the values of the metrics since the last time, of all processes."""
+        found, self._found[is_training] = on_host(self._found[is_training]), {}
+        by_process = gather_object([found]) if self.accelerator.num_processes > 1 else [found]
+        return self.distillation.values(merge(by_process)) if found else {}

@@ -1,0 +1,72 @@
+"""Optimizers made of others: of several, and of one that knows no sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from nemo_opd.distributed.shards import local
+
+
+class Together(Optimizer):
+    """Several optimizers as one: their groups in order, and all of their states."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        # The groups are the same dicts, so that a schedule of one is a schedule of the other.
+        super().__init__(chain.from_iterable(each.param_groups for each in optimizers), {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for each in self._optimizers:
+            each.state = self.state
+            each.param_groups = [next(groups) for _ in each.param_groups]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for each in self._optimizers:
+            each.step()
+
+
+class OnPlainTensors(Optimizer):
+    """An optimizer that sees the parameters of the only rank, which FSDP2 holds as DTensors, as plain tensors."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+        self._parameters = parameters
+        self._plain = [nn.Parameter(local(parameter.detach())) for parameter in parameters]
+        self._optimizer = build(self._plain)
+        super().__init__(parameters, self._optimizer.defaults)
+        self.state = self._optimizer.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for parameter, plain in zip(self._parameters, self._plain, strict=True):
+            plain.data = local(parameter.detach())  # anew: the model may have gone to another device
+            plain.grad = None if parameter.grad is None else local(parameter.grad)
+        self._optimizer.param_groups[0] |= _options(self)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        self._optimizer.param_groups[0] |= _options(self)
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+        self.state = self._optimizer.state
+        self.param_groups[0] |= _options(self._optimizer)
+
+
+def _options(optimizer: Optimizer) -> dict[str, Any]:
+    """Return the options of the only group."""
+    return {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}

@@ -1,0 +1,182 @@
+"""Distillation in transformers.Trainer is that of our own loop, and can be cut, continued and evaluated."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from nemo_opd.config.load import from_dict
+from nemo_opd.config.run import RunConfig
+from nemo_opd.errors import ConfigError, DataError, ModelError
+from nemo_opd.integrations.distillation import Distillation
+from nemo_opd.integrations.hf import DistillationMixin
+from nemo_opd.integrations.settings import read_settings
+from nemo_opd.training.preflight import preflight
+from tests.composition import compose
+from tests.tiny import Tiny, save_model, train_tokenizer
+from tests.workers.local import opened, step_metrics, weights
+
+pytestmark = pytest.mark.world
+
+LR = 0.5
+SGD = {"type": "class", "name": "torch.optim:SGD", "lr": LR}
+
+
+class DistillationTrainer(DistillationMixin, Trainer):
+    pass
+
+
+@pytest.fixture(scope="module")
+def config(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    """Three teachers, two of them with other tokenizers, in our loop with plain gradient descent."""
+    tokenizer = train_tokenizer(r"\p{L}+|\s|[^\s\p{L}]", 310, "<eos>")
+    other = save_model(tmp_path_factory.mktemp("teacher") / "other", tokenizer, width=16, seed=4)
+    given = compose(*tiny.overrides("train.gradient_clip=null", "data.packing=false")).model_dump(mode="json")
+    given["teachers"].append({**given["teachers"][0], "name": "other", "model": str(other), "weight": 0.7})
+    given["student"] |= {"optimizer": SGD, "scheduler": {"type": "constant"}}
+    given["cluster"] |= {"launcher": "local"}
+    return from_dict(given)
+
+
+@pytest.fixture(scope="module")
+def distillation(config: RunConfig) -> Distillation:
+    given = config.model_dump(mode="json")
+    return Distillation(
+        {
+            "student": {"model": config.student.model},
+            **{key: given[key] for key in ("teachers", "loss", "aggregation")},
+            "train": {"max_length": config.train.max_length},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def rows(tiny: Tiny) -> list[dict[str, str]]:
+    table: list[dict[str, str]] = pa.ipc.open_stream(pa.memory_map(str(tiny.documents))).read_all().to_pylist()
+    return table
+
+
+def trainer(
+    distillation: Distillation,
+    rows: Sequence[dict[str, str]],
+    folder: Path,
+    *,
+    optimizer: type[torch.optim.Optimizer] | None = None,
+    **arguments: Any,
+) -> DistillationTrainer:
+    model = AutoModelForCausalLM.from_pretrained(distillation.config.student.model, dtype=torch.float32)
+    given = {"logging_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **arguments}
+    settings = TrainingArguments(
+        str(folder), use_cpu=True, disable_tqdm=True, report_to="none", train_sampling_strategy="sequential", **given
+    )
+    own = (None, None) if optimizer is None else (optimizer(model.parameters(), lr=LR), None)
+    return DistillationTrainer(
+        model, settings, distillation=distillation, train_dataset=rows, eval_dataset=rows[:5], optimizers=own
+    )
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    assert trainer.model is not None
+    return {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+
+
+def test_gradients_are_those_of_our_loop(
+    config: RunConfig, distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """Bugs: a microbatch divided by its own units, or twice; a weight, mask or shift of a teacher that is lost.
+
+    Plain gradient descent: a weight is the first one less the gradients. They are sums of some hundred fp32 numbers.
+    """
+    ours = trainer(
+        distillation,
+        rows,
+        tmp_path,
+        optimizer=torch.optim.SGD,
+        max_steps=2,
+        max_grad_norm=0,
+        save_strategy="no",
+        lr_scheduler_type="constant",
+    )
+    before = weights_of(ours)
+    ours.train()
+    after, logs = weights_of(ours), [log for log in ours.state.log_history if "loss" in log]
+    batches = [distillation.collator(rows[start : start + 4])["batch"] for start in (0, 4)]
+    with opened(preflight(config)) as models:
+        curve = [step_metrics(models, batch) for batch in batches]
+        theirs = weights(models)
+
+    for name, weight in after.items():
+        torch.testing.assert_close(weight - before[name], theirs[name] - before[name], rtol=1e-4, atol=1e-6, msg=name)
+        assert not torch.equal(weight, before[name])
+    for log, metrics in zip(logs, curve, strict=True):
+        for name in ("ce", "kd/cross", "kd/same", "kd/other"):
+            assert log[name] == pytest.approx(metrics[name].value(), rel=1e-5), name
+        total = config.loss.ce_weight * log["ce"] + config.loss.kd_weight * log["kd"]
+        assert log["loss"] == pytest.approx(total, rel=1e-5)
+
+
+def test_a_continued_run_ends_with_the_same_bits(
+    distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """Bug: something that a step depends on is in no checkpoint of Trainer's."""
+    whole = trainer(distillation, rows, tmp_path, max_steps=4, save_steps=2, save_strategy="steps")
+    whole.train()
+    continued = trainer(distillation, rows, tmp_path, max_steps=4, save_strategy="no")
+    continued.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+    assert all(torch.equal(each, weights_of(continued)[name]) for name, each in weights_of(whole).items())
+
+
+def test_an_evaluation_is_of_all_texts_however_they_are_cut(
+    distillation: Distillation, rows: list[dict[str, str]], tmp_path: Path
+) -> None:
+    """Bug: a mean of the batches' means, or metrics of training among them."""
+    found = []
+    for size in (2, 5):
+        evaluated = trainer(distillation, rows, tmp_path, per_device_eval_batch_size=size).evaluate()
+        found.append({name: evaluated[f"eval_{name}"] for name in ("loss", "ce", "kd", "bits_per_byte", "accuracy")})
+
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0]["bits_per_byte"] > 1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train": {"max_steps": 5}}, "train.max_steps: the trainer's own arguments"),
+        ({"cluster": {}}, "cluster: the trainer's own arguments"),
+        ({"loss": {"type": "p_kl", "scaling": "dynamic"}}, "loss.scaling=dynamic: its averages would not be in"),
+        ({"teachers": [{"weights": "student"}]}, "teachers.0.weights=student: the student's weights are the trainer's"),
+        ({"teachers": [{"offload": "layers"}]}, "teachers.0.offload=layers: teachers are transformers' own models"),
+        ({"teachers": [{"projection_lr": 0.1}]}, "teachers.0.projection_lr=0.1: the trainer's optimizer has"),
+        ({"teachers": [{"parallelism": {"tp": 2}}]}, "teachers.0.parallelism: each process has whole teachers"),
+        ({"los": {}}, "los: the trainer's own arguments"),
+    ],
+)
+def test_what_needs_our_own_loop_is_refused(tiny: Tiny, given: dict[str, Any], message: str) -> None:
+    """Bug: a setting that is accepted and ignored."""
+    teacher = {"name": "cross", "type": "cross_tokenizer", "model": str(tiny.teacher_cross)}
+    if (teachers := given.get("teachers")) and teachers[0].get("weights"):
+        teacher = {"name": "same", "type": "same_tokenizer", "loss": {"type": "same_vocab"}}
+    base = {"student": {"model": str(tiny.student)}, "train": {"max_length": 48}, "teachers": [teacher]}
+    merged = {**base, **given, "teachers": [{**teacher, **each} for each in given.get("teachers", [{}])]}
+    with pytest.raises(ConfigError) as error:
+        read_settings({**merged, "train": {**base["train"], **given.get("train", {})}})  # type: ignore[dict-item]
+
+    assert message in str(error.value)
+
+
+def test_what_a_trainer_cannot_be_given_is_refused(distillation: Distillation, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="compute_metrics: batches, loss and metrics are those of the distillation"):
+        DistillationTrainer(distillation=distillation, compute_metrics=print)
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor=0\.1: losses have no smoothing"):
+        trainer(distillation, [], tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(DataError, match="a row has no column 'text', but 'input_ids'; name it"):
+        distillation.collator([{"input_ids": [1, 2]}])
+    with pytest.raises(ModelError, match=r"the student's logits have 3 columns, but the tokenizer of student\.model="):
+        distillation.loss(torch.zeros(1, 2, 3), distillation.collator([{"text": "a"}])["batch"])
