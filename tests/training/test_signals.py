@@ -157,7 +157,7 @@ def test_second_interrupt_ends_a_run_that_hangs_and_without_kd_weight_no_teacher
 
 
 def faulty(fault: str, tiny: Tiny, folder: Path, *overrides: str) -> Run:
-    given = tiny.overrides(*WITHOUT_VALIDATION, *overrides, teachers=1)
+    given = tiny.overrides(*WITHOUT_VALIDATION, "evaluation=null", *overrides, teachers=1)
     return start(folder / "run", given, script=FAULTY, arguments=[fault, str(BAD_STEP)])
 
 
