@@ -87,7 +87,11 @@ def _changed(name: str, measure: str | None, values: Sequence[QuestionValues]) -
         "wrong throughout": [row for row, seen in right.items() if not any(seen)],
     }
     changes = sum(now != then for seen in right.values() for then, now in pairwise(seen))
-    rows = [[kind, f"{len(found):,}", _listed(found)] for kind, found in kinds.items() if found]
+    rows = [
+        [kind, f"{len(found):,}", "" if kind.endswith("throughout") else _listed(found)]
+        for kind, found in kinds.items()
+        if found
+    ]
     rows.append(["changes from one evaluation to the next", f"{changes:,}", ""])
     return TextTable(f"{_title(name, measure or '')}: answers that changed", ["", "questions", "rows"], rows)
 
