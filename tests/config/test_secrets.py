@@ -9,14 +9,13 @@ from nemo_opd.cli.settings_command import main
 from nemo_opd.config import secrets
 from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict, from_yaml, run_settings_with_hydra, to_yaml
-from nemo_opd.config.logging import Wandb
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.secrets import MASK, without_secrets
 from nemo_opd.config.teacher import SameTokenizerTeacher, Teacher
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.logging import Loggers, write_report
 from nemo_opd.logging.jsonl import JsonlLogger
-from nemo_opd.logging.wandb import WandbLogger
+from nemo_opd.logging.tracker import run_config
 from tests.composition import CONFIGS, command_line, compose, configured
 from tests.config.settings import VALID
 from tests.logging.synthetic import CLOSING
@@ -65,7 +64,7 @@ def test_config_report_and_trackers_have_none(tmp_path: Path) -> None:
     }
     write_report(tmp_path, CLOSING)
     assert VALUE not in (tmp_path / "report" / "report.html").read_text(encoding="utf-8")
-    assert VALUE not in str(WandbLogger(Wandb(enabled=True, mode="offline"), tmp_path)._run_config())
+    assert VALUE not in str(run_config(tmp_path))
 
 
 def test_other_settings_are_written_as_they_are(tmp_path: Path) -> None:

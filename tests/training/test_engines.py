@@ -18,8 +18,6 @@ from nemo_opd.errors import CheckpointError
 from nemo_opd.rollout.server import server as servers
 from nemo_opd.training import engines
 from nemo_opd.training.models import export_whole
-from nemo_opd.training.prompts import Prompts
-from nemo_opd.training.sampled_models import SampledModel
 
 
 @dataclass
@@ -76,14 +74,19 @@ class FakeModels:
 
 
 def plan(folder: Path, **rollout: Any) -> Any:
-    prompts = Prompts(*[None] * 3, SampledModel(None, frozenset({2}), 8), (), None, ())  # type: ignore[arg-type]
     config = SimpleNamespace(
         rollout=ServerRollout(**rollout) if rollout else HFRollout(),
         train=SimpleNamespace(max_length=8),
         handoff=HiddenStatesHandoff(),
     )
     return SimpleNamespace(
-        config=config, data=prompts, output_dir=folder, device="cpu", student_vocab_size=9, server_share=None
+        config=config,
+        output_dir=folder,
+        device="cpu",
+        student_vocab_size=9,
+        server_share=None,
+        benchmarks=None,
+        sampled_end_ids=frozenset({2}),
     )
 
 
