@@ -157,13 +157,6 @@ class RunFields(Settings):
         """Routing of texts to teachers by the data; None where there is none."""
         return self.aggregation if isinstance(self.aggregation, Routed) and self.active_teachers else None
 
-    def set_reward(self, name: str) -> Reward:
-        """Return the reward of a set of questions; '' is the one without a name."""
-        assert self.evaluation is not None
-        reward = (self.evaluation.sets[name].reward if name else None) or self.reward
-        assert reward is not None, "checked with the settings"
-        return reward
-
     def new_tokens(self, name: str) -> int:
         """Return the most tokens in one turn of an answer to a set of questions."""
         assert self.evaluation is not None

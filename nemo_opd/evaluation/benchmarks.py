@@ -23,7 +23,7 @@ from nemo_opd.demo.tasks import task_folder
 from nemo_opd.errors import ConfigError, DataError, OPDError, RolloutError
 from nemo_opd.evaluation.estimates import Estimate, mean_with_interval
 from nemo_opd.evaluation.language_model import LanguageModel
-from nemo_opd.evaluation.tasks import prefix_of
+from nemo_opd.evaluation.tasks import named, with_bounds
 from nemo_opd.progress import tracked
 
 _SEED, _NUMPY_SEED, _FEW_SHOT_SEED = 0, 1234, 1234
@@ -59,10 +59,7 @@ class BenchmarkResult:
     @property
     def metrics(self) -> dict[str, float]:
         """Figures as they are logged: eval/<name>/acc, eval/<name>/acc_low, …"""
-        figures: dict[str, float] = {}
-        for metric, found in self.estimates.items():
-            figures |= {metric: found.value, f"{metric}_low": found.low, f"{metric}_high": found.high}
-        return {f"{prefix_of(self.name)}{metric}": value for metric, value in figures.items()}
+        return named(with_bounds(self.estimates), self.name)
 
 
 def load_benchmarks(settings: QuestionSets, prefix: str) -> tuple[LoadedBenchmark, ...]:

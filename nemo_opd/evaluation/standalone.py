@@ -27,7 +27,7 @@ from nemo_opd.evaluation.inputs import AskedSet, asked_sets
 from nemo_opd.evaluation.likelihoods import longest_request, model_scorer
 from nemo_opd.evaluation.sets import build_set_reward, read_questions
 from nemo_opd.evaluation.shown import all_answers
-from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.evaluation.tasks import EvaluationResult, collectors, evaluate_task
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.busy import busy
 from nemo_opd.logging.formats import figure, is_share, share
@@ -35,7 +35,7 @@ from nemo_opd.logging.samples import write_samples
 from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import EngineSpec, Generator, Sampling
+from nemo_opd.rollout.base import EngineSpec, Generator
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.engines import ENGINES
@@ -125,11 +125,13 @@ def _ask(
         environment=None if config.environment is None else build_environment(config.environment),
         seed=config.seed,
     )
-    greedy = collector(sampling=Sampling(temperature=0, needs_raw=False)) if settings.greedy else None
-    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
-    is_borne = config.on_error == "warn"
     found = evaluate_task(
-        greedy, sampled, questions.prompts, reward, settings, name=asked.name, failures_are_wrong=is_borne
+        *collectors(collector, settings),
+        questions.prompts,
+        reward,
+        settings,
+        name=asked.name,
+        failures_are_wrong=config.on_error == "warn",
     )
     if found.failures:
         _log.warning("%s", found.failure_text(asked.label))

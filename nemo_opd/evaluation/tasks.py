@@ -1,6 +1,6 @@
 """Evaluation on questions: sampled answers, the likeliest one, and their rewards."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -11,12 +11,31 @@ from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval
 from nemo_opd.logging.score_keys import PREFIX
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
+from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 
 
-def prefix_of(name: str) -> str:
-    """Return the beginning of the names of a set's figures; '' is the set without a name."""
-    return f"{PREFIX}{name}/" if name else PREFIX
+def named(figures: Mapping[str, float], name: str) -> dict[str, float]:
+    """Return the figures of a set as they are logged: eval/<set>/pass@1; '' is the set without a name."""
+    prefix = f"{PREFIX}{name}/" if name else PREFIX
+    return {f"{prefix}{figure}": value for figure, value in figures.items()}
+
+
+def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
+    """Return each estimate's value and the bounds of its interval: pass@1, pass@1_low, pass@1_high, …"""
+    figures: dict[str, float] = {}
+    for name, found in estimates.items():
+        figures |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
+    return figures
+
+
+def collectors(new: Callable[..., Collector], settings: Questions) -> tuple[Collector | None, Collector]:
+    """Return what collects the likeliest answers, None where they are not wanted, and the sampled ones.
+
+    new: makes a collector, of its `sampling`.
+    """
+    greedy = new(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
+    return greedy, new(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +86,11 @@ class EvaluationResult:
     @property
     def metrics(self) -> dict[str, float]:
         """Figures as they are logged: eval/<set>/pass@1, eval/<set>/pass@1_low, eval/<set>/pass@1_high, …"""
-        figures: dict[str, float] = {}
-        for name, estimate in self.estimates.items():
-            figures |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        figures = with_bounds(self.estimates)
         figures |= {"response_length": self.response_length, "truncation_rate": self.truncation_rate}
         if self.failures:
             figures["failed_rewards"] = len(self.failures)
-        return {f"{prefix_of(self.name)}{name}": value for name, value in figures.items()}
+        return named(figures, self.name)
 
 
 def evaluate_task(

@@ -14,11 +14,11 @@ from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.likelihoods import Scorer
 from nemo_opd.evaluation.sets import build_set_reward
 from nemo_opd.evaluation.shown import shown_answers
-from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
+from nemo_opd.evaluation.tasks import EvaluationResult, collectors, evaluate_task
 from nemo_opd.logging.question_values import QuestionValues, ValueLog
 from nemo_opd.logging.samples import SampleLog
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import Generator, Sampling
+from nemo_opd.rollout.base import Generator
 from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.environments import build_environment
 from nemo_opd.training.engines import TeacherWorkers
@@ -145,10 +145,8 @@ class Evaluator:
             environment=None if config.environment is None else build_environment(config.environment),
             seed=config.run.seed,
         )
-        sampling = Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False)
         return evaluate_task(
-            collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None,
-            collector(sampling=sampling),
+            *collectors(collector, settings),
             loaded.prompts,
             reward,
             settings,
