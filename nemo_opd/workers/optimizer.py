@@ -30,10 +30,7 @@ def build_optimizer(settings: optim.Optimizer, model: PreTrainedModel) -> Optimi
     if isinstance(settings, optim.Muon):
         return _muon(settings, model, trainable)
     build = partial(_of_parameters, settings)
-    takes_shards = isinstance(settings, optim.AdamW) or (
-        isinstance(settings, optim.ClassOptimizer) and settings.sharded
-    )
-    if takes_shards or not any(isinstance(parameter, DTensor) for parameter in trainable):
+    if _takes_shards(settings) or not any(isinstance(parameter, DTensor) for parameter in trainable):
         return build(trainable)
     return OnPlainTensors(trainable, build)
 
