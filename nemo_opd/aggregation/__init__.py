@@ -4,7 +4,7 @@ from nemo_opd.aggregation.confidence import weighted_by_confidence
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
-from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, sequence_scores, token_nats
+from nemo_opd.aggregation.scores import TokenScore, joined, mean_logprob, nats_by_score, sequence_scores, token_nats
 from nemo_opd.aggregation.shares import coverage_metrics, density_metrics, leakage_metrics, share_metrics
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "kd_of",
     "leakage_metrics",
     "mean_logprob",
+    "nats_by_score",
     "sequence_scores",
     "share_metrics",
     "share_out",

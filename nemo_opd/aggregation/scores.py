@@ -90,22 +90,41 @@ def token_nats(
     chunk_size: int | None = None,
 ) -> Tensor:
     """Return the nats of the single tokens that `sequence_scores` adds up, 0 of others: float64 [B, T]."""
+    counted = _counted(tokens, score)
+    return nats_by_score(logits_BTW, tokens, counted, [score], vocab_size=vocab_size, chunk_size=chunk_size)[0]
+
+
+def nats_by_score(
+    logits_BTW: Tensor | LogitRows,
+    tokens: TokenRows,
+    counted: Tensor,
+    scores: Sequence[TokenScore],
+    *,
+    vocab_size: int,
+    chunk_size: int | None = None,
+) -> Tensor:
+    """Return the nats of the counted tokens by each score, 0 of others, in one pass: float64 [scores, B, T].
+
+    counted: bool [B, T].
+    """
     teacher = logit_rows(logits_BTW)
     check_positions(teacher.shape, ids=tokens.ids)
     size = own_columns("vocab_size", vocab_size, teacher.shape[-1], teacher.shape[-1])
-    rows = label_rows(_counted(tokens, score))
+    rows = label_rows(counted)
     targets = tokens.ids.flatten()[rows + 1]
     # A place for every token, whose sum does not depend on the order in which a device adds.
-    nats = torch.zeros(tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
+    nats = torch.zeros(len(scores), tokens.ids.numel(), dtype=torch.float64, device=teacher.device)
     parts = unit_parts(teacher, unit_cells(len(rows), LIVE_COPIES * size), chunk_size)
     for part in own_share(teacher, parts, slice(0, 0)):
         if isinstance(teacher, SparseLogits):
-            found = _NATS_KNOWN[score](teacher.known(rows[part]))
+            known = teacher.known(rows[part])
+            found = [_NATS_KNOWN[score](known) for score in scores]
         else:
             log_p = teacher.read(rows[part], size).to(compute_dtype(teacher)).log_softmax(1)
-            found = NATS[score](log_p, targets[part])
-        nats[rows[part] + 1] = found.double()
-    return teacher.reduce(nats).view_as(tokens.ids)
+            found = [NATS[score](log_p, targets[part]) for score in scores]
+        for own, each in zip(nats, found, strict=True):
+            own[rows[part] + 1] = each.double()
+    return teacher.reduce(nats).view(len(scores), *tokens.ids.shape)
 
 
 def joined(parts: Sequence[SequenceScores], is_given: Tensor | None = None) -> SequenceScores:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import log
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import sequence_scores
+from nemo_opd.aggregation import TokenScore, nats_by_score
 from nemo_opd.config.evaluation import QuestionSets
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.logits.packed import Packing
@@ -62,10 +61,9 @@ def likelihoods(logits: LogitRows, tokens: TokenRows) -> Tensor:
 
     All columns of the head count, as in transformers' own logits.
     """
-    width = logits.shape[2]
-    own = sequence_scores(logits, tokens, score="log_probability", vocab_size=width)
-    best = sequence_scores(logits, tokens, score="max_probability", vocab_size=width)
-    return -log(2) * torch.stack([own.bits, best.bits], dim=1)
+    scores: list[TokenScore] = ["log_probability", "max_probability"]
+    nats = nats_by_score(logits, tokens, tokens.loss_mask, scores, vocab_size=logits.shape[2])
+    return -nats.sum(2).T
 
 
 def read(source: Headless | WithHead, tokens: TokenRows, micro_batches: Iterable[slice], device: str) -> Tensor:
