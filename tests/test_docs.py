@@ -17,7 +17,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# (\w+\.py)\n")
 SYMBOL = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w/]+\.py)#L(\d+)\)")
-LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+LINK = re.compile(r"(?:\]\(|^\[[\w-]+\]: )([^)#\s]*)(?:#([^)\s]+))?", re.MULTILINE)
+"""A link in the text, or the definition of one: `[name]: file.md#place`."""
+NAMED, DEFINED = re.compile(r"\]\[([\w-]+)\]"), re.compile(r"^\[([\w-]+)\]: ", re.MULTILINE)
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 METHODS = ROOT / "docs" / "methods.md"
 REFERENCE = re.compile(r"methods\.md((?:(?:,| and|–)? §[\d.]*\d|–§[\d.]*\d)+)")
@@ -60,6 +62,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         if place and file.suffix == ".md":
             linked = file.read_text(encoding="utf-8")
             assert place in {*map(anchor, HEADING.findall(linked)), *ANCHOR.findall(linked)}, f"{target}#{place}"
+    assert set(NAMED.findall(re.sub(r"`[^`]*`", "", text))) == set(DEFINED.findall(text))
 
 
 def test_references_to_methods_lead_to_sections() -> None:
