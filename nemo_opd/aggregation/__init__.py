@@ -1,6 +1,7 @@
 """Aggregation of several teachers' losses into one (methods.md §6)."""
 
 from nemo_opd.aggregation.confidence import weighted_by_confidence
+from nemo_opd.aggregation.objective import TERMS, ObjectiveTerms, Term
 from nemo_opd.aggregation.parts import PART, SHARE, Divisor, Part, Parts, build_parts, kd_of
 from nemo_opd.aggregation.privilege import gap
 from nemo_opd.aggregation.rules import share_out
@@ -10,9 +11,12 @@ from nemo_opd.aggregation.shares import coverage_metrics, density_metrics, leaka
 __all__ = [
     "PART",
     "SHARE",
+    "TERMS",
     "Divisor",
+    "ObjectiveTerms",
     "Part",
     "Parts",
+    "Term",
     "TokenScore",
     "build_parts",
     "coverage_metrics",

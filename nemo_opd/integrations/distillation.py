@@ -10,17 +10,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from nemo_opd.aggregation import build_parts, joined, sequence_scores, share_out
+from nemo_opd.aggregation import ObjectiveTerms, build_parts, joined, sequence_scores, share_out
 from nemo_opd.distributed.transfer import moved
 from nemo_opd.errors import ModelError
 from nemo_opd.integrations.collator import Collator
 from nemo_opd.integrations.settings import read_settings
-from nemo_opd.logits.planned import PlannedLoss, compute_together
+from nemo_opd.logits.planned import compute_together
 from nemo_opd.logits.rows import logit_rows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
-from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.reduction import label_mask
 from nemo_opd.models.load import compute_dtype, load_model
 from nemo_opd.training.findings import check_positions
 from nemo_opd.training.inputs import layout_of
@@ -61,6 +59,7 @@ class Distillation:
             student_vocab_size=self.vocab_size,
             teacher_vocab_sizes=self._teacher_vocab_sizes,
         )
+        self._objective = ObjectiveTerms(config.loss, self._parts, self.vocab_size)
         self._teachers = [self._load(i) for i in range(len(teachers))]
 
     def _load(self, i: int) -> PreTrainedModel:
@@ -119,27 +118,13 @@ class Distillation:
         with torch.autocast(student_logits.device.type, enabled=False):
             shared = self._shared_out(batch, found)
             divisors = self._parts.divisors(shared)
-            planned = self._planned(student_logits, found, moved(shared, self.device), divisors, normalizers)
+            rows = [logit_rows(logits) for logits in found]
+            planned = self._objective.plan(student_logits, rows, moved(shared, self.device), divisors, normalizers)
             if for_validation:
                 own, size = moved(batch.student, self.device), self.vocab_size
                 measures = (plan_bits_per_byte, plan_accuracy)
                 planned += [measure(student_logits, own, vocab_size=size) for measure in measures]
             return compute_together(planned)
-
-    def _planned(
-        self,
-        student_logits: Tensor,
-        teacher_logits: Sequence[Tensor],
-        batch: Batch,
-        divisors: Any,
-        normalizers: Normalizers,
-    ) -> list[PlannedLoss]:
-        weights, ids, size = self.config.loss, batch.student.ids, self.vocab_size
-        mask = label_mask(batch)
-        ce = cross_entropy.plan(student_logits, ids, mask=mask, normalizer=normalizers.ce, vocab_size=size)
-        rows = [logit_rows(logits) for logits in teacher_logits]
-        parts = self._parts.plan(student_logits, rows, batch, divisors, normalizers.kd)
-        return [ce.times(weights.ce_weight), *(part.times(weights.kd_weight) for part in parts)]
 
     def _shared_out(self, batch: Batch, teacher_logits: Sequence[Tensor]) -> Batch:
         """Return the batch with what each teacher counts for in each sequence; on the host."""

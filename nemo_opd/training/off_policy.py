@@ -39,22 +39,27 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
         return plan.output_dir
     fill_caches(plan)
     with lost_workers(), Session(plan, callbacks) as session:
-        session.measure_start()
-        for step in session.steps():
-            record = train_step(session)
-            if session.is_due(config.train.validate_every) and plan.data.validation is not None:
-                record |= session.validate()
-            if config.evaluation is not None and session.is_due(config.evaluation.every):
-                record |= session.evaluate()
-            session.loggers.log(step, record)
-            session.watch(record)
-            if session.is_to_be_saved:
-                session.save()
-        if session.is_complete:
-            session.finish()
-        else:
-            session.print_how_to_continue()
+        train(session)
     return plan.output_dir
+
+
+def train(session: Session) -> None:
+    """Train until the last step, early stopping or an interrupt, then finish the run or print how to continue it."""
+    session.measure_start()
+    for step in session.steps():
+        record = train_step(session) | session.step_values()
+        if session.is_due(session.config.train.validate_every) and session.plan.data.validation is not None:
+            record |= session.validate()
+        if session.config.evaluation is not None and session.is_due(session.config.evaluation.every):
+            record |= session.evaluate()
+        session.loggers.log(step, record)
+        session.watch(record)
+        if session.is_to_be_saved:
+            session.save()
+    if session.is_complete:
+        session.finish()
+    else:
+        session.print_how_to_continue()
 
 
 def train_step(session: Session) -> dict[str, float]:

@@ -10,7 +10,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.logging.busy import busy
 from nemo_opd.training.inputs import require_kind
 from nemo_opd.training.launch import driving
-from nemo_opd.training.off_policy import train_step
+from nemo_opd.training.off_policy import train
 from nemo_opd.training.on_policy_session import OnPolicySession
 from nemo_opd.training.preflight import preflight
 from nemo_opd.training.summary import print_plan
@@ -34,19 +34,5 @@ def drive(config: RunConfig, callbacks: Sequence[Any] = ()) -> Path:
         print_plan(plan, Console())
         return plan.output_dir
     with OnPolicySession(plan, callbacks) as session:
-        session.measure_start()
-        for step in session.steps():
-            record = train_step(session) | session.rollout_values()
-            if session.is_due(config.train.validate_every) and plan.data.validation is not None:
-                record |= session.validate()
-            if config.evaluation is not None and session.is_due(config.evaluation.every):
-                record |= session.evaluate()
-            session.loggers.log(step, record)
-            session.watch(record)
-            if session.is_to_be_saved:
-                session.save()
-        if session.is_complete:
-            session.finish()
-        else:
-            session.print_how_to_continue()
+        train(session)
     return plan.output_dir

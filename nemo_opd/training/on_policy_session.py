@@ -69,7 +69,7 @@ class OnPolicySession(Session):
         if self.step:
             self.health.replay(read(self.plan.output_dir / "metrics.jsonl"))
 
-    def rollout_values(self) -> dict[str, float]:
+    def step_values(self) -> dict[str, float]:
         """Return rollout/* of the step's samples, and write these where that is due."""
         sampled = self.source.take()
         if self.rollout_log.is_due(self.step):

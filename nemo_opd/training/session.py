@@ -1,20 +1,17 @@
 """The resources of a run, and its progress."""
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import Any, Self
 
 from nemo_opd.checkpoint.identity import identity
 from nemo_opd.checkpoint.manager import Progress
-from nemo_opd.checkpoint.verify import require_whole
 from nemo_opd.config.load import to_yaml
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.validation import validate, validate_teachers
-from nemo_opd.files import size_below, write_atomically
+from nemo_opd.files import write_atomically
 from nemo_opd.logging import Loggers, build, write_report
 from nemo_opd.logging.base import STUDENT_BEFORE
 from nemo_opd.logging.busy import print_line
@@ -37,6 +34,7 @@ from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
 from nemo_opd.training.provenance import provenance
 from nemo_opd.training.run_directory import RunLock, checkpoints_of
+from nemo_opd.training.saving import Saving
 from nemo_opd.training.skipped_steps import SkippedSteps
 from nemo_opd.training.step_metrics import KDScale, objective_values
 from nemo_opd.training.summary import run_summary
@@ -45,19 +43,7 @@ from nemo_opd.types import Batch, Metrics
 
 
 class _StoppedError(Exception):
-    """Signal that the run was interrupted before its first step, or that a checkpoint is given up."""
-
-
-@dataclass(frozen=True)
-class _Saving:
-    """A checkpoint that is being written."""
-
-    step: int
-    folder: Path
-    start: float
-    """Time, of the monotonic clock."""
-    stack: ExitStack
-    """Makes it a checkpoint when it is closed without an error."""
+    """Signal that the run was interrupted before its first step."""
 
 
 class Session:
@@ -84,7 +70,6 @@ class Session:
         self.student_after: float | None = None
         """Bits per byte of the student at its last validation."""
         self._validated_at = -1
-        self._saving: _Saving | None = None
         self._is_best = False
 
     def __enter__(self) -> Self:
@@ -109,7 +94,9 @@ class Session:
                 self.source.start()
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
-            stack.callback(self._give_up_save)  # once no worker writes any more
+            # Left after the cluster, when no worker writes any more.
+            saving = Saving(self.checkpoints, plan.checkpoint_bytes, plan.student_layout.size, self._on_saved)
+            self.saving = stack.enter_context(saving)
             cluster = stack.enter_context(open_cluster(plan))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
@@ -166,10 +153,10 @@ class Session:
         """Yield the remaining steps, until the last one, early stopping, an interrupt or the end of the job's time."""
         self.time_limit = TimeLimit(self.config.train.save_before, self.plan.checkpoint_bytes)
         while not self.is_complete and not self.interrupt.requested:
-            if self._saving is not None and self.models.is_saved():
-                self._end_save()
+            self.saving.end_if_written()
             self.step += 1
             yield self.step
+        self.saving.end()
 
     @property
     def is_complete(self) -> bool:
@@ -248,6 +235,10 @@ class Session:
             values |= self.evaluator.teacher(i)
         return values
 
+    def step_values(self) -> dict[str, float]:
+        """Return metrics of the step's data that only this kind of run has."""
+        return {}
+
     def evaluate(self) -> dict[str, float]:
         """Return eval/* of the student with its current weights."""
         self.loggers.phase("asking the student")
@@ -303,7 +294,6 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint of this step, or begin to where it is written while training goes on."""
-        self._end_save()
         progress = Progress(
             step=self.step,
             loader=self.lookahead.state_dict(),
@@ -314,40 +304,14 @@ class Session:
             stopping=self.patience.state(),
             settings=identity(self.config),
         )
-        start, size = time.monotonic(), self.plan.checkpoint_bytes
-        with ExitStack() as stack:
-            folder = stack.enter_context(self.checkpoints.writing(progress, size))
-            with self._writing(self.step, folder):
-                if self.config.train.async_save:
-                    self.models.begin_save(folder)
-                else:
-                    self.models.save(folder)
-            self._saving = _Saving(self.step, folder, start, stack.pop_all())
-        if not self.config.train.async_save or self.is_complete or self.interrupt.requested:
-            self._end_save()
+        if self.config.train.async_save:
+            self.saving.begin(self.models, progress)
+        else:
+            self.saving.save(self.models, progress)
 
-    def _writing(self, step: int, folder: Path) -> AbstractContextManager[object]:
-        size = self.plan.checkpoint_bytes
-        return working(f"writing the checkpoint of step {step}", size, "B", measure=lambda: size_below(folder))
-
-    def _end_save(self) -> None:
-        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
-        if self._saving is None:
-            return
-        saving, self._saving = self._saving, None
-        with saving.stack:
-            with self._writing(saving.step, saving.folder):
-                self.models.end_save()
-            # Checked before it becomes the newest checkpoint and older ones are removed.
-            require_whole(saving.folder, self.plan.student_layout.size)
-        self.time_limit.saved(time.monotonic() - saving.start)
-        self.callbacks.on_save(saving.step, self.checkpoints.path(saving.step))
-
-    def _give_up_save(self) -> None:
-        """Remove what a run that fails has written of a checkpoint."""
-        if self._saving is not None:
-            with suppress(_StoppedError), self._saving.stack:
-                raise _StoppedError
+    def _on_saved(self, step: int, seconds: float) -> None:
+        self.time_limit.saved(seconds)
+        self.callbacks.on_save(step, self.checkpoints.path(step))
 
     def print_how_to_continue(self) -> None:
         ended = f"after step {self.step}" if self.step else "before the first step"

@@ -1,19 +1,18 @@
 """The student on one data-parallel rank."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
-from nemo_opd.aggregation import Divisor, build_parts
+from nemo_opd.aggregation import TERMS, Divisor, ObjectiveTerms, Term, build_parts
 from nemo_opd.checkpoint.background import BackgroundWriter
 from nemo_opd.checkpoint.state import load_state, read_state, save_state
-from nemo_opd.config.loss import GRPOLoss
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.distributed.mesh import build_mesh, fsdp_axis
@@ -34,8 +33,6 @@ from nemo_opd.logits.recording import Recording
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
-from nemo_opd.losses.cross_entropy import cross_entropy
-from nemo_opd.losses.reduction import label_mask
 from nemo_opd.models.generation import generating
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
@@ -58,7 +55,6 @@ from nemo_opd.workers.metrics import on_host
 from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_scheduler, gradient_metrics, take_gradients
 from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
-from nemo_opd.workers.policy import plan_policy
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student_model import load_student
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
@@ -82,8 +78,6 @@ class StudentStep:
 
 POSITIONS = "positions"
 """Name of the metric of a step: positions, padding included, that the student has read."""
-_Objective = Literal["kd", "ce", "policy"]
-_OBJECTIVES: tuple[_Objective, ...] = ("kd", "ce", "policy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +91,11 @@ class _MicroBatch:
     """Logits of each teacher [b, T, W], read from its buffers."""
     divisors: tuple[Divisor, ...]
     """Divisors of these rows, one per part of KD."""
+
+    @property
+    def read(self) -> tuple[list[LogitRows], Batch, tuple[Divisor, ...]]:
+        """Arguments of `ObjectiveTerms.plan` after the student's logits."""
+        return self.teacher_logits, self.batch, self.divisors
 
 
 class StudentWorker:
@@ -133,6 +132,7 @@ class StudentWorker:
         self.parts = build_parts(
             config, self.learned.projections, student_vocab_size=vocab_size, teacher_vocab_sizes=teacher_vocab_sizes
         )
+        self.objective = ObjectiveTerms(config.loss, self.parts, vocab_size)
         self.vocab_size = vocab_size
         self.device = device
         self.phases = Phases(device)
@@ -176,7 +176,7 @@ class StudentWorker:
 
     def _train_step(self, step: StudentStep) -> dict[str, Metric]:
         self.model.train()
-        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, _OBJECTIVES)
+        metrics = self._compared_gradients(step) if step.compare_gradients else self._gradient(step, TERMS)
         with self.phases("optimizer"), needs_memory(OPTIMIZER):
             grad_norm = self._clip_gradient()
             of_projections = self.learned.sum_gradients(self.averaged_over)
@@ -209,12 +209,12 @@ class StudentWorker:
         add_gradients(self.model, kd)
         return metrics
 
-    def _gradient(self, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
-        """Accumulate the gradient of these objectives over all microbatches and return their metrics."""
+    def _gradient(self, step: StudentStep, terms: Sequence[Term]) -> dict[str, Metric]:
+        """Accumulate the gradient of these terms over all microbatches and return their metrics."""
         found, last = [], len(step.micro_batches) - 1
         for i, micro in enumerate(self._micro_batches(step)):
             self._communicate_gradients(is_last=i == last)
-            found.append(self._accumulate(micro, step, objectives))
+            found.append(self._accumulate(micro, step, terms))
         return merge(found)
 
     def _communicate_gradients(self, *, is_last: bool) -> None:
@@ -228,13 +228,16 @@ class StudentWorker:
             outermost.set_requires_all_reduce(is_last)
             outermost.set_reshard_after_backward(is_last or self.config.student.parallelism.frees_gathered)
 
-    def _accumulate(self, micro: _MicroBatch, step: StudentStep, objectives: Sequence[_Objective]) -> dict[str, Metric]:
+    def _accumulate(self, micro: _MicroBatch, step: StudentStep, terms: Sequence[Term]) -> dict[str, Metric]:
         with self.phases("forward"), needs_memory(FORWARD):
             made = self.logit_rows(micro.batch.student.ids, micro.packing)
         with self.phases("loss"), needs_memory(LOSS), compiling(self.config.train.compile_losses):
             # The losses' backward pass ends at a leaf; the model's runs once, from the sum of their gradients.
             leaf = made.cut_off()
-            losses = self._losses(self.logit_rows.whole(leaf, micro.packing), micro, step, objectives)
+            logits = self.logit_rows.whole(leaf, micro.packing)
+            losses = self.objective.plan(logits, *micro.read, step.normalizers, kd_scale=step.kd_scale, terms=terms)
+            if "kd" in terms:
+                losses += self._statistics(logits, micro)
             output = compute_together(losses)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
             (output.loss * self.averaged_over).backward()
@@ -244,29 +247,8 @@ class StudentWorker:
             self.logit_rows.backward(made, gradient, micro.packing)
         return output.metrics | {POSITIONS: Sum(self.logit_rows.num_positions(micro.packing))}
 
-    def _losses(
-        self, logits: LogitRows, micro: _MicroBatch, step: StudentStep, objectives: Iterable[_Objective]
-    ) -> list[PlannedLoss]:
-        """Plan the terms of these objectives, multiplied by their weights, and their statistics."""
-        weights, batch = self.config.loss, micro.batch
-        losses = []
-        if "ce" in objectives:
-            ce = cross_entropy.plan(
-                logits,
-                batch.student.ids,
-                mask=label_mask(batch),
-                normalizer=step.normalizers.ce,
-                vocab_size=self.vocab_size,
-            )
-            losses.append(ce.times(weights.ce_weight))
-        if "kd" in objectives:
-            parts = self.parts.plan(logits, micro.teacher_logits, batch, micro.divisors, step.normalizers.kd)
-            losses += [part.times(weights.kd_weight * step.kd_scale) for part in parts]
-            losses += self.parts.plan_statistics(logits, micro.teacher_logits, batch, vocab_size=self.vocab_size)
-        if "policy" in objectives and batch.sampled is not None and isinstance(weights, GRPOLoss):
-            number, size = step.normalizers.policy, self.vocab_size
-            losses.append(plan_policy(logits, batch, batch.sampled, weights, normalizer=number, vocab_size=size))
-        return losses
+    def _statistics(self, logits: LogitRows, micro: _MicroBatch) -> list[PlannedLoss]:
+        return self.parts.plan_statistics(logits, micro.teacher_logits, micro.batch, vocab_size=self.vocab_size)
 
     @torch.no_grad()
     def generate(
@@ -313,12 +295,14 @@ class StudentWorker:
                 made = self.logit_rows(micro.batch.student.ids, micro.packing)
                 logits = self.logit_rows.whole(made, micro.packing)
                 own, size = micro.batch.student, self.vocab_size
-                ce, *others = self._losses(logits, micro, step, _OBJECTIVES)
-                number = len(self.parts.parts)
-                recorded = [Recording.of(plan) for plan in (ce, *others[:number])]
+                terms = self.objective.plan(logits, *micro.read, step.normalizers)
+                number = 1 + len(self.parts.parts)  # cross-entropy, then the parts of the KD
+                recorded = [Recording.of(plan) for plan in terms[:number]]
+                overlaps = self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)
                 planned = [
                     *(each.plan for each in recorded),
-                    *(others[number:] or self.parts.plan_overlaps(logits, micro.teacher_logits, micro.batch)),
+                    *terms[number:],
+                    *(self._statistics(logits, micro) or overlaps),
                     plan_bits_per_byte(logits, own, vocab_size=size),
                     plan_accuracy(logits, own, vocab_size=size),
                 ]

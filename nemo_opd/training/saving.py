@@ -1,0 +1,96 @@
+"""Writing of a run's checkpoints, at once or while training goes on."""
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from nemo_opd.checkpoint.manager import CheckpointManager, Progress
+from nemo_opd.checkpoint.verify import require_whole
+from nemo_opd.files import size_below
+from nemo_opd.progress import working
+from nemo_opd.training.models import Models
+
+
+class _GivenUpError(Exception):
+    """Signal that a checkpoint is not to be completed."""
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A checkpoint that is being written."""
+
+    step: int
+    models: Models
+    folder: Path
+    start: float
+    """Time, of the monotonic clock."""
+    stack: ExitStack
+    """Makes it a checkpoint when it is closed without an error."""
+
+
+class Saving:
+    """Checkpoints of a run, one at a time; what is not complete when the run ends leaves no trace."""
+
+    def __init__(
+        self, checkpoints: CheckpointManager, num_bytes: int, num_ranks: int, on_saved: Callable[[int, float], None]
+    ) -> None:
+        """num_bytes: estimated size of a checkpoint. num_ranks: ranks of the student.
+
+        on_saved: called with the step and the seconds it took, once a checkpoint is complete.
+        """
+        self._checkpoints = checkpoints
+        self._num_bytes = num_bytes
+        self._num_ranks = num_ranks
+        self._on_saved = on_saved
+        self._current: _Saving | None = None
+
+    def save(self, models: Models, progress: Progress) -> None:
+        """Write a checkpoint. Raises CheckpointError where the disk does not take it."""
+        self._begin(models, progress, models.save)
+        self.end()
+
+    def begin(self, models: Models, progress: Progress) -> None:
+        """Begin a checkpoint that is written in the background, once the one before is complete; `end` completes it."""
+        self._begin(models, progress, models.begin_save)
+
+    def _begin(self, models: Models, progress: Progress, write: Callable[[Path], None]) -> None:
+        self.end()
+        start = time.monotonic()
+        with ExitStack() as stack:
+            folder = stack.enter_context(self._checkpoints.writing(progress, self._num_bytes))
+            with self._working(progress.step, folder):
+                write(folder)
+            self._current = _Saving(progress.step, models, folder, start, stack.pop_all())
+
+    def end_if_written(self) -> None:
+        """Complete the checkpoint whose files are all written."""
+        if self._current is not None and self._current.models.is_saved():
+            self.end()
+
+    def end(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one. Raises what writing raised."""
+        if self._current is None:
+            return
+        current, self._current = self._current, None
+        with current.stack:
+            with self._working(current.step, current.folder):
+                current.models.end_save()
+            # Checked before it becomes the newest checkpoint and older ones are removed.
+            require_whole(current.folder, self._num_ranks)
+        self._on_saved(current.step, time.monotonic() - current.start)
+
+    def _working(self, step: int, folder: Path) -> AbstractContextManager[object]:
+        name = f"writing the checkpoint of step {step}"
+        return working(name, self._num_bytes, "B", measure=lambda: size_below(folder))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remove what a run that fails has written; no worker may write any more."""
+        if self._current is not None:
+            with suppress(_GivenUpError), self._current.stack:
+                raise _GivenUpError
