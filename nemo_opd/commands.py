@@ -13,7 +13,7 @@ from pathlib import Path
 def run(
     command: Sequence[str], limit_s: float, *, paths: Sequence[str], folder: Path | None = None
 ) -> tuple[int | None, str]:
-    """Run a command in a session of its own; return its exit status, None past its limit, and what it printed.
+    """Run a command in a separate session; return its exit status, None past its limit, and what it printed.
 
     paths: PYTHONPATH of the command. What it has started is killed with it, and when it has ended. Raises OSError where
     there is no command of that name.

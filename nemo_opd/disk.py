@@ -37,7 +37,7 @@ def error_number(error: BaseException | None) -> int | None:
         return error.errno
     if (found := _OF_RUST.search(str(error))) is not None:
         return int(found.group(1))
-    # torch's writer of archives has an error of its own after one of writing.
+    # torch's writer of archives raises a second error after one of writing.
     before = None if error is None else error.__cause__ or error.__context__
     number = None if before is None else error_number(before)
     return number if number in OF_THE_DISK else None
@@ -91,7 +91,7 @@ def room(path: Path, needed: int | None) -> str:
 
 
 def free_bytes(path: Path) -> int:
-    """Return what an ordinary user may still write where `path` is or is to be; any number where nothing says so."""
+    """Return what an ordinary user may still write where `path` is or is to be; any number where there is no limit."""
     usage = shutil.disk_usage(existing(path))
     return usage.free if usage.total else sys.maxsize
 

@@ -148,14 +148,14 @@ class ChunkRows(Rows):
     teacher: Tensor = field(metadata={_FILL: NO_CHUNK})
     """int32 [B, T]"""
     histories: Tensor | None = None
-    """int64 [B, 2]: chunks that a loss could use, and those of them behind contents that the sides read differently,
+    """int64 [B, 2]: chunks that a loss could use, and those of them after contents that the sides read differently,
     compared or not. None in parts of a global batch.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class MovedRows(Rows):
-    """The student's tokens where a teacher with its tokenizer reads them behind another prompt (methods.md §13)."""
+    """The student's tokens where a teacher with its tokenizer reads them after another prompt (methods.md §13)."""
 
     by: Tensor
     """int64 [B]: place of a token that both read among the teacher's, less its place among the student's."""
@@ -168,7 +168,7 @@ class TeacherRows(Rows):
     """A batch as one teacher sees it."""
 
     tokens: TokenRows
-    """The teacher's own tokens; the student's where they share a tokenizer and the teacher has no prompt of its own."""
+    """The teacher's own tokens; the student's where they share a tokenizer and the teacher has no separate prompt."""
     chunks: ChunkRows | None
     """The alignment with the student; None where they share a tokenizer."""
     weights: Tensor | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nemo_opd.projection import ProjectionMatrix
 
 _EVERY = 4
-"""One token, or aligned chunk, in so many: it takes a search through both sides' logits."""
+"""Period of the tokens, or aligned chunks, that are compared: each takes a search through both sides' logits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -143,7 +143,7 @@ class Parts:
     parts: tuple[Part, ...]
     count_together: bool
     """Each text is of one part, and units of a kind count the same, whichever part they are of; kinds are means, which
-    count by their texts. Else each part is a mean of its own.
+    count by their texts. Else each part is a separate mean.
     """
 
     def counts(self, batch: Batch) -> list[float]:

@@ -22,7 +22,7 @@ LIVE_COPIES = 4
 """Tensors of a chunk's size alive at its peak."""
 
 TokenScore = Score | Literal["log_probability"]
-"""log_probability: what the teacher finds of each token, with text or without; see `mean_logprob`."""
+"""log_probability: the teacher's log-probability of each token, with text or without; see `mean_logprob`."""
 
 
 def _surprisal(log_p: Tensor, targets: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from nemo_opd.types import SequenceScores
 def select_teacher(scores: Sequence[SequenceScores], *, per: Literal["sequence", "batch"]) -> Tensor:
     """Index of the teacher with the fewest bits per byte, int64 [B]: of each sequence, or of all of them together.
 
-    The first of those that are equal; a teacher without a scored byte goes behind the others (methods.md §6.3).
+    The first of those that are equal; a teacher without a scored byte comes after the others (methods.md §6.3).
     """
     if per == "sequence":
         return bits_per_byte(scores).argmin(0)

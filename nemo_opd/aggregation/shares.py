@@ -28,7 +28,7 @@ def coverage_metrics(parts: Parts, batch: Batch, names: Sequence[str]) -> dict[s
 
 def share_metrics(parts: Parts, batch: Batch) -> dict[str, Metric]:
     """Return by teacher the mean weight of a sequence (`weight/`), or the share of its sequences (`share/`), if
-    that differs from batch to batch; with another tokenizer, the share of aligned chunks behind contents that the
+    that differs from batch to batch; with another tokenizer, the share of aligned chunks after contents that the
     student reads differently (`changed_history/`).
     """
     metrics: dict[str, Metric] = {}

@@ -94,8 +94,8 @@ class ChatRenderer:
     def _turn_end(self, tokens: LocatedTokens, spans: NDArray[np.int32], k: int, calls: bool) -> tuple[int, int]:
         """Find the ends of the content and of the turn of assistant message k.
 
-        A template may end calls with a token of their own, as Llama's `<|eom_id|>`: what changes with the message then
-        includes the end. It may also close calls with text of its own.
+        A template may end calls with a special token, as Llama's `<|eom_id|>`: what changes with the message then
+        includes the end. It may also close calls with its own text.
         """
         start, stop = spans[k].tolist()
         if calls and stop > start and int(tokens.ids[stop - 1]) in self._turn_ends:

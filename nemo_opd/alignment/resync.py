@@ -40,7 +40,7 @@ Runs = list[tuple[int, int, int]]
 
 class _Characters(NamedTuple):
     codes: NDArray[np.uint32]
-    """[n]: their bytes as one number; a byte that is not UTF-8 is a character of its own."""
+    """[n]: their bytes as one number; a byte that is not UTF-8 counts as a character."""
     shifts: NDArray[np.int32]
     """[n]: the price of having no counterpart."""
     edges: NDArray[np.int64]

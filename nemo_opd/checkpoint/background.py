@@ -11,7 +11,7 @@ from nemo_opd.checkpoint.state import State, write_state
 
 
 class BackgroundWriter:
-    """Writer of one state at a time in a thread, on every rank, with a process group of its own for their agreement."""
+    """Writer of one state at a time in a thread, on every rank, with a separate process group for their agreement."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "checkpoint")

@@ -196,7 +196,7 @@ class _SafePlanner(DefaultLoadPlanner):
 class _Writer(FileSystemWriter):
     """A writer whose shards are on the disk when it returns; torch syncs files before it has written all of them.
 
-    Raises OSError where the disk does not take a file; torch hides it behind an error of its writer of archives.
+    Raises OSError where the disk does not take a file; torch replaces it by an error of its writer of archives.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

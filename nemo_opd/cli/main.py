@@ -12,7 +12,7 @@ PROGRAM = "nemo-opd"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb and return the exit status. Raises SystemExit where the arguments are wrong or an error was told."""
+    """Run a verb and return the exit status. Raises SystemExit for wrong arguments or after an error was printed."""
     if "_ARGCOMPLETE" in os.environ:
         _complete(os.environ["COMP_LINE"].split()[1:])
     given = sys.argv[1:] if arguments is None else list(arguments)

@@ -24,7 +24,7 @@ _INTERRUPTED = 130
 def exit_status(if_interrupted: str, expected: tuple[type[Exception], ...] = (OPDError,)) -> Iterator[None]:
     """Make an error inside the last line on stderr and the exit status; errors that are not expected have a traceback.
 
-    if_interrupted: what is left after Ctrl-C, where the interrupt has no note that says it.
+    if_interrupted: what is left after Ctrl-C, where the interrupt has no note about it.
     """
     quiet_libraries()
     keep_compiled_code_private()

@@ -13,7 +13,7 @@ A run that is still going, or was ended, has a report of what there is.
 
 examples:
   nemo-opd report outputs/demo/2026-11-23_00-28-59       report/ of the run
-  nemo-opd report outputs/demo                           a table over its runs, and report.html beside them
+  nemo-opd report outputs/demo                           a table over its runs, and report.html in the same folder
 """
 
 

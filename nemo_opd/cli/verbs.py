@@ -62,7 +62,7 @@ VERBS: Mapping[str, Verb | Group] = {
         },
     ),
     "cache": Group(
-        "what a teacher said of texts, on disk",
+        "stored output of teachers, on disk",
         {
             "build": Verb("cache.build", "ask a teacher about the texts of a run"),
             "inspect": Verb("cache.inspect", "show what a cache holds"),

@@ -13,7 +13,7 @@ _ACTIVITIES = {
     "start": "loading its model",
     "load": "reading the checkpoint",
     "forward": "reading a batch",
-    "log_probability": "reading a batch behind other prompts",
+    "log_probability": "reading a batch after other prompts",
     "bits_per_byte": "reading the validation texts",
     "as_teacher": "working as a teacher with the student's weights",
     "train_step": "training on a batch",

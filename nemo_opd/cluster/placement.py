@@ -77,7 +77,7 @@ class Placement:
 
     @property
     def _in_processes(self) -> tuple[Places, ...]:
-        """The places of the groups that have processes of their own."""
+        """The places of the groups with separate processes."""
         return (self.student, *(places for i, places in enumerate(self.teachers) if i not in self.inside))
 
     @property

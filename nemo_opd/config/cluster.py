@@ -24,14 +24,14 @@ class Cluster(Settings):
     """On CPU, the ranks of the student and of each teacher, on all nodes together."""
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated: student and teachers take turns on the same devices, each with a rank on every one. separate: every
-    teacher has devices of its own, so that it can read the next batch while the student trains; but one with the
+    teacher has separate devices, so that it can read the next batch while the student trains; but one with the
     student's weights is always in the student's processes, and reads a batch after the update before it.
     """
     teacher_ranks: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], ...] | None = None
     """placement=separate: the ranks of each teacher on all nodes together, as one number for all teachers or one for
-    each that has devices of its own, in their order. A rank is a GPU, and the student has those that are left; when not
+    each that has separate devices, in their order. A rank is a GPU, and the student has those that are left; when not
     given, the GPUs of a node are shared equally, and the student has what is over as well. On CPU a rank is a process
-    beside those of the student; as many as `cpu_ranks` for each teacher when not given.
+    in addition to those of the student; as many as `cpu_ranks` for each teacher when not given.
     """
     prefetch: int = Field(1, ge=0)
     """placement=separate, off-policy: batches that the teachers read ahead of the student. Each needs room for one more

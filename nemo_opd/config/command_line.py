@@ -23,7 +23,7 @@ MULTIRUN_FLAGS = frozenset({"--multirun", "-m"})
 INLINE = "_inline_"
 """Begins the name of an option that the command line itself gives a group."""
 
-# A run owns one directory, run.output_dir; Hydra adds no folders or log files of its own.
+# A run owns one directory, run.output_dir; Hydra adds no folders or log files.
 _QUIET_HYDRA = (
     "hydra.run.dir=.",
     "hydra.sweep.subdir=.",
@@ -101,7 +101,7 @@ def config_file(name: str, config_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class Groups:
-    """Config groups, and what the primary config says of them."""
+    """Config groups, and the choices of the primary config."""
 
     config_dir: Path
     listed: frozenset[str]
@@ -131,7 +131,7 @@ class Groups:
 
 
 def _top_level(primary: Path) -> dict[str, Any]:
-    """Return what the file says; nothing where it cannot be read, which is Hydra's to report."""
+    """Return the file's settings; nothing where it cannot be read, which Hydra reports."""
     try:
         content = yaml.safe_load(primary.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):

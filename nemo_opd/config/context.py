@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 from nemo_opd.config.base import Settings
 
 PROMPT = "prompt"
-"""Name by which a template has the student's own prompt: the text, or what the user says last."""
+"""Name by which a template reads the student's prompt: the text, or the user's last message."""
 
 
 def field_names(template: str) -> list[str]:
@@ -17,7 +17,7 @@ def field_names(template: str) -> list[str]:
 
 
 def _parts(template: str) -> Iterator[tuple[str, str | None]]:
-    """Yield literal text and the name behind it, None behind the last."""
+    """Yield literal text and the name that follows it, None after the last."""
     try:
         parts = list(Formatter().parse(template))
     except ValueError as error:

@@ -30,7 +30,7 @@ def _check_prompts(config: RunFields, context: Context, key: str) -> None:
 
 
 def _check_fields(config: RunFields, context: Context, key: str) -> None:
-    """Check that fields are columns that rows have beside the prompt."""
+    """Check that fields are columns that rows have in addition to the prompt."""
     data = config.data
     if context.fields and (data.train.text_files or data.validation.text_files):
         raise ValueError(

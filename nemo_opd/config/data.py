@@ -77,13 +77,14 @@ class Data(Settings):
     """The column that holds a document's text."""
     messages_key: str | None = None
     """The column that holds a conversation: a list of messages with `role` and `content`, or that as JSON. When given,
-    every side renders it with its own chat template and only what the assistant says is learned; `text_key` is unused.
+    every side renders it with its own chat template, only the assistant's messages are learned, and `text_key` is
+    unused.
     """
     tools_key: str | None = None
     """Column of the tools that a conversation may call, as a list or as JSON; with `messages_key`."""
     response_key: str | None = None
     """On-policy, with `text_key`: the column that continues the prompt, where the data have one. Of a conversation it
-    is what the assistant says last.
+    is the assistant's last message.
     """
     domain_key: str | None = None
     """The column that names the domain of a validation text, by which its figures are shown too."""

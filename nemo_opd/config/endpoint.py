@@ -32,8 +32,8 @@ class Endpoint(Settings):
     as with vLLM's return_tokens_as_token_ids.
     """
     logprobs: int = Field(20, ge=1)
-    """Likeliest tokens that are asked for at each position, besides the one that came. vLLM allows as many as it was
-    started with, --max-logprobs, 20 by default.
+    """Likeliest tokens that are requested at each position, in addition to the observed token. vLLM allows as many as
+    it was started with, --max-logprobs, 20 by default.
     """
     api_key: str | None = None
     """Key that the servers ask for, sent as a bearer token; as `${oc.env:NAME}` it is read from the environment."""

@@ -37,7 +37,7 @@ def _one(name: str, every: Sequence[Section]) -> Iterator[str]:
 
 def _usage(model: type[BaseModel], config_dir: Path, program: str, every: Sequence[Section]) -> Iterator[str]:
     yield from (f"{program} [--config FILE] [GROUP=OPTION …] [KEY=VALUE …]", "")
-    yield from ("--config FILE      start from a file of your own, or from one of the recipes", "")
+    yield from ("--config FILE      start from your own file, or from one of the recipes", "")
     yield from (_entry("recipes:", ", ".join(recipes(config_dir))), "")
     yield from ("--help SECTION     show one section alone", "--cfg job          print the settings and end")
     yield "--multirun KEY=1,2 a run with each value"

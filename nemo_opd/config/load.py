@@ -47,7 +47,7 @@ def run_settings_with_hydra(
 ) -> None:
     """Compose `config_dir/config_name` with the command line's overrides, make a `model` of it, and hand it to `task`.
 
-    All of Hydra's command line works, and `--config FILE` beside it. What `task` raises is raised here; of a
+    All of Hydra's command line works, and `--config FILE` as well. What `task` raises is raised here; of a
     `--multirun` the first error, once every job has had its turn and `after_sweep` was called with the folder of all
     its runs and the name of each. No further job is started once `is_interrupted`; KeyboardInterrupt names them.
     """

@@ -106,7 +106,7 @@ class PKLTerm(ChunkTerm):
     coverage_coef: float | None = Field(None, ge=0)
     """Weight of −log of the student's mass on covered teacher columns; 1 when not given."""
     vocab_topk: int | None = Field(None, ge=1)
-    """Covered columns with a cell of their own, the most important ones; the others share one."""
+    """Number of covered columns with their own cell, the most important ones; the others share one."""
 
     _preset = field_validator("merge", "coverage_coef")(_fixed_by_compat)
 
@@ -303,55 +303,55 @@ class Objective(Settings):
 
 
 class SameVocabLoss(Objective, SameVocabTerm):
-    """same_vocab for every teacher that names no loss of its own."""
+    """same_vocab for every teacher without its own loss."""
 
 
 class PKLLoss(Objective, PKLTerm):
-    """p_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """p_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class GoldLoss(Objective, GoldTerm):
-    """gold for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """gold for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class HKLLoss(Objective, HKLTerm):
-    """h_kl for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """h_kl for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class StrictLoss(Objective, StrictTerm):
-    """strict for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """strict for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class BytePrefixLoss(Objective, BytePrefixTerm):
-    """byte_prefix for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """byte_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class SharedPrefixLoss(Objective, SharedPrefixTerm):
-    """shared_prefix for every cross-tokenizer teacher that names no loss of its own; same_vocab for the others."""
+    """shared_prefix for every cross-tokenizer teacher without its own loss; same_vocab for the others."""
 
 
 class ALMLoss(Objective, ALMTerm):
-    """alm for every cross-tokenizer teacher that names no loss of its own; the others have forward KL."""
+    """alm for every cross-tokenizer teacher without its own loss; the others have forward KL."""
 
 
 class ULDLoss(Objective, ULDTerm):
-    """uld for every cross-tokenizer teacher that names no loss of its own; the others have forward KL."""
+    """uld for every cross-tokenizer teacher without its own loss; the others have forward KL."""
 
 
 class TCADLoss(Objective, TCADTerm):
-    """tcad for every teacher that names no loss of its own."""
+    """tcad for every teacher without its own loss."""
 
 
 class SampledKLLoss(Objective, SampledKLTerm):
-    """sampled_kl for every teacher that names no loss of its own."""
+    """sampled_kl for every teacher without its own loss."""
 
 
 class FunctionLoss(Objective, FunctionTerm):
-    """Your own formula for every teacher that names no loss of its own."""
+    """Your own formula for every teacher without its own loss."""
 
 
 class GRPOLoss(Objective, DivergenceTerm, ImportanceSettings):
-    """Rewards compared within the rollouts of a prompt; teachers, where they have a weight, are a KL beside it."""
+    """Rewards compared within the rollouts of a prompt; teachers with a weight add a KL."""
 
     type: Literal["grpo"] = "grpo"
     kd_weight: float = Field(0.0, ge=0)

@@ -18,7 +18,7 @@ class Parallelism(Settings):
     """Whether each rank holds only a part of the positions between attention and feed-forward blocks; with tp."""
 
     replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Copies of the model, each sharded over ranks of its own (HSDP): weights are gathered within a copy, and gradients
+    """Copies of the model, each sharded over separate ranks (HSDP): weights are gathered within a copy, and gradients
     are summed over copies once a step. 1: one copy over all ranks. auto: 1, but on several nodes of GPUs one on each,
     where that fits without `offload` by the memory estimate.
     """

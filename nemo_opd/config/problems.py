@@ -16,7 +16,7 @@ def explain_all(problems: Sequence[ErrorDetails], data: Mapping[str, Any], model
     """Yield a line for each value that is wrong.
 
     Of a value that may be of several types, each type has refused it, and of a list the elements that are wrong are
-    missing in its count: such problems are told once, at the innermost place.
+    missing in its count: such problems are reported once, at the innermost place.
     """
     by_path: dict[tuple[int | str, ...], list[ErrorDetails]] = {}
     for problem in problems:
@@ -57,7 +57,7 @@ def explain(
 
 
 def placed(reason: str, key: str, value: object) -> str:
-    """Put our own reason behind its key: `key=value …`, `key.inner=…` or `key: …`."""
+    """Put our own reason after its key: `key=value …`, `key.inner=…` or `key: …`."""
     if not key:
         return reason
     if value in ([], ()):

@@ -1,6 +1,6 @@
 """All settings with their meaning, from the models that check them.
 
-`python -m nemo_opd.config.reference` prints docs/settings.md, and writes the JSON schemas beside the recipes.
+`python -m nemo_opd.config.reference` prints docs/settings.md, and writes the JSON schemas next to the recipes.
 """
 
 from collections.abc import Iterable, Iterator

@@ -67,8 +67,8 @@ class ServerRollout(RolloutBase):
     machine and ended with the run.
     """
     command: tuple[str, ...] | None = Field(None, min_length=1)
-    """Starts the server, without model and port; by default the program's own command. For a program in a virtual
-    environment of its own: [.venv-vllm/bin/vllm, serve].
+    """Starts the server, without model and port; by default the program's own command. For a program in a separate
+    virtual environment: [.venv-vllm/bin/vllm, serve].
     """
     options: tuple[str, ...] = ()
     """Further arguments of that command."""
@@ -84,7 +84,7 @@ class ServerRollout(RolloutBase):
     """
     memory_share: float | None = Field(None, gt=0, le=1)
     """Share of each GPU's memory, or of the machine's on CPUs, that a vLLM or SGLang started here takes for weights and
-    cache; by default 0.9 on GPUs of its own (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`), on the training's
+    cache; by default 0.9 on separate GPUs (`gpus`, or `CUDA_VISIBLE_DEVICES` in `environment`), on the training's
     GPUs what the memory estimate leaves, at least 0.3, and on CPUs 0.3.
     """
     start_timeout_s: float = Field(600, gt=0)

@@ -14,7 +14,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.files import write_atomically
 
 FOLDER = "schema"
-"""Folder of the schemas, beside the groups."""
+"""Folder of the schemas, next to the groups."""
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 _REFERENCE = "Reference"
 
@@ -64,7 +64,7 @@ def recipe_schema(model: type[BaseModel], config_dir: Path) -> dict[str, Any]:
 def _partial(schema: Any) -> Any:
     """Return the schema of a part: nothing is required, and a value may be a reference, or one for a list of one.
 
-    What a union's type is may be said elsewhere, so more than one may fit.
+    A union's type may be given elsewhere, so more than one may fit.
     """
     if isinstance(schema, list):
         return [_partial(each) for each in schema]

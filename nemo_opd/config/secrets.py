@@ -191,7 +191,7 @@ def changed(settings: Any, change: Callable[[Path, str], str], path: Path = ()) 
 
 
 def at(settings: Any, path: Path) -> Any:
-    """None where there is nothing of its own, as below a reference to a whole group."""
+    """None where it has no value, as below a reference to a whole group."""
     for part in path:
         try:
             settings = settings[part]

@@ -47,7 +47,7 @@ class TeacherBase(Model):
     and the next are on the device, for a teacher that does not fit even alone.
     """
     cache: str | None = None
-    """Folder with what the teacher said of the texts (nemo-opd cache build), read in place of a forward pass;
+    """Folder with the teacher's stored output (nemo-opd cache build), read in place of a forward pass;
     `model` is then the same folder. As a rule written with type: cached, which finds out the tokenizer.
     """
     on_missing: Literal["stop", "ask"] = "stop"
@@ -158,7 +158,7 @@ class SameTokenizerTeacher(TeacherBase):
 
 
 class OwnIdsTeacher(TeacherBase):
-    """Settings of teachers that read texts in tokens of their own."""
+    """Settings of teachers with another tokenizer."""
 
     projection: str = "auto"
     """A projection file, or auto: built once for the pair and cached."""
@@ -228,7 +228,7 @@ class CachedTeacher(OwnIdsTeacher):
 
     type: Literal["cached"]
     cache: str = Field(min_length=1)
-    """Folder with what the teacher said of the texts (nemo-opd cache build)."""
+    """Folder with the teacher's stored output (nemo-opd cache build)."""
     model: str = "none"
     """Not given: no model is loaded."""
 

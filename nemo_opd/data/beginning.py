@@ -10,7 +10,7 @@ from nemo_opd.data.encoders import Encoder, Encoding
 from nemo_opd.data.seams import find_seam
 
 MARGIN = 1024
-"""Characters behind a seam: what a pre-tokenizer may look at beyond a run of one kind, and a normaliser change."""
+"""Characters after a seam: what a pre-tokenizer may look at beyond a run of one kind, and a normaliser change."""
 CHARACTERS_A_TOKEN = 8
 """Estimate for a first try."""
 EDGE = 64
@@ -20,8 +20,8 @@ EDGE = 64
 def encode_beginning(student: Encoder, teachers: Sequence[Encoder], text: str, length: int) -> list[Encoding]:
     """Encode as much of a text as a sample of `length` tokens of the student needs: for the student, then each teacher.
 
-    The student's first `length` tokens are those of the whole text, with more behind them where that has more. So are
-    each teacher's for the same characters: a seam follows in either, and MARGIN characters behind it. What is read
+    The student's first `length` tokens are those of the whole text, with more after them where that has more. So are
+    each teacher's for the same characters: a seam follows in either, and MARGIN characters after it. What is read
     grows with `length` and with the distance to the next seam, not with the text. A text without seams, such as one
     letter millions of times, is read whole.
 

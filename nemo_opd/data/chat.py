@@ -1,4 +1,4 @@
-"""Conversations to samples: each side in its own chat template, and only what the assistant says is learned."""
+"""Conversations to samples: each side in its own chat template, and only the assistant's messages are learned."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _aligned(
 
 
 def in_context(student: StudentChat, teacher: InContext[ChatReader]) -> TeacherSample:
-    """Make the sample of a teacher with a context, compared from the first turn behind it on."""
+    """Make the sample of a teacher with a context, compared from the first turn after it on."""
     conversation, reader = student.conversation, teacher.reader
     messages = plain_messages(conversation.messages)
     first = teacher.context.response_start(messages)
@@ -139,7 +139,7 @@ def _verbatim(
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:
-    """Make the sample of the student's tokens from message `first` on, behind another prompt.
+    """Make the sample of the student's tokens from message `first` on, after another prompt.
 
     A token across the edge is the prompt's: the teacher reads its text there.
     """
@@ -157,7 +157,7 @@ def _behind(
     prompt: Sequence[Message],
     first: int,
 ) -> TeacherSample:
-    """Make the sample of the messages from `first` on, behind another prompt, in the teacher's own tokens."""
+    """Make the sample of the messages from `first` on, after another prompt, in the teacher's own tokens."""
     conversation = student.conversation
     messages = [*prompt, *conversation.messages[first:]]
     theirs = reader.encoder.rendered(Conversation(messages, conversation.tools))

@@ -36,9 +36,9 @@ def locate_up_to(side: ChatEncoder, rendered: RenderedChat, place: int) -> Locat
 def _to_a_seam(
     side: ChatEncoder, text: str, num_characters: int, first_end: Callable[[LocatedTokens], int]
 ) -> LocatedTokens:
-    """Return the tokens before the first seam at or behind `first_end` of what has been read; else all.
+    """Return the tokens before the first seam at or after `first_end` of what has been read; else all.
 
-    num_characters: of a first try, beside the margin.
+    num_characters: of a first try, without the margin.
     """
     size = num_characters + MARGIN
     while size < len(text):

@@ -51,7 +51,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Encoder:
-    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token behind."""
+    """A tokenizer's view of a text: its default special tokens, and the end-of-sequence token at the end."""
 
     tokenizer: PreTrainedTokenizerBase
     pieces: Pieces

@@ -42,7 +42,7 @@ READERS: dict[str, Callable[[Path, str], Any]] = {
 
 
 def first_value(kind: str, path: Path, column: str) -> Any:
-    """Return the first row's value of a column; None where that cannot be told, which the loader does with a reason."""
+    """Return the first row's value of a column; None where it cannot be read, which the loader reports."""
     try:
         return READERS[kind](path, column)
     except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, StopIteration, RecursionError):

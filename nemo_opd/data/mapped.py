@@ -1,4 +1,4 @@
-"""Files that a dataset is mapped from, watched: reading behind the end of one that was cut ends the process."""
+"""Files that a dataset is mapped from, watched: reading past the end of one that was cut ends the process."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ State = tuple[int, int, int]
 
 @dataclass
 class MappedFiles:
-    """The files behind a dataset, as they were when it was loaded.
+    """The files of a dataset, as they were when it was loaded.
 
     One that is deleted or replaced by another stays mapped as it was. One that is changed in place is the dataset's
     new content: it is checked again. A change between the check and the reading is not noticed.
@@ -32,7 +32,7 @@ class MappedFiles:
     tables: list[MemoryMappedTable | None]
     """None for rows in memory."""
     stops: list[int]
-    """Row behind the last of each table."""
+    """Row after the last of each table."""
     states: dict[str, State] = field(default_factory=dict)
 
     @classmethod

@@ -25,7 +25,7 @@ class Drawn:
     epoch: int
     """Counted from 0."""
     state: State
-    """The place behind it."""
+    """The next place."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ Origin = Callable[[int], str]
 
 
 def of_source(index: int) -> str:
-    """Name a row of a source that has no files of its own."""
+    """Name a row of a source without files."""
     return f"row {index} (counted from 0)"
 
 

@@ -129,7 +129,7 @@ class PackedOrder(DocumentOrder):
         return max(BLOCK_TOKENS, BLOCK_ROWS * self.limits[0])
 
     def _after(self, block: _Block) -> _Block:
-        """Return the block behind one that was read, without windows."""
+        """Return the block after one that was read, without windows."""
         stop = block.first + block.num_documents
         return _Block(block.epoch, stop) if stop < self.num_documents else _Block(block.epoch + 1, 0)
 

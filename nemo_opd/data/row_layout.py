@@ -62,6 +62,6 @@ def _is_known(field: pa.Field) -> bool:
 
     try:
         datasets.Features.from_arrow_schema(pa.schema([field]))
-    except Exception:  # whatever it says of types that it does not know
+    except Exception:  # any error about types that it does not know
         return False
     return True

@@ -1,7 +1,7 @@
 """Documents from files or the hub, as a memory-mapped Hugging Face dataset.
 
-Nothing is written beside the user's files: Arrow streams are mapped where they are, and every other format is converted
-once into the cache of `datasets` (`$HF_DATASETS_CACHE`).
+Nothing is written next to the user's files: Arrow streams are mapped where they are, and every other format is
+converted once into the cache of `datasets` (`$HF_DATASETS_CACHE`).
 """
 
 import logging

@@ -52,7 +52,7 @@ class TextSampleMaker:
     def __call__(self, text: Document) -> Sample:
         """Cut the text to the student's length; a teacher reads as much of it, as far as its own length goes.
 
-        It keeps nothing behind the last chunk of a cut student. Of a long text only the beginning is tokenized.
+        It keeps nothing after the last chunk of a cut student. Of a long text only the beginning is tokenized.
 
         Raises AlignmentError from the aligners, DataError for a text with a token that a model cannot read.
         """

@@ -79,7 +79,7 @@ class Sum:
 
     @property
     def worked_prompt(self) -> str:
-        """The prompt behind the same sum with its response: `{prompt}{response}\\n{prompt}`."""
+        """The prompt after the same sum with its response: `{prompt}{response}\\n{prompt}`."""
         return f"{self.prompt}{self.response}\n{self.prompt}"
 
     @property
@@ -102,7 +102,7 @@ def response_of(columns: Sequence[Column]) -> str:
 def arrow_file(split: Split) -> Path:
     """Return the Arrow stream file of a split, rows `{text, response, answer}`; builds both splits when absent.
 
-    Raises DataError for another split. Safe in concurrent processes: each writes under a name of its own, and the
+    Raises DataError for another split. Safe in concurrent processes: each writes under its own name, and the
     rename puts the same bytes in place.
     """
     if split not in get_args(Split):

@@ -59,7 +59,7 @@ def arrow_file(split: Split) -> Path:
     """Return the Arrow stream file of a split, rows `{text, path}`; builds both splits when absent.
 
     Raises DataError for another split, or where the interpreter has no sources. Safe in
-    concurrent processes: each writes under a name of its own, and the rename puts the same bytes in place.
+    concurrent processes: each writes under its own name, and the rename puts the same bytes in place.
     """
     if split not in get_args(Split):
         raise DataError(f"data demo:{split} is no demo data; use one of demo:train, demo:validation")
@@ -79,7 +79,7 @@ def build(root: Path, sources: list[_SourceFile], folder: Path) -> None:
         if not chosen:
             raise DataError(
                 f"data demo:{split} has no source files: {root} holds {len(sources)} usable *.py files;"
-                " install the interpreter's standard library as sources, or name files of your own in data.*"
+                " install the interpreter's standard library as sources, or name your own files in data.*"
             )
         table = _table(document for source in chosen for document in documents(root, source))
         write_stream(folder / f"{split}.arrow", table, _ROWS_PER_BATCH)

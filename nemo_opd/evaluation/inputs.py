@@ -81,7 +81,7 @@ def with_columns(
 def asked_sets(
     evaluation: QuestionSets, data: Data | QuestionSource, reward: Reward | None, prefix: str
 ) -> Iterator[AskedSet]:
-    """Yield the sets of questions. data, reward: what they have where they name none of their own.
+    """Yield the sets of questions. data, reward: defaults of sets that name none.
 
     prefix: of the keys of `evaluation`. Raises ConfigError for texts with a system message, and DataError where there
     is nothing to ask.

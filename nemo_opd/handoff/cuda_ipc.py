@@ -68,7 +68,7 @@ class CudaIpcSender(Sender):
 def _mappable_memory() -> Iterator[None]:
     """Allocate inside from memory that other processes can map, which expandable segments often are not.
 
-    A pool of its own keeps free blocks of such segments from being used.
+    A separate pool keeps free blocks of such segments from being used.
     """
     if not _has_expandable_segments():
         yield

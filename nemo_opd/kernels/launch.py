@@ -20,7 +20,7 @@ BLOCK = 1024
 WARPS = 8
 """Warps of a program."""
 SHORT = 32
-"""Entries of a list up to which lists are taken side by side; a longer one gets a program of its own."""
+"""Entries of a list up to which lists are taken side by side; a longer one gets a separate program."""
 
 _LARGE_GPU = 132
 """Multiprocessors of an H100."""

@@ -34,7 +34,7 @@ def read_runs(folders: Sequence[Path]) -> list[SweptRun]:
 
 
 def write_comparison(page: Path, runs: Sequence[SweptRun], tables: Sequence[TextTable]) -> None:
-    """Write the page, and its curves as PNG into a folder of its name. tables: further ones, behind the results."""
+    """Write the page, and its curves as PNG into a folder of its name. tables: further ones, after the results."""
     measures = measures_of(runs)
     known = {key for run in runs for record in run.records for key in record}
     keys = [key for key in _CURVES if key in known]

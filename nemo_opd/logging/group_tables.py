@@ -70,7 +70,7 @@ def title_of(table: str) -> str:
 
 
 def _named(groups: Iterable[Figures], prefix: str) -> list[str]:
-    """Return the names behind a prefix of measures, in order."""
+    """Return the names that follow a prefix of measures, in order."""
     return list(dict.fromkeys(key.removeprefix(prefix) for group in groups for key in group if key.startswith(prefix)))
 
 

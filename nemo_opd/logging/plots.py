@@ -281,7 +281,7 @@ def _draw_rollouts(figure: Figure, records: Records, closing: ClosingTable, them
 
 
 def _draw_contexts(figure: Figure, records: Records, closing: ClosingTable, theme: Theme) -> None:
-    """Draw what teachers gain by their contexts, and what of these the student says."""
+    """Draw what teachers gain by their contexts, and how much of these the student repeats."""
     gaps, leakage = figure.subplots(2, 1, sharex=True)
     _curves(gaps, records, _PRIVILEGE, theme.cycle, "context of ")
     _curves(gaps, records, _CONTRAST, theme.cycle[::-1], "another record's, of ")

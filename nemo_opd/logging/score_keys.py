@@ -1,4 +1,4 @@
-"""Names of scores among metrics: `eval/<measure>`, `eval/<set>/<measure>`, and with `/<teacher>` behind them."""
+"""Names of scores among metrics: `eval/<measure>`, `eval/<set>/<measure>`, and with `/<teacher>` appended."""
 
 from collections.abc import Collection
 

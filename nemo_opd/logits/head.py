@@ -84,7 +84,7 @@ class HeadLogits(TrainableRows):
 class _HeadGradients(Gradients):
     """A gradient with respect to logits is rounded to the dtype of hidden states and head, where they have one.
 
-    Each of its numbers then has a relative error of its own, which products with head and hidden states average out:
+    Each of its numbers then has a separate relative error, which products with head and hidden states average out:
     unlike logits, it is not a small difference of large numbers.
     """
 

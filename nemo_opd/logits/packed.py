@@ -53,7 +53,7 @@ def places_in_row(lengths: Sequence[int], width: int, moved_by: Tensor | None = 
     """Return int64 [B, width]: the place of each position in a row that holds sequences of `lengths`.
 
     moved_by: int64 [B], on the host, is added to the positions of each sequence first. Those before a sequence have the
-    place of its first token, those behind it that of its last.
+    place of its first token, those after it that of its last.
     """
     sizes = torch.tensor(lengths).unsqueeze(1)
     positions = torch.arange(width).unsqueeze(0)

@@ -32,7 +32,7 @@ Metrics = dict[str, Metric]
 
 @dataclass(frozen=True, slots=True)
 class PlannedLoss:
-    """coefficient · Σ terms over units, and what it says about them."""
+    """coefficient · Σ terms over units, with its metrics."""
 
     source: TrainableRows
     """The student's logits."""

@@ -54,7 +54,7 @@ def plan_readings(
     chunk_size: int | None = None,
     ahead: ReadAhead | None = None,
 ) -> PlannedLoss:
-    """Metrics of what is read off rows [U] of the student's [B·S, V], beside a loss and gradient of 0.
+    """Metrics of what is read off rows [U] of the student's [B·S, V], with a loss and gradient of 0.
 
     metrics_of: from float64 [k, U]. cells, width, chunk_size, ahead: as of a `Term`.
     """

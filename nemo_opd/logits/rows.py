@@ -26,8 +26,8 @@ class LogitRows(ABC):
     block_bytes: int | None = None
     """Budget of a block, the same in all processes of a share; None: the least of the device."""
     top_k: int | None = None
-    """None: all tokens are known. Else the k likeliest are, and the one that came next: rows are log-probabilities,
-    −inf of the others, and there is a column behind the vocabulary, log of the mass of the others (methods.md §9.1).
+    """None: all tokens are known. Else the k likeliest are, and the next one: rows are log-probabilities,
+    −inf of the others, and there is a column after the vocabulary, log of the mass of the others (methods.md §9.1).
     """
 
     @property
@@ -43,7 +43,7 @@ class LogitRows(ABC):
     def read(self, rows: Tensor, width: int) -> Tensor:
         """Read the leading `width` columns of rows [R] → [R, width], without a graph; maybe a view, not to be written.
 
-        With a `share`, every process calls it equally often, each for rows of its own.
+        With a `share`, every process calls it equally often, each for its own rows.
         """
 
     def begin(self, rows: Sequence[Tensor]) -> None:  # noqa: B027  most need not know

@@ -11,7 +11,7 @@ from nemo_opd.errors import ConfigError
 from nemo_opd.logits.rows import LogitRows
 
 _NUMBERS = 3
-"""fp32 numbers behind the tokens of a row."""
+"""Number of fp32 values after the tokens of a row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +23,9 @@ class SparseRows:
     log_p: Tensor
     """fp32 [R, k]; −inf for no token."""
     log_p_next: Tensor
-    """fp32 [R]: of the token that came next; 0 behind the last of a segment."""
+    """fp32 [R]: of the next token; 0 after the last of a segment."""
     log_rest: Tensor
-    """fp32 [R]: log of the mass of all tokens but these and the one that came next; −inf where there are no others."""
+    """fp32 [R]: log of the mass of all tokens but these and the next one; −inf where there are no others."""
     entropy: Tensor
     """fp32 [R]: of the whole distribution, in nats."""
 
@@ -55,13 +55,13 @@ class SparseLayout:
 
     @property
     def handed_bytes(self) -> int:
-        """Bytes of a row with the id of the token that came next, as it is handed over."""
+        """Bytes of a row with the id of the next token, as it is handed over."""
         return self.row_bytes + self.id_bytes
 
     def encode(self, log_p: Tensor, following: Tensor) -> Tensor:
         """Encode log-probabilities fp32 [R, W] as uint8 [R, row_bytes].
 
-        following: int64 [R], the tokens that came next; −1 behind the last of a segment.
+        following: int64 [R], the next tokens; −1 after the last of a segment.
         """
         likeliest = log_p.topk(self.top_k, dim=1)
         target = following.clamp(min=0).unsqueeze(1)
@@ -92,7 +92,7 @@ class SparseLayout:
         return SparseRows(_as_words(ids, self.id_bytes).long(), log_p, log_p_next, log_rest, entropy)
 
     def next_ids(self, rows: Tensor) -> Tensor:
-        """Return the tokens that came next, from rows as they are handed over: int64 [R], the vocabulary's size or more
+        """Return the next tokens, from rows as they are handed over: int64 [R], the vocabulary's size or more
         for none.
         """
         return _as_words(rows[:, self.row_bytes :], self.id_bytes).long().squeeze(1)

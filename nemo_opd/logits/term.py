@@ -93,7 +93,7 @@ class Term:
     chunk_size: int | None = None
     """Units taken at a time; None: as many as fit a byte budget."""
     ahead: ReadAhead | None = None
-    """Other rows that `loss_of` reads, in the order of units, and is told of each block of them."""
+    """Other rows that `loss_of` reads, in the order of units, and is passed for each block of them."""
     closed_form: ClosedForm | None = None
     """Computes loss and gradient at once, where a unit has one row; None: the gradient is formed by autograd."""
     row_loss: RowLoss | None = None

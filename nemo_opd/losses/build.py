@@ -176,7 +176,7 @@ def _where_sampled(chunks: Tensor, sampled: SampledRows | None) -> Tensor:
 
 
 def _logprobs(student: TokenRows, sampled: SampledRows | None) -> Arguments:
-    """Return what the engine said of the samples; of validation it said nothing."""
+    """Return the engine's log-probabilities of the samples; in validation there are none."""
     if sampled is None:
         return {}
     width = student.ids.shape[1]

@@ -207,7 +207,7 @@ class _Bound:
     column: Tensor
     """int64 [u, 1]: the cell of x, or any where it has none."""
     is_apart: Tensor
-    """bool [u, 1]: x takes mass, but no teacher token reaches it; it is a cell of its own."""
+    """bool [u, 1]: x takes mass, but no teacher token reaches it; it is a separate cell."""
     log_moved: Tensor
     """[u, 1]: log of the share of q(y_1) that moves to x."""
     log_kept: Tensor

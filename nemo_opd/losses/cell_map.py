@@ -87,7 +87,7 @@ class CommonCells:
 
 
 REST, NOWHERE = -1, -2
-"""Cells of tokens that have none of their own."""
+"""Cells of tokens without their own."""
 
 
 def _build_reached(teacher_cells: NDArray[np.int32], student_vocab_size: int, device: torch.device) -> CommonCells:

@@ -35,7 +35,7 @@ class Fused(Generic[Parameters, Result]):
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         rows = args[0]
         assert isinstance(rows, Tensor | Rows)
-        # For no row or one, code of its own would be compiled.
+        # For no row or one, separate code would be compiled.
         if not _is_compiled(rows) or not self.is_compilable or len(rows) < 2:
             return self.function(*args, **kwargs)
         for each in _tensors_of_rows(args, len(rows)):

@@ -184,7 +184,7 @@ class _PairedDivergence:
         common = self.divergence.of_logits(*reached_and_rest(q.paired, p.paired, *rests))
         if not self.uncommon_weight:
             return self.common_weight * common
-        # The token that came next is known too, whatever its rank.
+        # The next token is known too, whatever its rank.
         least = log_q.topk(top_k, dim=-1).values[:, -1:]
         is_known = (q.others >= least) & (q.others > -torch.inf)
         num_known = is_known.sum(-1, keepdim=True)

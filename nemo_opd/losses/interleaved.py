@@ -26,7 +26,7 @@ def interleaved(teacher_logits: Tensor, student_logits: Tensor, size: int) -> Co
     by_turns = torch.stack(ranked, -1).flatten(1)
     repeated = _repeats(by_turns)
     place = (~repeated).cumsum(1) - 1
-    # Repeats and what is beyond go to one more place, behind the others.
+    # Repeats and what is beyond go to one more place, after the others.
     target = place.masked_fill(repeated | (place >= size), size)
     chosen = by_turns.new_empty(len(by_turns), size + 1).scatter_(1, target, by_turns)
     return Columns(chosen[:, :size])

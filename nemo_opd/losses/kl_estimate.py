@@ -25,7 +25,7 @@ _UPDATES = ("policy_gradient", "direct")
 
 @dataclass(frozen=True, slots=True)
 class SampledChunks:
-    """Runs of tokens that the student sampled, each beside the teacher's tokens for it. A unit is one run."""
+    """Runs of tokens that the student sampled, each paired with the teacher's tokens for it. A unit is one run."""
 
     source: TrainableRows
     """The student's logits."""

@@ -150,7 +150,7 @@ class _Cells:
     """The cells that covered columns, X of them, are compared on."""
 
     kept: Tensor | None
-    """int64 [k]: columns with a cell of their own, ascending; None: all have one."""
+    """int64 [k]: columns with their own cell, ascending; None: all have one."""
     others: Tensor | None
     """int64 [X − k]: columns that share one cell."""
 

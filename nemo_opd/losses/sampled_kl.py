@@ -47,10 +47,10 @@ def sampled_kl(
 
     behaviour_logprobs [B, S] (methods.md §11): by the policy that sampled them, after temperature, top-k and top-p, by
     default `logprobs`. The loss of a token is multiplied by w = exp(logprobs − behaviour_logprobs), so that r · w is
-    its weight p / π_behaviour, while the clip sees only what the student has moved. What is said above of expectations
+    its weight p / π_behaviour, while the clip sees only what the student has moved. The statement about expectations
     then holds for every temperature; with top-k or top-p, for the generalised KL over the tokens S that can be
     sampled, Σ_S [p log(p/q) − p + q], with S as a constant. importance_cap=C: weights r · w count for C at most;
-    importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its own;
+    importance_level="sequence": each token has the product of its sequence's weights, cut at C, in place of its weight;
     importance_veto: a sequence with a token of a smaller weight is dropped, and stays in the normalizer.
 
     Unshifted logits [B, S, V] of one vocabulary; ids and mask [B, S]: token i is scored, by the logits at i−1. Metrics:

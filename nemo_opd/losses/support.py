@@ -142,7 +142,7 @@ class _CellsAndRest(torch.autograd.Function):
 
 
 def without(logits: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the softmax over the columns beside `index`, int64 [U, X], and log Σ exp of these, [U, 1] in fp64."""
+    """Return the softmax over the columns other than `index`, int64 [U, X], and log Σ exp of these, [U, 1] in fp64."""
     return softmax(logits.scatter(-1, index, torch.finfo(logits.dtype).min))
 
 

@@ -31,7 +31,7 @@ def add_surprise(rows: Rows, targets: Tensor, onto: Onto) -> Tensor:
 
 def _less_one_at(p: Tensor, targets: Tensor) -> Tensor:
     """Take 1 from a cell in each row of p [..., X], in place: int64 [..., 1]."""
-    if torch.compiler.is_compiling():  # A part of the pass that makes p, where a scatter would be one of its own.
+    if torch.compiler.is_compiling():  # A part of the pass that makes p, where a scatter would be a separate pass.
         return p - (torch.arange(p.shape[-1], device=p.device) == targets).to(p.dtype)
     return p.scatter_add_(-1, targets, p.new_full((), -1.0).expand_as(targets))
 

@@ -1,4 +1,4 @@
-"""Sorted probabilities of both sides, whatever the tokens behind them (methods.md §5.10)."""
+"""Sorted probabilities of both sides, whatever tokens they belong to (methods.md §5.10)."""
 
 from __future__ import annotations
 

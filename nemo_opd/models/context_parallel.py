@@ -105,7 +105,7 @@ class RingAttention:
 def gather_positions(local: Tensor, positions: Tensor, axis: DeviceMesh) -> Tensor:
     """Gather [b, S/n, ·] at positions [S/n] of the n ranks of `axis` as [b, S, ·] in natural order, on each rank.
 
-    The ranks' gradients of the result are summed, and each rank takes that of its own positions.
+    The ranks' gradients of the result are summed, and each rank takes that of its positions.
     Communicates an all-gather forward and a reduce-scatter backward.
     """
     together = DTensor.from_local(local, axis, [Shard(1)], run_check=False).full_tensor(grad_placements=[Partial()])

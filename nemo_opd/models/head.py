@@ -117,7 +117,7 @@ class _LogitSource(ABC):
         """Return the logits [B, S, V] that losses and scores read, which all ranks with these texts compute together.
 
         Collective over the tensor-parallel group. The gradient that losses leave on hidden states is the same on every
-        rank of that group, and each rank has that of its own columns. Over a context-parallel group both are each
+        rank of that group, and each rank has that of its columns. Over a context-parallel group both are each
         rank's share.
         """
         source: TrainableRows = made

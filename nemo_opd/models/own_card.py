@@ -20,7 +20,7 @@ class OwnCard:
     """Fields of a model's card as the hub has them; None where the card does not say."""
 
     license: str | None = None
-    """Identifier such as apache-2.0; `other` where it has a name of its own."""
+    """Identifier such as apache-2.0; `other` where the licence has another name."""
     license_name: str | None = None
     license_link: str | None = None
     language: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class OwnCard:
 
 
 def read_own_card(reference: str) -> OwnCard:
-    """Return what the card of a folder or hub name says; nothing where there is no card, or no way to read it."""
+    """Return the fields of the card of a folder or hub name; none where there is no card, or no way to read it."""
     folder = Path(resolve(reference))
     try:
         file = folder / _CARD if folder.is_dir() else Path(hf_hub_download(reference, _CARD, etag_timeout=5))

@@ -59,7 +59,7 @@ def is_packable(model: PreTrainedModel) -> bool:
 
 
 def _counts_from_padding(model: PreTrainedModel) -> bool:
-    """Return whether positions begin behind the id of padding, as those of RoBERTa do."""
+    """Return whether positions begin after the id of padding, as those of RoBERTa do."""
     tables = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
     return any(isinstance(table, nn.Embedding) and table.padding_idx is not None for table in tables)
 

@@ -60,7 +60,7 @@ def load_head(folder: Path, device: str) -> Head:
 
 
 class Answers(Protocol):
-    """A cache, or servers: what a teacher says of sequences of its own tokens."""
+    """Output of a teacher for sequences of its tokens, from a cache or servers."""
 
     def segments(self, sequences: Sequence[NDArray[np.integer[Any]]]) -> Iterable[Segment]:
         """Return what is known of each sequence, in order. Raises an OPDError where it is not known."""

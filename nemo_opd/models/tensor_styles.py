@@ -64,7 +64,7 @@ class Local(ParallelStyle):
 
 
 class Experts(ParallelStyle):
-    """Experts of which each rank has some whole, and computes what they say of the tokens that are sent to them.
+    """Experts of which each rank has some whole, and computes their output for the tokens that are sent to them.
 
     Its output, and the gradients of its inputs, are to be summed over the ranks.
     """

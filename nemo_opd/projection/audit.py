@@ -29,7 +29,7 @@ _MUCH_WITHOUT_ROW = 0.05
 _PAIR_LOSSES = ("gold", "h_kl", "strict")
 """Compare the tokens that have a partner."""
 _ROW_LOSSES = ("p_kl", *_PAIR_LOSSES)
-"""Read the rows of the projection; byte_prefix and shared_prefix have maps of their own, alm, uld, sampled_kl none."""
+"""Read the rows of the projection; byte_prefix and shared_prefix have their own maps, alm, uld and sampled_kl none."""
 CJK = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff]")
 
 

@@ -37,7 +37,7 @@ class EmbeddingSource:
     teacher: Tensor
     """[W or more, E]"""
     weight: float = 0.1
-    """Mass that the nearest tokens get together, beside the 1 that a row has already."""
+    """Mass that the nearest tokens get together, in addition to the 1 that a row has already."""
     temperature: float = 0.05
     """Cosine similarities are divided by it before the softmax: the smaller, the sharper."""
     width: int = 4

@@ -84,8 +84,8 @@ def add_shared_prefix(
 ) -> ProjectionMatrix:
     """Set `student_shared_prefix` [V] and `teacher_shared_prefix` [W]: rows of `shared_pairs`, −1 for the rest cell.
 
-    A text token goes to the longest shared text token whose bytes are a prefix of its own, which is its own pair where
-    it has one; a token that stands for a role goes to the pair nearest in role, else to the rest cell.
+    A text token goes to the longest shared text token whose bytes begin its bytes, which is its own pair where it has
+    one; a token that stands for a role goes to the pair nearest in role, else to the rest cell.
     `roles` are those of the matrix when not given. Raises ProjectionError for tokenizers of another pair.
     """
     return shared_prefix_pass(matrix, pair_of(matrix, student_tokenizer, teacher_tokenizer, roles))

@@ -7,7 +7,7 @@ PROGRAM = "bwrap"
 
 
 def arguments(shown: Sequence[str], links: Sequence[tuple[str, str]], scratch_bytes: int) -> list[str]:
-    """Return what stands before the command: all namespaces, a file system to be read, and a /tmp of its own."""
+    """Return what stands before the command: all namespaces, a read-only file system, and a separate /tmp."""
     return [
         PROGRAM,
         *("--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"),

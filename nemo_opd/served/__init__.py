@@ -1,1 +1,1 @@
-"""Teachers that servers answer for: what they are asked, and rows of what they say (methods.md §13)."""
+"""Served teachers: the requests, and rows of the answers (methods.md §13)."""

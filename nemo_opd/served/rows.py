@@ -1,4 +1,4 @@
-"""Rows of what a server says of a prompt, checked (methods.md §13)."""
+"""Rows of a server's answers about a prompt, checked (methods.md §13)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Floats = NDArray[np.float64]
 
 
 def encoded_rows(answer: PromptLogprobs, ids: NDArray[np.integer[Any]], layout: SparseLayout) -> NDArray[np.uint8]:
-    """Encode what a server says of ids [N]: uint8 [N, row_bytes].
+    """Encode a server's answer about ids [N]: uint8 [N, row_bytes].
 
     Tokens that the tokenizer does not have, rows of the head that pad it, count as the rest. The entropy is not known:
     NaN. Raises UnusableError for too few log-probabilities, and for numbers that are none.
@@ -66,7 +66,7 @@ def _likeliest(answer: PromptLogprobs, length: int, top_k: int) -> tuple[NDArray
     ids, log_p = _ids(answer.ids), _checked(answer.log_p)
     row = np.repeat(np.arange(length), counts)
     order = np.lexsort((ids, -log_p, row))
-    # Some programs name the token that came as well, behind the likeliest.
+    # Some programs list the observed token as well, after the likeliest.
     is_kept = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts) < top_k
     kept = order[is_kept]
     top_ids, top = ids[kept].reshape(length, top_k), log_p[kept].reshape(length, top_k)
@@ -76,7 +76,7 @@ def _likeliest(answer: PromptLogprobs, length: int, top_k: int) -> tuple[NDArray
 
 
 def _log_rest(top: _Floats, is_token: NDArray[np.bool_], apart: _Floats, num_others: NDArray[np.int64]) -> _Floats:
-    """Return log of the mass of all that is none of the likeliest tokens, nor the one that came, where it is apart.
+    """Return log of the mass of all that is none of the likeliest tokens, nor the observed one, where it is separate.
 
     top, is_token: [N, k]. apart, num_others: [N], log-probability of that token and number of the vocabulary's others.
     It is 1 − their mass, as far as that is known, and at most what the others have if each is as likely as the least

@@ -44,7 +44,7 @@ class CacheManifest:
     is_served: bool = False
     """Whether servers have answered: `weights` is then of the model's name, and entropies are not known."""
     positions: int | None = None
-    """is_served: longest sequence that the servers could be asked about, if they said so."""
+    """is_served: longest sequence that the servers accepted, if they reported one."""
     version: int = VERSION
 
     @property

@@ -52,7 +52,7 @@ class Flops:
 
 
 def forward_flops(size: ModelSize, lengths: Sequence[int], head_rows: int) -> Flops:
-    """Return those of a forward pass of texts of so many tokens each, of which `head_rows` need logits."""
+    """Return those of a forward pass of texts with these numbers of tokens, of which `head_rows` need logits."""
     weights = sum(layer.active_weights for layer in size.layers)
     attention = sum(layer.query_width * scores(length, layer.window) for layer in size.layers for length in lengths)
     return Flops(2 * weights * sum(lengths), 2 * size.hidden_size * size.vocab_size * head_rows, 4 * attention)

@@ -11,12 +11,12 @@ from nemo_opd.workers.teacher import TeacherWorker
 
 
 def separate(plan: Plan) -> list[int]:
-    """Return the indices of the teachers that have processes of their own."""
+    """Return the indices of the teachers with separate processes."""
     return [i for i, settings in enumerate(plan.config.active_teachers) if not settings.is_student]
 
 
 def teacher_group(cluster: Cluster, plan: Plan, i: int) -> Group:
-    """Start the group of a teacher that has processes of its own."""
+    """Start the group of a teacher with separate processes."""
     settings = plan.config.active_teachers[i]
     worker: type[TeacherWorker] = TeacherWorker
     if not settings.is_computed:

@@ -61,7 +61,7 @@ class ModelInfo:
 def read_model_info(settings: Student | Teacher, key: str, device: str) -> ModelInfo:
     """Read a model's configuration and tokenizer.
 
-    Of a teacher that servers answer for there is a tokenizer alone, and what they say. Raises ModelError where either
+    A served teacher has a tokenizer alone, and what its servers report. Raises ModelError where either
     is not readable, the two do not belong together, or `parallelism`, `attn_implementation` or `fused_layers` does not
     fit, and EndpointError as `check_endpoint` does.
     """
@@ -103,7 +103,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
 
 
 def has_configuration(settings: Student | Teacher) -> bool:
-    """Return whether there is a model's configuration, and not only servers, or what they have said."""
+    """Return whether there is a model's configuration, and not only servers or their stored output."""
     if isinstance(settings, Student) or settings.is_computed:
         return True
     return settings.cache is not None and not read_manifest(settings.cache).is_served

@@ -244,7 +244,7 @@ class Models:
         return _continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
-        """Return what the student finds of sequences, or a teacher; data-parallel ranks divide them (see `Scorer`)."""
+        """Return the student's or a teacher's likelihoods of sequences; ranks divide them (see `Scorer`)."""
         group, layout, budget = self.student, self._grid.student, self._student_budget
         if teacher is not None:
             group, layout = self.teachers[teacher], self._grid.teachers[teacher]
@@ -276,7 +276,7 @@ class Models:
     def privilege_gaps(self, batch: Batch, asked: Sequence[int]) -> dict[str, Mean]:
         """Return `privilege_gap/<teacher>`, and `contrast_gap/<teacher>` where it is asked for (methods.md §13).
 
-        batch: that the teachers have read. asked: teachers whose responses have been read behind other prompts too.
+        batch: that the teachers have read. asked: teachers that have read the responses after other prompts too.
         """
         with_context = self._log_probabilities(batch, asked)
         without = self._log_probabilities(_beside(batch, 0), asked)
@@ -287,7 +287,7 @@ class Models:
         return found
 
     def _log_probabilities(self, batch: Batch, asked: Sequence[int]) -> dict[int, SequenceScores]:
-        """Return what each of these teachers finds of the responses of its rows."""
+        """Return each of these teachers' log-probabilities of the responses of its rows."""
         by_teacher = self._cluster.gather(self._on_teachers("log_probability", batch, only=asked))
         is_given = self._grid.is_given(batch)
         return {
@@ -349,7 +349,7 @@ def _retried(by_teacher: Mapping[str, Sequence[TeacherOutput]]) -> dict[str, int
 
 
 def _beside(batch: Batch, k: int) -> Batch:
-    """Return a batch of the same responses where teachers read them behind the other prompt k, if they have one."""
+    """Return a batch of the same responses, which teachers read after their other prompt k, if they have one."""
     teachers = (
         replace(rows, tokens=rows.beside[k], chunks=None, moved=None) if k < len(rows.beside) else rows
         for rows in batch.teachers

@@ -1,4 +1,4 @@
-"""A teacher with the student's weights, to which the driver speaks as to any other."""
+"""A teacher with the student's weights, which the driver calls as any other."""
 
 from collections.abc import Sequence
 from typing import Any

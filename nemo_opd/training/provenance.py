@@ -61,7 +61,7 @@ def _of_teacher(settings: Teacher, shown: TeacherSummary, vocab_size: int) -> Mo
 
 
 def _card(settings: Teacher, model: str) -> OwnCard:
-    """Return what the teacher's card says. The hub is not asked about a name that a server gives to its model."""
+    """Return the contents of the teacher's card. The hub is not asked about a name that a server gives to its model."""
     return OwnCard() if settings.served is not None else read_own_card(model)
 
 

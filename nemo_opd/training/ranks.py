@@ -35,7 +35,7 @@ def resolve_placement(config: RunConfig, device: str) -> Placement:
 
 
 def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -> Placement:
-    """Return the devices of the student and of teachers that have processes of their own."""
+    """Return the devices of the student and of teachers with separate processes."""
     cluster, num_teachers = config.cluster, len(teachers)
     num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:

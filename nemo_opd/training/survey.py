@@ -119,7 +119,7 @@ def _batch_of(sample: Sample, config: RunConfig) -> Batch:
 
 
 def _added(reader: object, teacher: ModelInfo, prompt: Prompt) -> int:
-    """Return the tokens that a teacher reads of its own prompt and not of the student's."""
+    """Return the tokens of the teacher's prompt in excess of the student's."""
     if not isinstance(reader, InContext):
         return 0
     contents = prompt.content, reader.context.content(prompt.content, prompt.record)
@@ -135,7 +135,7 @@ def _tokens_per_byte(
 
 
 def _rate(i: int, samples: Sequence[Sample], own: Sequence[int], lengths: Sequence[int]) -> float:
-    """Return the teacher's tokens for one of the student: behind a context, of what is learned."""
+    """Return the teacher's tokens for one of the student; with a context, of the learned part."""
     sides = [(sample.teachers[i].tokens, sample.student) for sample in samples]
     if sides and samples[0].teachers[i].leakage is not None:
         theirs, ours = (sum(int(side.loss_mask.sum()) for side in each) for each in zip(*sides, strict=True))

@@ -101,7 +101,7 @@ def _reads_students_ids(
     student: ModelInfo,
     teacher: ModelInfo,
 ) -> bool:
-    """Return whether the teacher's tokens of a text, behind the prompt where it has its own, are the student's."""
+    """Return whether the teacher's tokens of a text, after its own prompt where it has one, are the student's."""
     if config.data.messages_key is not None and settings.context is None:
         ours = student.tokenizer.chat_template, dict(config.student.chat_template_kwargs)
         if ours != (teacher.tokenizer.chat_template, dict(settings.chat_template_kwargs)):
@@ -115,7 +115,7 @@ def _reads_students_ids(
 
 
 def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo], parts: Parts, width: int) -> None:
-    """Raise ConfigError where a run cannot learn from what its caches hold, or its servers say.
+    """Raise ConfigError where a run cannot learn from what its caches hold, or its servers report.
 
     width: columns of the student's head.
     """
@@ -159,7 +159,7 @@ def _require_no_entropy(config: RunConfig, what: str) -> None:
 
 
 def _check_likeliest(config: RunConfig, i: int, parts: Parts, layout: SparseLayout, width: int, key: str) -> None:
-    """Plan a teacher's loss without a unit. Raises ConfigError where that needs what likeliest tokens do not say."""
+    """Plan a teacher's loss without a unit. Raises ConfigError where the likeliest tokens are not enough for it."""
     if config.aggregation.type == "averaged_logits":
         way_out = "build it with --hidden-states" if config.active_teachers[i].cache else "name its model's folder"
         raise ConfigError(

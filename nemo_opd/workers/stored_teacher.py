@@ -1,4 +1,4 @@
-"""A teacher without a model on one data-parallel rank: what it once said, or servers say (methods.md §9.1)."""
+"""A teacher without a model on one data-parallel rank: its stored output, or that of servers (methods.md §9.1)."""
 
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext

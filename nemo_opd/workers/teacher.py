@@ -224,7 +224,7 @@ class TeacherWorker:
 
     @torch.no_grad()
     def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:
-        """Return what the teacher finds of the scored tokens of each sequence, on the host."""
+        """Return the teacher's log-probabilities of the scored tokens of each sequence, on the host."""
         found = []
         with needs_memory(self._forward_task), self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):

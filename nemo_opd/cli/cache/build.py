@@ -59,7 +59,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--data", nargs="+", metavar="FILE", help="texts: Parquet, Arrow, JSON lines or .txt; globs")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of a run, in place of --data")
     parser.add_argument("--teacher", metavar="NAME", help="with --config: the teacher's name (default: the first)")
-    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache; a folder of its own")
+    parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="the cache; a folder for it alone")
     form = parser.add_mutually_exclusive_group(required=True)
     form.add_argument("--top-k", type=int, metavar="K", help="keep the K likeliest tokens of each position")
     form.add_argument("--hidden-states", action="store_true", help="keep hidden states, and once the head")

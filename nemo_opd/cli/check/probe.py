@@ -1,4 +1,4 @@
-"""A program that asks the GPUs themselves, in a process of its own: `python -m nemo_opd.cli.check.probe`."""
+"""A program that queries the GPUs, in a separate process: `python -m nemo_opd.cli.check.probe`."""
 
 from __future__ import annotations
 

@@ -70,11 +70,11 @@ def convert(arguments: Namespace, console: Console) -> None:
         )
     if not (run / CONFIG).exists():
         write_atomically(run / CONFIG, to_yaml(config).encode())
-    said = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
+    message = f"wrote {output}: {len(weights):,} weights; start with run.output_dir={run} run.resume=auto"
     if config.student.lora is None and (others := other_settings(arguments.model, config.student)):
         shown = "; ".join(f"{key}={here!r}, there {there!r}" for key, (there, here) in others.items())
-        said += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
-    print(said)
+        message += f"\nwarning: the run computes with what student.model is configured with, which differs: {shown}"
+    print(message)
 
 
 def require_zeros_at_first(config: RunConfig) -> None:

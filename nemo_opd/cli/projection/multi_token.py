@@ -10,7 +10,7 @@ from nemo_opd.cli.projection.steps import steps, write
 
 EPILOG = """\
 The teacher writes '885' as '8', '8', '5'. The row gets its pieces with weights falling by ten: 0.9, 0.09, 0.009, added
-up where a piece repeats and scaled to sum 1. The first piece weighs most, because it is what the teacher says next
+up where a piece repeats and scaled to sum 1. The first piece weighs most, because it is the teacher's next token
 where the student says '885'.
 
 --reverse (step 3) also spells each teacher token that has no partner with the student, and adds the entry the other way

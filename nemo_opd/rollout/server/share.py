@@ -6,7 +6,7 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.rollout.base import EngineSpec
 
 OWN_SHARE, COMMON_SHARE = 0.9, 0.3
-"""Shares of memory of a server with GPUs of its own, and the least of one on the training's GPUs or on CPUs."""
+"""Shares of memory of a server with separate GPUs, and the least of one on the training's GPUs or on CPUs."""
 
 
 def default_share(settings: ServerRollout, spec: EngineSpec) -> float:

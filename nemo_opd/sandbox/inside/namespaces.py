@@ -1,4 +1,4 @@
-"""Namespaces and a file system of their own for a program, made by this process as bubblewrap makes them."""
+"""Separate namespaces and a separate file system for a program, made by this process as bubblewrap makes them."""
 
 import ctypes
 import os

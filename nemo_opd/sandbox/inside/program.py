@@ -1,6 +1,6 @@
 """A program whose functions are called from outside: `program.py DESCRIPTOR`, with its JSON on the standard input.
 
-Nothing that is said here is believed: it is the program's own process.
+Nothing that this process reports is believed: the program can change it.
 """
 
 import contextlib

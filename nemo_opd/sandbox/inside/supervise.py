@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _become(order: _Order, command: list[str]) -> None:
-    """Turn this process into the program. A limit that cannot be set is told as `broken`."""
+    """Turn this process into the program. A limit that cannot be set is reported as `broken`."""
     try:
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.setsid()

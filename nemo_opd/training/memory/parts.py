@@ -104,7 +104,7 @@ class MemoryEstimate:
     block_bytes: int
     """Budget that they count for a block of the student's logits, and for the temporaries of a loss."""
     caches_fit: bool = False
-    """Whether all processes of a GPU may keep what PyTorch caches of their own peaks."""
+    """Whether all processes of a GPU may keep what PyTorch caches at their peaks."""
     advice: tuple[Advice, ...] = ()
     """Settings that save memory where the run does not fit, largest saving first."""
 

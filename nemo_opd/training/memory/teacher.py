@@ -209,7 +209,7 @@ def _reading(working: Collection[Phase]) -> list[Phase]:
 
 
 def _own_weights(job: TeacherJob, working: Collection[Phase]) -> Process:
-    """Return the weights of a teacher with a process of its own."""
+    """Return the weights of a teacher with a separate process."""
     name, t, setup = job.settings.name, job.item_bytes, job.setup
     streams = job.settings.offload == "layers" and job.device == "cuda"
     offload = job.settings.offload is True or streams
