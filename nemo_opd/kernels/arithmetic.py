@@ -55,11 +55,12 @@ def compare(t, s, log_ratio, KIND: tl.constexpr, weight):  # type: ignore[no-unt
     """
     excess = s - t
     if KIND == 3:
-        d = not_nan(log_ratio)
-        of_smaller = tl.where(d >= 0, 1 - weight, weight)
-        mixture = log1p_of_negative(expm1_of_negative(-tl.abs(d)) * of_smaller)
-        gradient = not_nan((tl.minimum(-d, 0.0) - mixture) * s) * (1 - weight)
-        return not_nan((tl.minimum(d, 0.0) - mixture) * t) * weight + gradient, gradient
+        of_smaller = tl.where(log_ratio >= 0, 1 - weight, weight)
+        mixture = log1p_of_negative(expm1_of_negative(-tl.abs(log_ratio)) * of_smaller)
+        # 0 where a side is empty, and NaN where it is NaN: nothing else of jsd would tell.
+        gradient = tl.where(s == 0, 0.0, (tl.minimum(-log_ratio, 0.0) - mixture) * s) * (1 - weight)
+        of_teacher = tl.where(t == 0, 0.0, (tl.minimum(log_ratio, 0.0) - mixture) * t)
+        return of_teacher * weight + gradient, gradient
     if KIND == 4:
         sign = tl.where(excess > 0, 0.5, tl.where(excess < 0, -0.5, 0.0))
         return tl.abs(excess) / 2, sign * s

@@ -27,6 +27,7 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import Window
 from nemo_opd.kernels.launch import compiling
 from nemo_opd.logging.metrics import merge
+from nemo_opd.logits import saved
 from nemo_opd.logits.packed import Packing
 from nemo_opd.logits.planned import PlannedLoss, compute_together
 from nemo_opd.logits.recording import Recording
@@ -238,9 +239,9 @@ class StudentWorker:
             losses = self.objective.plan(logits, *micro.read, step.normalizers, kd_scale=step.kd_scale, terms=terms)
             if "kd" in terms:
                 losses += self._statistics(logits, micro)
-            output = compute_together(losses)
             # FSDP2 averages gradients over ranks; the objective is a sum over them (methods.md §7.2).
-            (output.loss * self.averaged_over).backward()
+            output = compute_together([loss.times(self.averaged_over) for loss in losses])
+            saved.backward(output.loss)
         with self.phases("backward"), needs_memory(BACKWARD):
             gradient = leaf.leaves[0].grad
             assert gradient is not None

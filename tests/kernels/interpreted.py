@@ -181,6 +181,20 @@ def without_some_logits(text: Text, kind: str) -> Text:
     return text
 
 
+def of_nan() -> dict[str, bool]:
+    """Whether a loss is NaN where one logit of a side is, by divergence and side."""
+    found = {}
+    for kind, _ in oracle.KINDS:
+        for side in ("student", "same", "cross"):
+            text = Text.random(6, 2.0).to(torch.float32)
+            getattr(text, side)[:, 1, 7] = torch.nan
+            with small_blocks([]):
+                plans = text.plans(text.student.requires_grad_(), kind, 1.0)
+                loss = compute_together([plans["p_kl" if side == "cross" else "same_vocab"]]).loss
+            found[f"{kind}, {side}"] = bool(loss.isnan())
+    return found
+
+
 def bytes_of_rows() -> dict[str, Any]:
     """What each kernel reads and writes in the interpreter, vectors outside of maps, against what it says."""
     maps: list[tuple[int, int]] = []
@@ -237,6 +251,7 @@ def main() -> dict[str, Any]:
     found["head-bf16"] = from_a_head(torch.bfloat16)
     return {name: asdict(each) for name, each in found.items()} | {
         "bytes": bytes_of_rows(),
+        "nan": of_nan(),
         "layers": interpreted_layers.found(),
     }
 

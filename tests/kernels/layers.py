@@ -125,8 +125,8 @@ def of_model(family: str, device: str, *, adapters: bool = False) -> dict[str, A
             model.requires_grad_(False)
             Adapters(Lora(rank=2), "tiny", seed=0).attach(model)
             for name, parameter in model.named_parameters():
-                if parameter.requires_grad:  # B begins at 0
-                    nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+                if parameter.requires_grad:  # B begins at 0; A · B is as large as the weights, or roundings grow
+                    nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
         with noted(launched):
             if is_fused:
                 replace_parts(model)

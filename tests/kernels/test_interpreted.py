@@ -66,6 +66,12 @@ def test_equal_sides_pull_at_nothing(found: dict[str, Any], name: str) -> None:
     assert found[f"equal-{name}"]["error"] == 0
 
 
+def test_what_is_not_a_number_is_seen(found: dict[str, Any]) -> None:
+    """Bug: jsd with a teacher whose logits are NaN was a loss of 0, so that no step was skipped."""
+    assert len(found["nan"]) == 3 * len(KINDS)
+    assert all(found["nan"].values()), found["nan"]
+
+
 def test_kernels_say_how_much_they_read_and_write(found: dict[str, Any]) -> None:
     """Counted in the interpreter: vectors of rows as often as they are read, maps once, and some numbers a row."""
     for name, said, moved, maps in found["bytes"]["kernels"]:

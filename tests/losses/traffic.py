@@ -23,6 +23,7 @@ from nemo_opd.distributed.transfer import together
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.logits.head import Head, HeadLogits
 from nemo_opd.logits.planned import PlannedLoss, compute_together
+from nemo_opd.logits.saved import backward
 from nemo_opd.losses import cross_entropy, gold, p_kl, same_vocab, shared_prefix, strict
 from nemo_opd.projection import ProjectionMatrix
 from tests.pretend_gpu import DEVICE, Work, counted
@@ -122,10 +123,10 @@ TOGETHER = ("cross_entropy", "same_vocab, forward_kl", "p_kl")
 
 
 def found(work: Work, sides: Sides, *names: str) -> Work:
-    """Forward and backward of these losses together, in a second call: what is made once was made in the first."""
+    """Forward and backward as a worker calls them, in a second call: what is made once was made in the first."""
     for _ in range(2):
         work.clear()
-        compute_together([PLANS[name](sides) for name in names]).loss.backward()
+        backward(compute_together([PLANS[name](sides) for name in names]).loss)
     return work
 
 
