@@ -1,0 +1,129 @@
+"""Pages written for a reader of the repository, as pages of the site: a hook of MkDocs.
+
+A link of a page to a file outside of docs/, such as `../nemo_opd/losses/p_kl.py#L36`, is right in the repository. For the
+site each such file becomes a page of its own, code with an anchor for each line, and links are written anew. The site so
+needs neither the repository nor a network.
+"""
+
+import re
+from html import escape
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import TextLexer, get_lexer_for_filename
+from pygments.util import ClassNotFound
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = "docs"
+REPOSITORY = "repository"
+"""Folder of the site for files outside of docs/; `not_in_nav` of mkdocs.yml names it too."""
+FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\[([^\]\n]*)\]\((?!#|\w+:)([^)#\s]+)(#[^)\s]+)?\)")
+CODE = re.compile(r"`[^`\n]+`")
+ASSETS = {".png", ".svg"}
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Add a page for each file outside of docs/ that a page, or the navigation, leads to."""
+    waiting = [f"{DOCS}/{file.src_uri}" for file in files.documentation_pages()]
+    waiting += [path_of(uri) for uri in re.findall(rf"{REPOSITORY}/[^'\"]+", str(config.nav))]
+    seen = set(waiting)
+    while waiting:
+        path = waiting.pop()
+        if files.get_file_from_path(uri_of(path)) is None:
+            files.append(generated(path, config))
+        if path.endswith(".md"):
+            targets = linked(path) - seen
+            waiting += sorted(target for target in targets if not target.startswith(f"{DOCS}/"))
+            seen |= targets
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return the page with links to the site's pages, named by their titles where the text is the name of a file."""
+    path = path_of(page.file.src_uri)
+    if not path.endswith(".md"):
+        page.meta |= {"search": {"exclude": True}, "hide": ["toc", "navigation"]}
+        return code_page(path)
+
+    def link(found: re.Match[str]) -> str:
+        text, target, place = found.groups(default="")
+        file = resolved(path, target)
+        if text.endswith(".md") and " " not in text:
+            text = title(file)
+        return f"[{text}]({relpath(uri_of(file), PurePosixPath(page.file.src_uri).parent)}{place})"
+
+    def prose(part: str) -> str:
+        return CODE.sub(lambda code: code[0].replace(r"\|", "|"), LINK.sub(link, part))
+
+    return "".join(part if fenced else prose(part) for part, fenced in parts(markdown))
+
+
+def generated(path: str, config: MkDocsConfig) -> File:
+    """Return a file of the repository as one of the site. Raises PluginError where it is not there."""
+    file = ROOT / path
+    if not file.is_file():
+        raise PluginError(f"a page links to {path}, which is no file of the repository")
+    if file.suffix in ASSETS:
+        return File.generated(config, uri_of(path), abs_src_path=str(file))
+    return File.generated(config, uri_of(path), content=file.read_text(encoding="utf-8"))
+
+
+def uri_of(path: str) -> str:
+    """Return where the site has a file of the repository, given by its path from the root."""
+    if path.startswith(f"{DOCS}/"):
+        return path.removeprefix(f"{DOCS}/")
+    page = "" if PurePosixPath(path).suffix in {".md", *ASSETS} else ".md"
+    return f"{REPOSITORY}/{path}{page}"
+
+
+def path_of(uri: str) -> str:
+    """Return the path of what `uri_of` was given."""
+    if not uri.startswith(f"{REPOSITORY}/"):
+        return f"{DOCS}/{uri}"
+    path = uri.removeprefix(f"{REPOSITORY}/")
+    return path if (ROOT / path).exists() else path.removesuffix(".md")
+
+
+def resolved(path: str, target: str) -> str:
+    """Return a link's target as a path from the root, given the path of the page that has the link."""
+    return normpath(PurePosixPath(path).parent / target)
+
+
+def linked(path: str) -> set[str]:
+    """Return the targets of a page's relative links, as paths from the root."""
+    markdown = (ROOT / path).read_text(encoding="utf-8")
+    prose = "".join(part for part, fenced in parts(markdown) if not fenced)
+    return {resolved(path, found[2]) for found in LINK.finditer(prose)}
+
+
+def title(path: str) -> str:
+    """Return the first heading of a page."""
+    found = re.search(r"^# (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else path
+
+
+def parts(markdown: str) -> list[tuple[str, bool]]:
+    """Return a page in pieces, and whether each is a block of code."""
+    pieces, end = [], 0
+    for block in FENCE.finditer(markdown):
+        pieces += [(markdown[end : block.start()], False), (block[0], True)]
+        end = block.end()
+    return [*pieces, (markdown[end:], False)]
+
+
+def code_page(path: str) -> str:
+    """Return the Markdown of a page that shows a file, with an anchor `L<number>` for each line."""
+    try:
+        lexer = get_lexer_for_filename(path)
+    except ClassNotFound:
+        lexer = TextLexer()
+    code = highlight((ROOT / path).read_text(encoding="utf-8"), lexer, HtmlFormatter(nowrap=True))
+    lines = "".join(f'<span id="L{i}">{line}\n</span>' for i, line in enumerate(code.splitlines(), 1))
+    return f'# {escape(path)}\n\n<div class="highlight repository"><pre><code>{lines}</code></pre></div>\n'
