@@ -1,8 +1,8 @@
 """Pages written for a reader of the repository, as pages of the site: a hook of MkDocs.
 
-A link of a page to a file outside of docs/, such as `../nemo_opd/losses/p_kl.py#L36`, is right in the repository. For the
-site each such file becomes a page of its own, code with an anchor for each line, and links are written anew. The site so
-needs neither the repository nor a network.
+A link of a page to a file outside of docs/, such as `../nemo_opd/losses/p_kl.py#L36`, is right in the repository. For
+the site each such file becomes a page, code with an anchor for each line, and links are written anew. So the site needs
+neither the repository nor a network.
 """
 
 import re
@@ -51,6 +51,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     if not path.endswith(".md"):
         page.meta |= {"search": {"exclude": True}, "hide": ["toc", "navigation"]}
         return code_page(path)
+    if not path.startswith(f"{DOCS}/"):
+        page.meta.setdefault("search", {"boost": 0.5})
 
     def link(found: re.Match[str]) -> str:
         text, target, place = found.groups(default="")
