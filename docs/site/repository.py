@@ -24,7 +24,8 @@ DOCS = "docs"
 REPOSITORY = "repository"
 """Folder of the site for files outside of docs/; `not_in_nav` of mkdocs.yml names it too."""
 FENCE = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2 *$", re.DOTALL | re.MULTILINE)
-LINK = re.compile(r"\[([^\]\n]*)\]\((?!#|\w+:)([^)#\s]+)(#[^)\s]+)?\)")
+LINK = re.compile(r"(\[[^\]\n]*\]\(|^\[[\w-]+\]: )(?!#|\w+:)([^)#\s]+)(#[^)\s]+)?", re.MULTILINE)
+"""What is before a target, in the text or as a definition, the target, and the place in it."""
 CODE = re.compile(r"`[^`\n]+`")
 ASSETS = {".png", ".svg"}
 
@@ -38,7 +39,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         path = waiting.pop()
         if files.get_file_from_path(uri_of(path)) is None:
             files.append(generated(path, config))
-        if path.endswith(".md"):
+        if path.endswith(".md") or (ROOT / path).is_dir():
             targets = linked(path) - seen
             waiting += sorted(target for target in targets if not target.startswith(f"{DOCS}/"))
             seen |= targets
@@ -48,18 +49,18 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return the page with links to the site's pages, named by their titles where the text is the name of a file."""
     path = path_of(page.file.src_uri)
-    if not path.endswith(".md"):
+    if (ROOT / path).is_file() and not path.endswith(".md"):
         page.meta |= {"search": {"exclude": True}, "hide": ["toc", "navigation"]}
         return code_page(path)
     if not path.startswith(f"{DOCS}/"):
         page.meta.setdefault("search", {"boost": 0.5})
 
     def link(found: re.Match[str]) -> str:
-        text, target, place = found.groups(default="")
+        before, target, place = found.groups(default="")
         file = resolved(path, target)
-        if text.endswith(".md") and " " not in text:
-            text = title(file)
-        return f"[{text}]({relpath(uri_of(file), PurePosixPath(page.file.src_uri).parent)}{place})"
+        if re.fullmatch(r"\[[\w/.]+\.md\]\(", before):
+            before = f"[{title(file)}]("
+        return f"{before}{relpath(uri_of(file), PurePosixPath(page.file.src_uri).parent)}{place}"
 
     def prose(part: str) -> str:
         return CODE.sub(lambda code: code[0].replace(r"\|", "|"), LINK.sub(link, part))
@@ -70,15 +71,24 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 def generated(path: str, config: MkDocsConfig) -> File:
     """Return a file of the repository as one of the site. Raises PluginError where it is not there."""
     file = ROOT / path
-    if not file.is_file():
-        raise PluginError(f"a page links to {path}, which is no file of the repository")
+    if not file.exists():
+        raise PluginError(f"a page links to {path}, which is not in the repository")
     if file.suffix in ASSETS:
         return File.generated(config, uri_of(path), abs_src_path=str(file))
-    return File.generated(config, uri_of(path), content=file.read_text(encoding="utf-8"))
+    return File.generated(config, uri_of(path), content=text_of(path))
+
+
+def text_of(path: str) -> str:
+    """Return the text of a file, or of a folder the list of its pages."""
+    file = ROOT / path
+    if not file.is_dir():
+        return file.read_text(encoding="utf-8")
+    pages = sorted(page.name for page in file.glob("*.md"))
+    return f"# {path}\n\n" + "".join(f"* [{name}]({file.name}/{name})\n" for name in pages)
 
 
 def uri_of(path: str) -> str:
-    """Return where the site has a file of the repository, given by its path from the root."""
+    """Return where the site has a file or folder of the repository, given by its path from the root."""
     if path.startswith(f"{DOCS}/"):
         return path.removeprefix(f"{DOCS}/")
     page = "" if PurePosixPath(path).suffix in {".md", *ASSETS} else ".md"
@@ -100,14 +110,13 @@ def resolved(path: str, target: str) -> str:
 
 def linked(path: str) -> set[str]:
     """Return the targets of a page's relative links, as paths from the root."""
-    markdown = (ROOT / path).read_text(encoding="utf-8")
-    prose = "".join(part for part, fenced in parts(markdown) if not fenced)
+    prose = "".join(part for part, fenced in parts(text_of(path)) if not fenced)
     return {resolved(path, found[2]) for found in LINK.finditer(prose)}
 
 
 def title(path: str) -> str:
     """Return the first heading of a page."""
-    found = re.search(r"^# (.+)$", (ROOT / path).read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(r"^# (.+)$", text_of(path), re.MULTILINE)
     return found[1] if found else path
 
 
