@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from nemo_opd.checkpoint.state import State, write_state
@@ -24,7 +25,7 @@ class BackgroundWriter:
             # The default group's collectives are the training's; gloo, for what is on the host.
             self._group = dist.new_group(backend="gloo")
         folder.mkdir(parents=True, exist_ok=True)
-        copied = State(tree_map_only(torch.Tensor, _on_host, state.shared), state.of_rank)
+        copied = State(tree_map_only(torch.Tensor, HostCopies(), state.shared), state.of_rank)
         self._written = self._thread.submit(write_state, folder, copied, group=self._group)
 
     def is_done(self) -> bool:
@@ -44,6 +45,17 @@ class BackgroundWriter:
         self._thread.shutdown()
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy, sharded as the tensor is."""
-    return tensor.detach().to("cpu", copy=True)
+class HostCopies:
+    """Function that copies a tensor to the host's memory, sharded as it is; once where it has several names, as a head
+    that is the embedding.
+    """
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[int, torch.Size], torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        place = own.data_ptr(), tensor.shape
+        if place not in self._by_place:
+            self._by_place[place] = tensor.detach().to("cpu", copy=True)
+        return self._by_place[place]

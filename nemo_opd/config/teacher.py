@@ -236,8 +236,8 @@ class CachedTeacher(OwnIdsTeacher):
     def cached_teachers_have_no_model(self) -> "CachedTeacher":
         if name := first_changed(self, _OF_A_MODEL):
             raise ValueError(
-                f"{name} is about a model, and the answers in {self.cache} are what one has said; leave it out, or "
-                "write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
+                f"{name} is about a model that is loaded, and the answers in {self.cache} are what one has said; leave "
+                "it out, or write type: same_tokenizer or cross_tokenizer for a teacher that is asked now"
             )
         return self
 

@@ -39,7 +39,7 @@ from nemo_opd.training.cache_asking import Ask, Asker, server_answers
 from nemo_opd.training.corpus import Corpus, load_corpus
 from nemo_opd.training.model_info import ModelInfo, read_model_info
 from nemo_opd.training.ranks import resolve_device, resolve_layout
-from nemo_opd.training.teachers_without_model import settle_tokenizers
+from nemo_opd.training.teachers_without_model import asked_ids, settle_tokenizers
 
 _TOKENS_AT_A_TIME = 8192
 """Tokens of a forward pass where the teacher's settings name no number."""
@@ -246,9 +246,8 @@ class Missing:
     def __iter__(self) -> Iterator[_Ids]:
         seen: set[bytes] = set()
         for sample in self._samples():
-            ids = sample.teachers[self._i].tokens.ids
-            key = key_of(ids)
-            if sample.route not in (None, self._i) or len(ids) < 2 or key in seen or not self._part.has(key):
+            ids = asked_ids(sample, self._i)
+            if ids is None or (key := key_of(ids)) in seen or not self._part.has(key):
                 continue
             seen.add(key)
             if self._reader.has(ids):

@@ -119,6 +119,7 @@ def preflight(config: RunConfig) -> Plan:
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),
         through_host=transport == "pinned_memory",
+        num_learned=sum(teacher.num_learned for teacher in teacher_plans),
     )
     config, situation = settle_copies(config, situation, placement)
     config = settle_kept(config, situation)

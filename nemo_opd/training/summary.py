@@ -18,6 +18,7 @@ from nemo_opd.handoff.traffic import Traffic
 from nemo_opd.logging import RunSummary, TeacherSummary
 from nemo_opd.projection.audit import fit_warnings
 from nemo_opd.projection.report import audit_lines, audit_table
+from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.memory.report import memory_report
 from nemo_opd.training.plan import Plan
@@ -56,11 +57,15 @@ def run_summary(plan: Plan) -> RunSummary:
 
 
 def _origin(teacher: Teacher) -> str:
-    """Return the teacher's model, or what its weights are."""
+    """Return the teacher's model and who computes it, or what its weights are."""
     if teacher.weights == "ema":
         return f"average of the student's weights, decay {teacher.ema_decay:g}"
     if teacher.weights == "student":
         return f"the student's weights{'' if teacher.adapters else ', without adapters'}"
+    if teacher.cache is not None:
+        return f"{without_secrets(read_manifest(teacher.cache).teacher)}, cached in {teacher.cache}"
+    if teacher.served is not None:
+        return f"{without_secrets(teacher.reference)}, served by {', '.join(map(without_secrets, teacher.served.urls))}"
     return without_secrets(teacher.reference)
 
 

@@ -24,6 +24,7 @@ from nemo_opd.rollout.renderer import num_tokens
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.model_info import ModelInfo
 from nemo_opd.training.prompts import Prompts
+from nemo_opd.training.teachers_without_model import require_stored
 from nemo_opd.types import Batch, SampledRows
 
 _NUM_TEXTS = 64
@@ -59,11 +60,12 @@ class Survey:
 def survey(
     config: RunConfig, data: Corpus | Prompts, student: ModelInfo, teachers: Sequence[ModelInfo], parts: Parts
 ) -> Survey:
-    """Survey the data. Raises DataError, with the row, for a text that cannot be used."""
+    """Survey the data. Raises DataError, with the row, for a text that cannot be used, or that a cache lacks."""
     rows = range(0, len(data.train), ceil(len(data.train) / _NUM_TEXTS))
     prompts = data.train.read(rows) if isinstance(data, Prompts) else []
     texts = list(_responses(data, prompts) if isinstance(data, Prompts) else _documents(data, rows))
     samples = [sample for text in texts for sample in text]
+    require_stored(config, samples)
     covered = merge(
         coverage_metrics(parts, _batch_of(sample, config), config.active_names)
         for sample in tracked(samples, "looking at what the teachers cover", "texts")

@@ -22,6 +22,8 @@ class TeacherPlan:
     projection: ProjectionMatrix | None
     """None where the teacher has the student's tokenizer."""
     audit: Audit | None
+    num_learned: int = 0
+    """Numbers of the projection's Δ, where it is learned."""
 
 
 def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelInfo) -> TeacherPlan:
@@ -33,12 +35,13 @@ def plan_teacher(config: RunConfig, i: int, student: ModelInfo, teacher: ModelIn
         return TeacherPlan(teacher.vocab_size, None, None)
     _require_other_text(config, i, student, teacher)
     matrix = _load_projection(i, settings, student.tokenizer, teacher.tokenizer)
-    if settings.projection_lr and not len(learnable_rows(matrix)):
+    num_learned = len(learnable_rows(matrix)) * matrix.indices.shape[1] if settings.projection_lr else 0
+    if settings.projection_lr and not num_learned:
         raise ProjectionError(
             f"teachers.{i}.projection_lr={settings.projection_lr:g}: no row of the projection has several entries, so "
             "there is nothing to learn; leave it out, or build the projection with a larger top_k"
         )
-    return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix))
+    return TeacherPlan(teacher.vocab_size, matrix, audit(student.tokenizer, teacher.tokenizer, matrix), num_learned)
 
 
 def _load_projection(

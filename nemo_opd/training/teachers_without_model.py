@@ -4,10 +4,12 @@ starts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nemo_opd.aggregation import Parts
 from nemo_opd.config.endpoint import Endpoint
@@ -23,11 +25,12 @@ from nemo_opd.config.teacher import (
 )
 from nemo_opd.data.collate import collate
 from nemo_opd.data.samples import Chunks, Sample, TeacherSample, Tokens
-from nemo_opd.errors import ConfigError, ModelError
+from nemo_opd.errors import ConfigError, DataError, ModelError
 from nemo_opd.logits.packed import places_in_row
 from nemo_opd.logits.sparse import SparseLayout, SparseLogits
 from nemo_opd.models.stored_output import sparse_layout
 from nemo_opd.served.answers import served_layout
+from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.training.inputs import require_cache
 from nemo_opd.training.model_info import ModelInfo, read_model_info, tokenizer_info
 from nemo_opd.training.teacher_plan import require_common_text, require_same_tokenizer
@@ -133,6 +136,28 @@ def check_answers(config: RunConfig, device: str, teachers: Sequence[ModelInfo],
             _require_no_entropy(config, f"teachers.{i} ({teacher.name}) is served")
         elif teacher.cache is not None:
             _check_cache(config, i, teacher.cache, teachers[i], parts, width)
+
+
+def asked_ids(sample: Sample, i: int) -> NDArray[np.int32] | None:
+    """Return the ids of the segment that teacher i is asked about for a sample; None where it is not asked."""
+    ids = sample.teachers[i].tokens.ids
+    return ids if sample.route in (None, i) and len(ids) > 1 else None
+
+
+def require_stored(config: RunConfig, samples: Collection[Sample]) -> None:
+    """Raise DataError, naming the teacher, for a cache with a damaged shard, or without an answer to one of a few
+    samples where nobody is to be asked about it.
+    """
+    for i, teacher in enumerate(config.active_teachers):
+        if teacher.cache is None:
+            continue
+        try:
+            reader = CacheReader(teacher.cache)
+            for ids in (asked_ids(sample, i) for sample in samples if teacher.on_missing == "stop"):
+                if ids is not None:
+                    reader.segment(ids)
+        except DataError as error:
+            raise DataError(f"teachers.{i}.cache: {error}") from error
 
 
 def _check_cache(config: RunConfig, i: int, cache: str, teacher: ModelInfo, parts: Parts, width: int) -> None:

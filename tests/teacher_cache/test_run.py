@@ -1,6 +1,7 @@
 """Runs whose teachers were asked before, against the same runs with the teachers themselves."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError, DataError, OPDError
 from nemo_opd.logging.jsonl import read
 from nemo_opd.logging.metrics import values
-from nemo_opd.teacher_cache.reader import CacheReader
+from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.training.cache_build import CacheForm, Part, build_cache
 from nemo_opd.training.inputs import check_inputs
 from nemo_opd.training.off_policy import distil
@@ -109,6 +110,21 @@ def test_a_text_that_nobody_asked_about_is_named(built: Built) -> None:
         curve(built.cached("hidden"), [batch])
 
 
+def test_what_a_cache_lacks_is_named_before_the_run(built: Built, tmp_path: Path) -> None:
+    """Catches a run with other texts, or a damaged shard, that begins and ends at a step."""
+    settings = built.cached("hidden").model_dump(mode="json")
+    settings["train"]["max_length"] -= 1
+    with pytest.raises(DataError, match=r"teachers.0.cache: .* holds no answers of demo:teacher_cross to segment"):
+        preflight(from_dict(settings))
+    teacher = settings["teachers"][0]
+    folder = shutil.copytree(teacher["cache"], tmp_path / "c")
+    shard, *_ = shard_files(folder)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    settings["teachers"] = [teacher | {"cache": str(folder), "on_missing": "ask"}]
+    with pytest.raises(DataError, match=r"teachers.0.cache: .* is damaged \(its end is missing\)"):
+        preflight(from_dict(settings))
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -128,7 +144,7 @@ def test_bad_settings_are_refused(built: Built) -> None:
     entry = {"name": "cross", "type": "cached", "cache": str(built.folder)}
     with pytest.raises(DataError, match=r"teachers.0.cache: .* is no teacher cache"):
         preflight(from_dict(settings | {"teachers": [entry]}))
-    with pytest.raises(ConfigError, match="dtype is about a model"):
+    with pytest.raises(ConfigError, match="dtype is about a model that is loaded"):
         from_dict(settings | {"teachers": [entry | {"dtype": "float16"}]})
 
 
@@ -155,7 +171,11 @@ def test_the_commands(built: Built, tmp_path: Path, capsys: pytest.CaptureFixtur
     for segment in CacheReader(built.folder / "same_some").shards[0].keys[:5]:
         assert segment.tobytes() in reader
     assert exit_status("cache", "inspect", str(folder), "--segment", "0") == 0
-    assert "likeliest" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "likeliest" in shown
+    assert "hidden size" not in shown  # of the other form
+    assert exit_status("cache", "inspect", str(folder), "--segment", "99999") == 1
+    assert f"has {len(reader)}, counted from 0" in capsys.readouterr().err
     assert exit_status("cache", "build", *files, "--output", str(folder), "--hidden-states") == 1
     assert "is a cache of other answers" in capsys.readouterr().err
     nothing = [

@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from nemo_opd.checkpoint.background import HostCopies
+from nemo_opd.checkpoint.state import read_state
 from nemo_opd.training.memory import Phase
 from nemo_opd.training.memory.parts import STUDENT_PHASES
 from nemo_opd.training.micro_batches import micro_batches
@@ -139,6 +142,32 @@ def test_a_step_holds_what_was_estimated(plan: Configure, folder: Path, override
 
     assert memory.peak_phase in STUDENT_PHASES
     assert memory.peak == pytest.approx(live.peak, rel=WITHIN)
+
+
+def test_what_is_written_meanwhile_and_what_is_learned_beside(plan: Configure) -> None:
+    """Catches the copy of a checkpoint, and Δ with its moments, that no memory has room for."""
+    own = ["~teachers.1.model", "~teachers.1.dtype", "+teachers.1.weights=ema"]
+    settled = plan(*own, "train.async_save=true", "teachers.0.projection_lr=0.1")
+    (memory,) = settled.memory.memories
+    by_name = {part.name: part.at(Phase.OPTIMIZER) for part in memory.parts}
+    (batch,) = first_batches(settled, 1)
+    with opened(settled) as models:
+        train_step(models, batch)
+        (student,) = on_ranks_of(models.student, itself)
+        with student.own_teachers.state() as averages:
+            state = read_state(student.model, student.optimizer, student.scheduler, averages).shared
+        (learned,) = student.learned.by_teacher.values()
+        copied = tree_map_only(Tensor, HostCopies(), state)
+
+    assert by_name["copy of the checkpoint being written"] == pytest.approx(num_bytes(copied), rel=0.001)
+    assert by_name["learned projections"] == num_bytes([learned.delta, learned.log_start])
+    assert by_name["optimizer of learned projections"] == 2 * learned.delta.nbytes
+    assert by_name["gradients of learned projections"] == learned.delta.nbytes
+
+
+def num_bytes(tensors: object) -> int:
+    """A tensor with several names, as an embedding that is the head, counts once."""
+    return sum({leaf.data_ptr(): leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)}.values())
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from nemo_opd.config.endpoint import Endpoint
 from nemo_opd.config.load import from_dict
 from nemo_opd.config.run import RunConfig
 from nemo_opd.errors import ConfigError
+from nemo_opd.logging.busy import busy, loading
 
 _KINDS = {".arrow": "arrow_files", ".parquet": "parquet_files", ".txt": "text_files"}
 """Suffix → setting; any other file is one of JSON lines."""
@@ -88,7 +89,8 @@ def build(arguments: Namespace, console: Console) -> None:
     """Build the cache and say what was added. Raises an OPDError."""
     if arguments.top_k is not None and arguments.top_k < 1:
         raise ConfigError(f"--top-k={arguments.top_k}: keep 1 token or more")
-    from nemo_opd.training.launch import driving
+    with loading("PyTorch"):
+        from nemo_opd.training.launch import driving
 
     with driving(Cluster(launcher="local")) as is_driver:
         if is_driver:
@@ -101,7 +103,8 @@ def _drive(arguments: Namespace, console: Console) -> None:
     form = CacheForm(arguments.top_k, 4 if arguments.float32 else 3)
     try:
         config, i = _of_run(arguments) if arguments.config else (_of_files(arguments), 0)
-        built = build_cache(config, i, arguments.output, form, part=Part(*arguments.part))
+        with busy("reading texts and models"):
+            built = build_cache(config, i, arguments.output, form, part=Part(*arguments.part))
     except KeyboardInterrupt as interrupt:
         interrupt.add_note(f"{arguments.output} has what was answered, the same command goes on")
         raise

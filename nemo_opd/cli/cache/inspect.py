@@ -1,6 +1,6 @@
 """Shows what a teacher cache holds, what a text looks like in it, and whether it is as it was written."""
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from rich.console import Console
@@ -21,8 +21,16 @@ examples:
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("cache", type=Path, metavar="DIR", help="a folder that `cache build` made")
     parser.add_argument("--verify", action="store_true", help="read everything and compare checksums")
-    parser.add_argument("--segment", type=int, metavar="N", help="print segment N of the first shard with more than N")
+    parser.add_argument(
+        "--segment", type=_number, metavar="N", help="print segment N of the first shard with more than N"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text}: write a number from 0")
+    return int(text)
 
 
 def show(arguments: Namespace, console: Console) -> None:

@@ -10,12 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedTokenizerFast
 
+from nemo_opd.errors import DataError
 from nemo_opd.models.load import load_tokenizer
 from nemo_opd.models.stored_output import sparse_layout
 from nemo_opd.teacher_cache.reader import CacheReader, shard_files
 from nemo_opd.teacher_cache.shard import Segment, decoded_ids
 
 _SHOWN_TOKENS = 4
+_OF_A_FORM = ("top_k", "value_bytes", "hidden_size", "chat_template_kwargs", "is_served", "positions")
+"""Fields of the manifest that are empty where the form, or the teacher, has no such thing."""
 
 
 def show(arguments: Namespace, console: Console) -> None:
@@ -30,6 +33,10 @@ def show(arguments: Namespace, console: Console) -> None:
         return
     table = Table(show_header=False)
     for name, value in facts.items():
+        if name in _OF_A_FORM and not value:
+            continue
+        if name == "verified":
+            value = "every segment is as it was written" if value else "the index alone; --verify reads every segment"
         is_number = isinstance(value, int) and not isinstance(value, bool)
         table.add_row(name.replace("_", " "), f"{value:,}" if is_number else str(value))
     console.print(table)
@@ -55,8 +62,8 @@ def _facts(reader: CacheReader, *, is_verified: bool) -> dict[str, object]:
 def _show_segment(reader: CacheReader, number: int, console: Console) -> None:
     shard = next((shard for shard in reader.shards if len(shard) > number), None)
     if shard is None:
-        console.print(f"no shard has a segment {number}", markup=False)
-        return
+        most = max(map(len, reader.shards), default=0)
+        raise DataError(f"--segment={number}: the largest shard of {reader.folder} has {most:,}, counted from 0")
     segment, tokenizer = shard.segment(number), load_tokenizer(str(reader.folder), key="DIR")
     ids = decoded_ids(segment.tokens)
     console.print(repr(tokenizer.decode(ids)), markup=False, highlight=False, soft_wrap=True)

@@ -180,6 +180,8 @@ def _changes(config: RunConfig, situation: Situation) -> Iterator[tuple[str, str
         yield "train", "micro_batch_size", train.micro_batch_size // 2
     yield "train", "global_batch_size", max(1, train.global_batch_size // 2)
     yield "train", "max_length", max(2, train.max_length // 2)
+    if train.async_save:
+        yield "train", "async_save", False
     if config.logging.gradients_every is not None:
         yield "logging", "gradients_every", None
     if isinstance(rollout, HFRollout) and (rows := rollouts(config, situation.student.layout.dp).rows) > 1:

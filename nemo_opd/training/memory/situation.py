@@ -143,6 +143,8 @@ class Situation:
     """Bytes of output from other nodes that a rank of the student keeps."""
     through_host: bool = False
     """Teachers' output is handed over in main memory, and the student copies what it reads to its device."""
+    num_learned: int = 0
+    """Numbers of the projections that are learned, of which each rank of the student has all."""
     small_blocks: bool = False
     """Blocks of logits are as small as on a GPU with little memory."""
 

@@ -14,6 +14,8 @@ from nemo_opd.training.memory.size import FP32, cut_numel
 from nemo_opd.training.memory.teacher import copied_heads, reading_phases, window_bytes
 
 _OWNER = "student"
+_AFTER_LOADING = (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
+_FP64 = 8
 _COPIES = 12
 """fp32 tensors of a chunk's logits alive at once in the distillation loss that needs most."""
 
@@ -27,11 +29,11 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
     optimizer = state_bytes(settings, size, layout)
     temporaries = temporary_bytes(settings, size, layout, situation.machine.device)
     # Before the first step the optimizer has no state.
-    here = STUDENT_PHASES if offload else (Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES)
+    here = STUDENT_PHASES if offload else _AFTER_LOADING
     at_first = (Phase.LOADING,) if offload else (Phase.LOADING, Phase.ANSWERS)
     away = {Phase.ANSWERS: parameters, Phase.ROLLOUT: optimizer, Phase.TEACHERS: parameters + optimizer}
     if situation.machine.device == "cuda":  # where the host's copy stays
-        away |= dict.fromkeys((Phase.ROLLOUT, Phase.TEACHERS, *STUDENT_PHASES), parameters + optimizer)
+        away |= dict.fromkeys(_AFTER_LOADING, parameters + optimizer)
     device = (
         part(_OWNER, "parameters", parameters, *at_first, Phase.ROLLOUT, *here),
         part(_OWNER, "optimizer", optimizer, *here),
@@ -42,12 +44,33 @@ def student_process(config: RunConfig, situation: Situation) -> Process:
         part(_OWNER, "teachers' heads, copied", copied_heads(config, situation), *reading_phases(config)),
         part(_OWNER, "output of teachers on other nodes", situation.arriving, *reading_phases(config)),
         *rollout_parts(config, setup, c),
+        *_learned_projections(situation.num_learned),
     )
+    saved = _saved_in_background(config, FP32 * trained, optimizer)
     host = (
         part(_OWNER, "largest tensor, read from the file", FP32 * setup.largest_tensor, Phase.LOADING),
         Part(_OWNER, "parameters, optimizer", away if offload else {}),
+        part(_OWNER, "copy of the checkpoint being written", saved, *_AFTER_LOADING),
     )
     return Process(device, host)
+
+
+def _saved_in_background(config: RunConfig, weights: int, optimizer: int) -> int:
+    """Return the bytes that are copied to be written while training goes on: weights, optimizer and averages."""
+    if not config.train.async_save:
+        return 0
+    averages = sum(teacher.weights == "ema" for teacher in config.active_teachers)
+    return (1 + averages) * weights + optimizer
+
+
+def _learned_projections(number: int) -> tuple[Part, ...]:
+    """Return log R₀ in fp64, Δ, its moments and its gradient; and log R, its gradient and one temporary in fp64."""
+    return (
+        part(_OWNER, "learned projections", (_FP64 + FP32) * number, *Phase),
+        part(_OWNER, "optimizer of learned projections", 2 * FP32 * number, *_AFTER_LOADING),
+        part(_OWNER, "gradients of learned projections", FP32 * number, *STUDENT_PHASES),
+        part(_OWNER, "weights of learned projections", 3 * _FP64 * number, Phase.LOSS),
+    )
 
 
 def _pass_parts(config: RunConfig, situation: Situation, c: int, gradients: int) -> list[Part]:
