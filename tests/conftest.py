@@ -6,7 +6,10 @@ from tests import bytecode
 bytecode.share()
 
 import os
+import signal
 
+# In the background of a shell it is ignored, also by what tests start, which would wait in vain to be interrupted.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Threads that wait for others would spin, which takes the cores from those: of a tiny model, nine tenths of the time.
 # Sums are the same to the last bit in every layout only with equally many. OpenMP reads both when torch is imported, in
 # this process and in all that tests start.

@@ -132,8 +132,7 @@ class Command:
 def _as_command(file: Path, arguments: tuple[str, ...], folder: Path, output: Path) -> None:
     os.setsid()
     os.chdir(folder)
-    # Also where the tests run in the background of a shell, or under nohup.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Also where the tests run under nohup.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     written = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(written, 1)

@@ -134,12 +134,12 @@ class SandboxedProcess:
     def close(self) -> None:
         """End all its processes, and free what they used."""
         self._process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(_ENDING_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        # Also where it has ended: the child of a bubblewrap that is terminated early waits for it forever.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
         for file in (self._report, self._process.stdout, self._process.stderr):
             assert file is not None
             file.close()

@@ -91,10 +91,13 @@ class Ranks:
             process.start()
 
     def end(self) -> list[int | None]:
-        """Wait for all: their exit statuses."""
+        """Wait for all: their exit statuses, None of those that do not end by themselves."""
         for process in self.processes:
             process.join(120)
-        return [process.exitcode for process in self.processes]
+        statuses = [process.exitcode for process in self.processes]
+        for process in self.processes:
+            process.kill()
+        return statuses
 
     def output(self, rank: int, stream: str) -> list[str]:
         return (self.folder / f"{stream}_{rank}").read_text().splitlines()

@@ -8,14 +8,18 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
+from nemo_opd.cluster.ray.services import has_ended
 from nemo_opd.config.sandbox import Isolation, SandboxSettings
 from nemo_opd.errors import ConfigError
+from nemo_opd.sandbox import bubblewrap
 from nemo_opd.sandbox.checker import Checker
 from nemo_opd.sandbox.files import INSIDE
 from nemo_opd.sandbox.inside import landlock
 from nemo_opd.sandbox.isolation import isolation_of
+from nemo_opd.sandbox.process import SandboxedProcess
 from nemo_opd.sandbox.tests import Assertions, InputOutput, Tests
 from nemo_opd.sandbox.verdict import Verdict
 from tests.sandbox.attacks import BOMBS, CHEATS, PRINTS, REACHED, TESTS, WANTED, Attack, reaching
@@ -129,6 +133,20 @@ def _command_lines() -> Iterator[bytes]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):  # ended meanwhile
             yield path.read_bytes()
+
+
+def test_a_sandbox_that_is_ended_while_it_is_made_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: bubblewrap ends by a signal, and its child, which does not know its parent yet, waits for it forever."""
+    program, started = tmp_path / "bwrap", tmp_path / "started"
+    program.write_text(f"#!/bin/sh\nsleep 999 &\necho $! > {started}.new\nmv {started}.new {started}\nwait\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(bubblewrap, "PROGRAM", str(program))
+    with SandboxedProcess("bubblewrap", SandboxSettings(), "run.py"):
+        wait_until(started.exists, "child")
+        child = psutil.Process(int(started.read_text()))
+    wait_until(lambda: has_ended(child), "end of the child")
 
 
 def test_the_attacks_reach_what_is_outside_without_a_sandbox(outside: dict[str, Attack]) -> None:
