@@ -37,10 +37,26 @@ class Questions(Settings):
     """Sample from this number of likeliest tokens; null: from all."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Most tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
+    stop: tuple[str, ...] = ()
+    """Texts of which each ends an answer, and is no part of it, such as `["\\n\\nQuestion:"]` for a model that has
+    learned no end. Not with an environment.
+    """
     correct_reward: float = 1.0
     """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def one_stop_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def stops_are_texts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty text would end every answer at once; leave it out")
+        return value
 
     @field_validator("k", mode="before")
     @classmethod
@@ -194,6 +210,16 @@ class QuestionSets(Questions):
                 )
         return sets
 
+    def require_no_stops(self, prefix: str) -> None:
+        """Raise ValueError for stop texts. prefix: of the settings' keys."""
+        for name, questions in self.asked.items():
+            if questions.stop:
+                key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
+                raise ValueError(
+                    f"{key}={list(questions.stop)}: an environment answers whole turns, which the model ends itself; "
+                    f"leave {key} or environment out"
+                )
+
     @property
     def asked(self) -> dict[str, Questions]:
         """Sets by name; those under `data` have the name ''."""
@@ -285,6 +311,8 @@ class EvaluationConfig(QuestionSets):
         if self.data.messages_key is None and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
+        if self.environment is not None:
+            self.require_no_stops("")
         if self.environment is None and self.reward is not None and is_paid_by_environment(self.reward):
             raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
         return self

@@ -32,10 +32,11 @@ def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
 def collectors(new: Callable[..., Collector], settings: Questions) -> tuple[Collector | None, Collector]:
     """Return what collects the likeliest answers, None where they are not wanted, and the sampled ones.
 
-    new: makes a collector, of its `sampling`.
+    new: makes a collector, of its `sampling` and `stop`.
     """
-    greedy = new(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
-    return greedy, new(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
+    sampled = Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False)
+    greedy = new(sampling=Sampling(temperature=0.0, needs_raw=False), stop=settings.stop) if settings.greedy else None
+    return greedy, new(sampling=sampled, stop=settings.stop)
 
 
 @dataclass(frozen=True, slots=True)

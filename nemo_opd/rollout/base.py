@@ -39,6 +39,8 @@ class Request:
     max_new_tokens: int
     seed: int
     """Source of all randomness, whatever the request is batched with; 0 ≤ seed < 2^63."""
+    stop: tuple[str, ...] = ()
+    """Texts, none empty, of which each ends the sequence; the token that completes it is the last."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -30,12 +30,10 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
-from nemo_opd.models.generation import generating
 from nemo_opd.models.head import Headless, ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import (
@@ -46,6 +44,7 @@ from nemo_opd.workers.memory import (
     teacher_forward,
 )
 from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.sampler import WorkerSampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +147,9 @@ class TeacherWorker:
         self.score = score
         self.vocab_size = vocab_size
         self.device = device
-        self._reshard_after_forward = settings.parallelism.frees_gathered
-        teacher = key.removesuffix(".model")
-        self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
-        self._answers_task = teacher_answers(teacher, settings.name)
+        self._settings, self._key = settings, key.removesuffix(".model")
+        self._forward_task, self._buffer_task = teacher_forward(self._key, settings.name), handoff_buffer(settings.name)
+        self._answers_task = teacher_answers(self._key, settings.name)
         if own is None:
             own = load_teacher(settings, key=key, device=device, handoff=handoff, gives_back=gives_back)
         self._own, self.logit_rows = own, own.logit_rows
@@ -244,15 +242,15 @@ class TeacherWorker:
     ) -> list[Completion]:
         """Continue each prompt, in the teacher's tokens, until one of `end_ids`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests. Communicates as
-        `generating` does.
+        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests.
         """
-        sampler = Sampler(
-            self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
-        )
-        ready = generating(self.model, self._model.mesh, reshard_after_forward=self._reshard_after_forward)
-        with needs_memory(self._answers_task), self._own.use(), ready:
-            return sampler.generate(requests, sampling, version=0)
+        with needs_memory(self._answers_task), self._own.use():
+            return self._sampler(requests, sampling, end_ids, batch_size)
+
+    @cached_property
+    def _sampler(self) -> WorkerSampler:
+        own, size = self._model, self.vocab_size
+        return WorkerSampler(self._settings, own.model, own.mesh, key=self._key, vocab_size=size, device=self.device)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
         """Join the link to the student; all ranks of both must call it."""

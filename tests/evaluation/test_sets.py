@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.data import Data
-from nemo_opd.config.evaluation import Evaluation
+from nemo_opd.config.evaluation import Evaluation, EvaluationConfig
 from nemo_opd.config.reward import FunctionReward, NumericReward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError
@@ -46,6 +46,23 @@ def test_what_a_set_leaves_open_is_as_evaluation_has_it() -> None:
         (16, (1, 8), 0.6),
     ]
     assert Evaluation.model_validate(evaluation.model_dump(mode="json")) == evaluation
+
+
+def test_stop_texts_are_of_one_turn() -> None:
+    """Bug: a turn that was cut goes on in the next one with what is not in its message."""
+    chats = {"messages_key": "messages", "jsonl_files": "x"}
+    settings = {"model": "demo:student", "reward": {"type": "numeric"}, "sets": {"a": {"data": chats, "stop": "\n"}}}
+    assert EvaluationConfig.model_validate(settings).sets["a"].stop == ("\n",)
+    with pytest.raises(ValueError, match=r"sets\.a\.stop=\['\\n'\]: an environment answers whole turns"):
+        EvaluationConfig.model_validate(
+            settings | {"environment": {"type": "calculator"}, "data": {"messages_key": "messages"}}
+        )
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_an_empty_stop_text_is_refused(stop: str | list[str]) -> None:
+    with pytest.raises(ValueError, match="an empty text would end every answer"):
+        Evaluation(stop=stop)
 
 
 @pytest.mark.parametrize("name", ["a b", "greedy", "x/y", ""])
