@@ -60,6 +60,15 @@ class Completion:
     """Version of the weights."""
 
 
+@dataclass(frozen=True, slots=True)
+class BatchLimit:
+    """Limits of what a rank samples at a time."""
+
+    sequences: int
+    tokens: int | None = None
+    """Tokens of all prompts and continuations, with padding, unless one sequence alone has more; None: any number."""
+
+
 class Generator(Protocol):
     """A source of completions."""
 

@@ -29,6 +29,7 @@ from nemo_opd.models.generation import generating
 from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import (
+    BatchLimit,
     Completion,
     Engine,
     EngineSpec,
@@ -63,17 +64,18 @@ class Sampler(Generator):
         end_ids: Collection[int],
         vocab_size: int,
         batch_size: int,
+        batch_tokens: int | None = None,
         device: str,
         tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens. tokenizer: called for
-        requests with stop texts.
+        """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens. batch_size,
+        batch_tokens: as in `BatchLimit`. tokenizer: called for requests with stop texts.
         """
         self.model = model
         self._tokenizer = tokenizer
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)
-        self._vocab_size, self._batch_size, self._device = vocab_size, batch_size, device
+        self._vocab_size, self._limit, self._device = vocab_size, BatchLimit(batch_size, batch_tokens), device
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:
@@ -83,16 +85,28 @@ class Sampler(Generator):
         logits that are not finite.
         """
         check_lengths(requests, max_positions(self._model.config))
-        # Batches of similar cost: by the limit first, which sets the steps, then by the prompt, which sets the padding.
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
-        with working("sampling", len(order), "sequences") as work:
-            for start in range(0, len(order), self._batch_size):
-                work.done = start
-                rows = order[start : start + self._batch_size]
+        with working("sampling", len(requests), "sequences") as work:
+            for rows in self._batches(requests):
+                work.done = len(completions)
                 made = self._batch([requests[i] for i in rows], sampling, version, work)
                 completions |= zip(rows, made, strict=True)
         return [completions[i] for i in range(len(requests))]
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Yield the numbers of requests of similar cost, within the limits."""
+        # By the limit first, which sets the steps, then by the prompt, which sets the padding.
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        rows, prompt = list[int](), 0
+        for i in order:
+            longest = max(prompt, len(requests[i].prompt_ids))
+            tokens = (len(rows) + 1) * (longest + requests[i].max_new_tokens)
+            if rows and (len(rows) == self._limit.sequences or tokens > (self._limit.tokens or tokens)):
+                yield rows
+                rows, longest = [], len(requests[i].prompt_ids)
+            rows, prompt = [*rows, i], longest
+        if rows:
+            yield rows
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
         prompts = [torch.from_numpy(np.asarray(request.prompt_ids, np.int64)) for request in requests]

@@ -63,11 +63,11 @@ class Evaluator:
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
             model = loaded.teachers[i]
-            engine = TeacherWorkers(self._models, i, model.end_ids, self._settings.teacher_batch_size)
+            engine = TeacherWorkers(self._models, i, model.end_ids)
             figures |= self._ask(engine, loaded, model, reward, 0, name)
         if (benchmarks := self._plan.benchmarks) is not None:
             asked = benchmarks.teachers[i]
-            engine = TeacherWorkers(self._models, i, asked.end_ids, self._settings.teacher_batch_size)
+            engine = TeacherWorkers(self._models, i, asked.end_ids)
             scorer = partial(self._models.likelihoods, teacher=i)
             figures |= self._run_benchmarks(asked.text, scorer, engine, 0, name)
         return {f"{figure}/{name}": value for figure, value in figures.items()}

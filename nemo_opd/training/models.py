@@ -104,7 +104,7 @@ class Models:
         )
         self._groups = plan.token_groups
         self._alphas = confidence_alphas(plan.config)
-        self._sampled_at_once = plan.sampled_at_once
+        self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
         self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
@@ -237,11 +237,11 @@ class Models:
         return _continued(self.student, self._grid.student, requests, *more, about=about)
 
     def generate_by_teacher(
-        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int]
     ) -> list[Completion]:
-        """Return a teacher's continuations of prompts in its tokens; batch_size: sequences a rank samples at a time."""
+        """Return a teacher's continuations of prompts in its tokens."""
         group, layout = self.teachers[i], self._grid.teachers[i]
-        return _continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
+        return _continued(group, layout, requests, sampling, end_ids, self._answered_at_once[i], about="questions")
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
         """Return what the student finds of sequences, or a teacher; data-parallel ranks divide them (see `Scorer`)."""

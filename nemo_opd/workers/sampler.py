@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from nemo_opd.config.model import Model
 from nemo_opd.models.generation import generating
 from nemo_opd.models.load import tokenizer_of
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.rollout.hf import Sampler
 
 
@@ -42,15 +42,16 @@ class WorkerSampler:
         requests: Sequence[Request],
         sampling: Sampling,
         end_ids: Collection[int],
-        batch_size: int,
+        limit: BatchLimit,
         version: int = 0,
     ) -> list[Completion]:
-        """Return a completion for each request, in order, `batch_size` sequences at a time."""
+        """Return a completion for each request, in order."""
         sampler = Sampler(
             self._model,
             end_ids=end_ids,
             vocab_size=self._vocab_size,
-            batch_size=batch_size,
+            batch_size=limit.sequences,
+            batch_tokens=limit.tokens,
             device=self._device,
             tokenizer=self._tokenizer,
         )

@@ -15,7 +15,7 @@ from nemo_opd.handoff.sparse import SparseWriter
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import TokenRows
@@ -47,7 +47,7 @@ class StoredTeacherWorker(TeacherWorker):
         raise ConfigError(_NO_MODEL)
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
     ) -> list[Completion]:
         """Raise ConfigError: there is no model."""
         raise ConfigError(_NO_MODEL)

@@ -38,7 +38,7 @@ from nemo_opd.losses.cross_entropy import cross_entropy
 from nemo_opd.losses.reduction import label_mask
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.learned_projections import LearnedProjections
@@ -278,14 +278,14 @@ class StudentWorker:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, version: int, batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, version: int, limit: BatchLimit
     ) -> list[Completion]:
         """Continue each prompt with the current weights, of `version`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests.
+        Ranks of a tensor-parallel group must get the same requests.
         """
         with needs_memory(ROLLOUT), self._residence.use():
-            return self._sampler(requests, sampling, self.end_ids, batch_size, version)
+            return self._sampler(requests, sampling, self.end_ids, limit, version)
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:

@@ -33,7 +33,7 @@ from nemo_opd.logits.packed import Packing
 from nemo_opd.models.head import Headless, ReadingModel, reading_model
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.sharded_load import load_sharded
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.types import SequenceScores, TokenRows
 from nemo_opd.workers.layer_stream import LayerStream
 from nemo_opd.workers.memory import (
@@ -238,14 +238,14 @@ class TeacherWorker:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
     ) -> list[Completion]:
         """Continue each prompt, in the teacher's tokens, until one of `end_ids`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests.
+        Ranks of a tensor-parallel group must get the same requests.
         """
         with needs_memory(self._answers_task), self._own.use():
-            return self._sampler(requests, sampling, end_ids, batch_size)
+            return self._sampler(requests, sampling, end_ids, limit)
 
     @cached_property
     def _sampler(self) -> WorkerSampler:
