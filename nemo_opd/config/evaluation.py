@@ -41,6 +41,8 @@ class Questions(Settings):
     """Texts of which each ends an answer, and is no part of it, such as `["\\n\\nQuestion:"]` for a model that has
     learned no end. Not with an environment.
     """
+    level_key: str | None = None
+    """The column with a question's difficulty or kind, such as MATH's `level`: the report has accuracy by it too."""
     correct_reward: float = 1.0
     """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
@@ -50,13 +52,6 @@ class Questions(Settings):
     @classmethod
     def one_stop_is_a_list_of_one(cls, value: object) -> object:
         return (value,) if isinstance(value, str) else value
-
-    @field_validator("stop")
-    @classmethod
-    def stops_are_texts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in value:
-            raise ValueError("an empty text would end every answer at once; leave it out")
-        return value
 
     @field_validator("k", mode="before")
     @classmethod

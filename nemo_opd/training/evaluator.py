@@ -116,7 +116,8 @@ class Evaluator:
             self._warn(result.failure_text(f"{asked.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
         questions = tuple(_name(question.prompt) for question in result.questions)
-        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values))
+        levels = asked.levels([question.prompt for question in result.questions])
+        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values, levels=levels))
         return result.metrics
 
     @contextmanager

@@ -61,7 +61,7 @@ def test_stop_texts_are_of_one_turn() -> None:
 
 @pytest.mark.parametrize("stop", ["", ["a", ""]])
 def test_an_empty_stop_text_is_refused(stop: str | list[str]) -> None:
-    with pytest.raises(ValueError, match="an empty text would end every answer"):
+    with pytest.raises(ValueError, match="an element is empty"):
         Evaluation(stop=stop)
 
 
@@ -94,6 +94,17 @@ def test_a_reward_of_the_user_gets_every_column(tmp_path: Path, suffix: str) -> 
     reward = FunctionReward(function="a.b:c", answer_key="answer").model_dump()
     asked = questions(tmp_path, ROWS, suffix, data={"text_key": "question"}, reward=reward)
     assert [prompt.row for prompt in asked] == ROWS
+
+
+def test_levels_are_those_of_a_column(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    own = {"data": {"jsonl_files": str(file), "text_key": "question"}}
+    evaluation = Evaluation(level_key="level", sets={"a": own, "b": {**own, "level_key": "data_source"}})
+    sets = list(asked_sets(evaluation, Data(), NumericReward(), "evaluation."))
+    assert [each.levels(read_questions(each)) for each in sets] == [("1", "2"), ("sums", "products")]
+    with pytest.raises(DataError, match=r"no column 'kind', which evaluation\.sets\.own\.level_key names"):
+        questions(tmp_path, ROWS, data={"text_key": "question"}, level_key="kind")
 
 
 def test_the_column_of_sources_is_needed_in_every_row(tmp_path: Path) -> None:
