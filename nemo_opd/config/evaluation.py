@@ -8,9 +8,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, field_names
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.config.environment import Environment
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
@@ -265,6 +267,10 @@ class EvaluationConfig(QuestionSets):
     """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the model with rollout.type=hf."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    """Layout of the model over the ranks of `cluster`, with rollout.type=hf."""
+    cluster: EvaluationCluster = Field(default_factory=EvaluationCluster)
+    """Processes of the model with rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
     """Questions; scored by `reward`."""
     reward: Reward | None = None
@@ -299,6 +305,19 @@ class EvaluationConfig(QuestionSets):
         if told:
             way_out = f"write {told[0]}=…" if told[0] in type(self).model_fields else "leave it out"
             raise ValueError(f"rollout.{told[0]} is for training, and has no effect on an evaluation; {way_out}")
+        return self
+
+    @model_validator(mode="after")
+    def ranks_are_of_a_model_in_workers(self) -> Self:
+        for key, is_changed in (
+            ("parallelism", self.parallelism != Parallelism()),
+            ("cluster", self.cluster != EvaluationCluster()),
+        ):
+            if not isinstance(self.rollout, HFRollout) and is_changed:
+                raise ValueError(
+                    f"{key}: with rollout.type={self.rollout.type} a server answers, which has ranks of its own; leave "
+                    f"{key} out, or write rollout=hf"
+                )
         return self
 
     @model_validator(mode="after")

@@ -110,7 +110,7 @@ class Session:
             if config.cluster.launcher == "ray":
                 self.loggers.phase(f"starting Ray and {plan.placement.num_processes} workers")
             stack.callback(self._give_up_save)  # once no worker writes any more
-            cluster = stack.enter_context(open_cluster(plan))
+            cluster = stack.enter_context(open_cluster(config.cluster, plan.device, plan.placement))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:

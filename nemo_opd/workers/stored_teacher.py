@@ -19,7 +19,8 @@ from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.teacher import TeacherOutput, TeacherSource, TeacherWorker, Writer
+from nemo_opd.workers.frozen import TeacherSource
+from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker, Writer
 
 _NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
 
