@@ -7,6 +7,8 @@ from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.teacher import SameTokenizerTeacher
 from nemo_opd.evaluation.likelihoods import Scored
+from nemo_opd.models.load import load_config
+from nemo_opd.models.parallelize import check_parallelism
 from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
 from nemo_opd.training.asked import AskedGroup
 from nemo_opd.training.launch import open_cluster, require_processes
@@ -45,6 +47,7 @@ def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[in
     placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
     require_processes(cluster, placement)
     layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
+    check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
     settings = SameTokenizerTeacher(
         type="same_tokenizer",
         name="model",
