@@ -29,10 +29,11 @@ from nemo_opd.models.head import Headless
 from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
+from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import FORWARD
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
-from nemo_opd.workers.teacher import TeacherModel, TeacherWorker
+from nemo_opd.workers.teacher import TeacherWorker
 from tests.losses.traffic import projection
 from tests.pretend_gpu import DEVICE, OnDevice, Work, counted
 from tests.pretend_kernels import Kernel

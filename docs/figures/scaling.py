@@ -107,7 +107,9 @@ def check(example: Example) -> Checked:
     every: list[Any] = [SHAPES[BY_MODEL[each.model]] for each in (config.student, *config.teachers)]
     for i, settings in enumerate((config.student, *config.teachers)):
         key = f"teachers.{i - 1}" if i else "student"
-        check_parallelism(CONFIGS[BY_MODEL[settings.model]][1](), settings.parallelism, "cuda", key=key)
+        check_parallelism(
+            CONFIGS[BY_MODEL[settings.model]][1](), settings.parallelism, "cuda", key=f"{key}.parallelism"
+        )
     if config.student.lora is not None:
         adapters = Adapters(config.student.lora, config.student.model, config.run.seed)
         shape = model_size(CONFIGS[BY_MODEL[config.student.model]][1](), adapters)

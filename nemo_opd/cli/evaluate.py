@@ -13,7 +13,7 @@ def evaluate(config: EvaluationConfig) -> None:
     check_inputs(config)
     # Imported once settings and paths are known to be right: PyTorch takes seconds.
     with loading("PyTorch"):
-        from nemo_opd.evaluation.standalone import evaluate
+        from nemo_opd.training.standalone import evaluate
 
     evaluate(config)
 

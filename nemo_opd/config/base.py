@@ -21,7 +21,8 @@ class Settings(BaseModel):
     def no_value_is_empty(cls, value: object) -> object:
         if is_blank(value):  # `key=`, or a shell variable that is not set
             raise ValueError(EMPTY)
-        if isinstance(value, tuple) and any(map(is_blank, value)):
+        # A line break may be meant, as a text at which answers end.
+        if isinstance(value, tuple) and any(isinstance(each, str) and not each.strip(" ") for each in value):
             raise ValueError("an element is empty; write a value, or leave the element out")
         return value
 

@@ -7,6 +7,34 @@ from pydantic import Field, model_validator
 from nemo_opd.config.base import Settings
 
 
+class EvaluationCluster(Settings):
+    """Machines and processes of an evaluation."""
+
+    launcher: Literal["ray", "local"] = "local"
+    """local: no Ray; this process is the only rank, or those that torchrun has started on this machine are the ranks.
+    ray: a process for each rank.
+    """
+    num_nodes: int = Field(1, ge=1)
+    """launcher=ray: more than one, of the running Ray cluster that `address` names."""
+    gpus_per_node: int | None = Field(None, ge=1)
+    """GPUs used on each node; by default all of them with Ray, and one for each process without."""
+    cpu_ranks: int = Field(1, ge=1)
+    """On CPU, the ranks on all nodes together."""
+    address: str | None = None
+    """launcher=ray: a running Ray cluster (`auto`, `host:port`); a local one is started and stopped when not given."""
+    timeout_s: float = Field(1800, gt=0)
+    """Longest wait for what any process does: load its model, answer questions."""
+
+    @model_validator(mode="after")
+    def settings_are_those_of_a_run(self) -> Self:
+        self.on("auto")
+        return self
+
+    def on(self, device: Literal["auto", "cuda", "cpu"]) -> "Cluster":
+        """Return the same as settings of a run."""
+        return Cluster(device=device, **self.model_dump())
+
+
 class Cluster(Settings):
     """Machines, devices and processes."""
 

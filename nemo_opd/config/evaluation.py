@@ -8,9 +8,11 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from nemo_opd.config.base import Frozen, Settings
+from nemo_opd.config.cluster import EvaluationCluster
 from nemo_opd.config.context import Context, field_names
 from nemo_opd.config.data import ValidationSource
 from nemo_opd.config.environment import Environment
+from nemo_opd.config.parallelism import Parallelism
 from nemo_opd.config.reward import Reward, is_paid_by_environment
 from nemo_opd.config.rollout import HFRollout, RolloutBase, Rollouts
 
@@ -37,10 +39,21 @@ class Questions(Settings):
     """Sample from this number of likeliest tokens; null: from all."""
     max_new_tokens: int | None = Field(None, ge=1)
     """Most tokens in one turn of the student; by default `rollout.max_new_tokens`, or 256 without rollouts."""
+    stop: tuple[str, ...] = ()
+    """Texts of which each ends an answer, and is no part of it, such as `["\\n\\nQuestion:"]` for a model that has
+    learned no end. Not with an environment.
+    """
+    level_key: str | None = None
+    """The column with a question's difficulty or kind, such as MATH's `level`: the report has accuracy by it too."""
     correct_reward: float = 1.0
     """An answer of this reward or more is correct, for pass@k, maj@k and greedy. mean@n is of rewards."""
     confidence: float = Field(0.95, gt=0, lt=1)
     """Confidence level of the intervals."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def one_stop_is_a_list_of_one(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("k", mode="before")
     @classmethod
@@ -194,6 +207,16 @@ class QuestionSets(Questions):
                 )
         return sets
 
+    def require_no_stops(self, prefix: str) -> None:
+        """Raise ValueError for stop texts. prefix: of the settings' keys."""
+        for name, questions in self.asked.items():
+            if questions.stop:
+                key = f"{prefix}sets.{name}.stop" if name else f"{prefix}stop"
+                raise ValueError(
+                    f"{key}={list(questions.stop)}: an environment answers whole turns, which the model ends itself; "
+                    f"leave {key} or environment out"
+                )
+
     @property
     def asked(self) -> dict[str, Questions]:
         """Sets by name; those under `data` have the name ''."""
@@ -244,6 +267,10 @@ class EvaluationConfig(QuestionSets):
     """Dtype of the model with rollout.type=hf. auto: bfloat16 on GPU, float32 on CPU."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device of the model with rollout.type=hf."""
+    parallelism: Parallelism = Field(default_factory=Parallelism)
+    """Layout of the model over the ranks of `cluster`, with rollout.type=hf."""
+    cluster: EvaluationCluster = Field(default_factory=EvaluationCluster)
+    """Processes of the model with rollout.type=hf."""
     data: QuestionSource = Field(default_factory=QuestionSource)
     """Questions; scored by `reward`."""
     reward: Reward | None = None
@@ -281,10 +308,25 @@ class EvaluationConfig(QuestionSets):
         return self
 
     @model_validator(mode="after")
+    def ranks_are_of_a_model_in_workers(self) -> Self:
+        for key, is_changed in (
+            ("parallelism", self.parallelism != Parallelism()),
+            ("cluster", self.cluster != EvaluationCluster()),
+        ):
+            if not isinstance(self.rollout, HFRollout) and is_changed:
+                raise ValueError(
+                    f"{key}: with rollout.type={self.rollout.type} a server answers, which has ranks of its own; leave "
+                    f"{key} out, or write rollout=hf"
+                )
+        return self
+
+    @model_validator(mode="after")
     def turns_need_conversations(self) -> Self:
         if self.data.messages_key is None and (self.environment is not None or self.data.tools_key is not None):
             key = "environment" if self.environment is not None else "data.tools_key"
             raise ValueError(f"{key} is for conversations; name their column as data.messages_key")
+        if self.environment is not None:
+            self.require_no_stops("")
         if self.environment is None and self.reward is not None and is_paid_by_environment(self.reward):
             raise ValueError("reward.type=environment: there is no environment; set environment, or another reward")
         return self

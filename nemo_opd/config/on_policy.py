@@ -33,6 +33,8 @@ def _check_sets(config: RunFields) -> None:
     evaluation = config.evaluation
     if evaluation is None:
         return
+    if config.environment is not None:
+        evaluation.require_no_stops("evaluation.")
     for name in evaluation.asked:
         reward = evaluation.sets[name].reward if name else None
         if (reward or config.reward) is None:

@@ -1,6 +1,6 @@
 """Rewards of rollouts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -82,8 +82,16 @@ class CodeReward(AnswerReward):
     type: Literal["code"] = "code"
     answer_key: str = "test"
     """The column with the tests: code, or pairs of input and output (docs/sandbox.md)."""
+    entry_point_key: str | None = None
+    """The column with the name of the function that is tested, such as HumanEval's `entry_point`; null: the last one
+    that the question defines.
+    """
     sandbox: SandboxSettings = Field(default_factory=SandboxSettings)
     """Limits of a program, and how it is kept apart."""
+
+    @property
+    def named_columns(self) -> Mapping[str, str]:
+        return {} if self.entry_point_key is None else {self.entry_point_key: "entry_point_key"}
 
 
 class EnvironmentReward(SingleReward):
@@ -137,6 +145,11 @@ class _CompoundReward(RewardBase):
         return self
 
 
+def _below(parts: Iterable[tuple[str, RewardBase]]) -> dict[str, str]:
+    """Return the columns that parts name, with their keys below the whole reward."""
+    return {column: f"{path}.{key}" for path, part in parts for column, key in part.named_columns.items()}
+
+
 class WeightedPart(Settings):
     """Term of a weighted sum of rewards."""
 
@@ -157,6 +170,10 @@ class WeightedReward(_CompoundReward):
     def parts(self) -> tuple[SingleReward, ...]:
         return tuple(part.reward for part in self.terms)
 
+    @property
+    def named_columns(self) -> Mapping[str, str]:
+        return _below((f"terms.{i}.reward", term.reward) for i, term in enumerate(self.terms))
+
 
 class SourceReward(_CompoundReward):
     """The reward that a column of the row chooses, for data of several sources."""
@@ -173,7 +190,8 @@ class SourceReward(_CompoundReward):
 
     @property
     def named_columns(self) -> Mapping[str, str]:
-        return {self.key: "key"}
+        parts = ((f"rewards.{source}", reward) for source, reward in self.rewards.items())
+        return {**_below(parts), self.key: "key"}
 
     def of(self, source: str) -> "OneReward | WeightedReward":
         """Return the reward of a source. Raises KeyError for one that has none."""

@@ -46,8 +46,8 @@ class PromptLayout:
         self.documents.require_columns(schema, source)
         for setting, name, ours in self._own:
             dtype = type_of(schema, name, setting, source)
-            if not (is_string(dtype) or (ours == ANSWER and _is_number(dtype))):
-                kinds = "strings or numbers" if ours == ANSWER else "strings"
+            if not (is_string(dtype) or (ours == ANSWER and _is_answer(dtype))):
+                kinds = "strings, numbers or lists of strings" if ours == ANSWER else "strings"
                 raise DataError(f"{source}: column {name!r} is of type {dtype}; set {setting} to a column of {kinds}")
 
     def require_content(self, documents: datasets.Dataset, source: str, origin: Origin) -> None:
@@ -59,5 +59,7 @@ def prompt_layout(data: Data, answer_key: str | None = None, response_key: str |
     return PromptLayout(layout_of(data), answer_key, response_key)
 
 
-def _is_number(dtype: pa.DataType) -> bool:
+def _is_answer(dtype: pa.DataType) -> bool:
+    if pa.types.is_list(dtype) or pa.types.is_large_list(dtype):
+        return is_string(dtype.value_type)
     return pa.types.is_integer(dtype) or pa.types.is_floating(dtype)

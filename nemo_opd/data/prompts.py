@@ -1,5 +1,6 @@
 """Rows of a dataset as prompts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -65,7 +66,9 @@ def _without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str 
 
 
 def written(answer: object) -> str | None:
-    """Write an answer as text; 72.0 is 72."""
+    """Write an answer as text: 72.0 as 72, and a list, such as MBPP's `test_list`, as JSON."""
     if answer is None:
         return None
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
+        return json.dumps(list(answer), ensure_ascii=False)
     return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -1,6 +1,6 @@
 """Columns of questions, and checks of an evaluation's paths before PyTorch is imported, which takes seconds."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +12,8 @@ from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.domain_layout import DomainLayout
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
+from nemo_opd.data.prompts import written
+from nemo_opd.data.record import Prompt
 from nemo_opd.data.row_layout import RowLayout, reads_rows
 from nemo_opd.data.schema import require_source, require_suitable
 from nemo_opd.demo import is_demo
@@ -54,12 +56,19 @@ class AskedSet:
     def columns(self) -> Mapping[str, str]:
         """Further columns that settings name, with the setting of each."""
         named = {name: f"{self.prefix}reward.{setting}" for name, setting in self.reward.named_columns.items()}
+        if self.settings.level_key is not None:
+            named[self.settings.level_key] = f"{self.prefix}level_key"
         if not isinstance(self.settings, QuestionSet) or self.settings.context is None:
             return named
         context = self.settings.context
         written = {"template": "prompt", "system_prompt": "system_prompt"}
         fields = {field: f"{self.prefix}{written[context.named_in(field)]}" for field in context.fields}
         return {**fields, **named}
+
+    def levels(self, questions: Sequence[Prompt]) -> tuple[str, ...]:
+        """Return each question's value in the column `level_key`, as text; nothing where none is named."""
+        key = self.settings.level_key
+        return () if key is None else tuple(written(question.row[key]) or "" for question in questions)
 
     @property
     def layout(self) -> Layout:

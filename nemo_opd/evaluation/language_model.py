@@ -17,6 +17,7 @@ from nemo_opd.errors import DataError
 from nemo_opd.evaluation.likelihoods import Scored, Scorer
 from nemo_opd.rollout.base import Generator, Request, Sampling
 from nemo_opd.rollout.collect import turn_seed
+from nemo_opd.rollout.stops import text_before
 
 _log = logging.getLogger(__name__)
 _Pair = tuple[Any, list[int], list[int]]
@@ -119,10 +120,10 @@ class LanguageModel(TemplateLM):
         for i, each in enumerate(settings):
             groups.setdefault(_sampling(each), []).append(i)
         for sampling, own in groups.items():
-            asked = [self._request(i, requests[i].args[0], settings[i]["max_gen_toks"]) for i in own]
+            asked = [self._request(i, requests[i].args[0], settings[i]) for i in own]
             for i, completion in zip(own, self._generator.generate(asked, sampling), strict=True):
                 text = str(self.tokenizer.decode(completion.ids, skip_special_tokens=True))
-                answers[i] = _cut(text, settings[i]["until"])
+                answers[i] = text_before(text, _stops(settings[i]))
         return [answers[i] for i in range(len(requests))]
 
     def _warn_of_long_answers(self, new: int) -> None:
@@ -134,11 +135,13 @@ class LanguageModel(TemplateLM):
                 self.max_length,
             )
 
-    def _request(self, number: int, context: str, new: int) -> Request:
+    def _request(self, number: int, context: str, settings: Mapping[str, Any]) -> Request:
         """Cut the question from the left where the answer needs the room, but to no less than half of the whole."""
+        new = settings["max_gen_toks"]
         room = max(self.max_length - new, self.max_length // 2)
         ids = np.array(self.tok_encode(context)[-room:] or [self.prefix_token_id], np.int32)
-        return Request(ids, min(new, self.max_length - len(ids)), turn_seed(self._model.seed, 0, number, 0, 0))
+        seed = turn_seed(self._model.seed, 0, number, 0, 0)
+        return Request(ids, min(new, self.max_length - len(ids)), seed, stop=_stops(settings))
 
 
 def _sampling(settings: Mapping[str, Any]) -> Sampling:
@@ -150,9 +153,5 @@ def _sampling(settings: Mapping[str, Any]) -> Sampling:
     return Sampling(temperature, float(settings.get("top_p", 1.0)), top_k, needs_raw=False)
 
 
-def _cut(text: str, until: Sequence[str]) -> str:
-    """Return the text before the first of these."""
-    for stop in until:
-        if stop:
-            text = text.split(stop)[0]
-    return text
+def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(stop for stop in settings["until"] if stop)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from nemo_opd.aggregation import TokenScore, nats_by_score
 from nemo_opd.config.evaluation import QuestionSets
@@ -30,8 +29,6 @@ class Scored:
 Scorer = Callable[[Sequence[Scored]], list[tuple[float, bool]]]
 """Log-probability of what is scored of each sequence, in nats, and whether each of its tokens is the likeliest."""
 
-_BATCH_TOKENS = 16_384
-"""Tokens that a model outside of a run reads at a time."""
 EMPTY = Scored(np.zeros(1, np.int32), 0)
 """A sequence that costs one position."""
 
@@ -79,22 +76,6 @@ def read(source: Headless | WithHead, tokens: TokenRows, micro_batches: Iterable
 def answers(found: Tensor) -> list[tuple[float, bool]]:
     """Return a Scorer's answers, from log-probabilities [B, 2] as `likelihoods` returns them."""
     return [(own, own == best) for own, best in found.tolist()]
-
-
-def model_scorer(model: PreTrainedModel, device: str) -> Scorer:
-    """Return the scorer of a model in this process."""
-    source = Headless(model, key="model") if type(model.get_output_embeddings()) is nn.Linear else WithHead(model)
-
-    @torch.no_grad()
-    def scorer(rows: Sequence[Scored]) -> list[tuple[float, bool]]:
-        found = [(0.0, False)] * len(rows)
-        for numbers, (own,) in batches(rows, 1, _BATCH_TOKENS):
-            scores = read(source, token_rows(own), [slice(0, len(own))], device)
-            for i, answer in zip(numbers, answers(scores), strict=True):
-                found[i] = answer
-        return found
-
-    return scorer
 
 
 def batches(rows: Sequence[Scored], num_ranks: int, budget: int) -> Iterator[tuple[list[int], list[list[Scored]]]]:

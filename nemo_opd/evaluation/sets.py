@@ -1,7 +1,10 @@
 """Questions of a set, as they are asked."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
+from nemo_opd.config.environment import Environment
 from nemo_opd.config.evaluation import QuestionSet
 from nemo_opd.data.context import Context
 from nemo_opd.data.prompts import read_prompts
@@ -9,8 +12,13 @@ from nemo_opd.data.record import Prompt
 from nemo_opd.data.sources import load_documents
 from nemo_opd.errors import ConfigError, DataError
 from nemo_opd.evaluation.inputs import AskedSet
+from nemo_opd.evaluation.tasks import EvaluationResult, evaluate_task
 from nemo_opd.progress import working
 from nemo_opd.rewards import RewardFunction, build_reward, check_answers
+from nemo_opd.rollout.base import Generator, Sampling
+from nemo_opd.rollout.collect import Collector
+from nemo_opd.rollout.environments import build_environment
+from nemo_opd.rollout.renderer import Renderer
 
 
 def build_set_reward(asked: AskedSet) -> RewardFunction:
@@ -44,3 +52,39 @@ def _within(context: Context, prompt: Prompt, key: str) -> Prompt:
         return replace(prompt, content=context.content(prompt.content, prompt.row))
     except DataError as error:
         raise DataError(f"{key}: row {prompt.index} (counted from 0 over all files): {error}") from error
+
+
+def ask(
+    asked: AskedSet,
+    questions: Sequence[Prompt],
+    reward: RewardFunction,
+    engine: Generator,
+    renderer: Renderer,
+    *,
+    max_new_tokens: int,
+    max_length: int,
+    environment: Environment | None,
+    seed: int,
+    failures_are_wrong: bool,
+) -> EvaluationResult:
+    """Ask a model the questions of a set. max_new_tokens, max_length: of a turn and of a whole sequence.
+
+    Raises what the engine, the environment and `evaluate_task` raise.
+    """
+    settings = asked.settings
+    collector = partial(
+        Collector,
+        engine,
+        renderer,
+        max_new_tokens=max_new_tokens,
+        max_length=max_length,
+        environment=None if environment is None else build_environment(environment),
+        seed=seed,
+        stop=settings.stop,
+    )
+    sampled = collector(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
+    greedy = collector(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
+    result = evaluate_task(
+        greedy, sampled, questions, reward, settings, name=asked.name, failures_are_wrong=failures_are_wrong
+    )
+    return replace(result, levels=asked.levels(questions))

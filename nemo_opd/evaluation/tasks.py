@@ -1,6 +1,6 @@
 """Evaluation on questions: sampled answers, the likeliest one, and their rewards."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -11,7 +11,6 @@ from nemo_opd.evaluation.estimates import Estimate, maj_at_k, mean_with_interval
 from nemo_opd.logging.score_keys import PREFIX
 from nemo_opd.progress import tracked
 from nemo_opd.rewards import RewardFunction
-from nemo_opd.rollout.base import Sampling
 from nemo_opd.rollout.collect import Collector
 
 
@@ -27,15 +26,6 @@ def with_bounds(estimates: Mapping[str, Estimate]) -> dict[str, float]:
     for name, found in estimates.items():
         figures |= {name: found.value, f"{name}_low": found.low, f"{name}_high": found.high}
     return figures
-
-
-def collectors(new: Callable[..., Collector], settings: Questions) -> tuple[Collector | None, Collector]:
-    """Return what collects the likeliest answers, None where they are not wanted, and the sampled ones.
-
-    new: makes a collector, of its `sampling`.
-    """
-    greedy = new(sampling=Sampling(temperature=0.0, needs_raw=False)) if settings.greedy else None
-    return greedy, new(sampling=Sampling(settings.temperature, settings.top_p, settings.top_k, needs_raw=False))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +63,8 @@ class EvaluationResult:
     """Estimate → the values that it is the mean of, one for each question."""
     name: str = ""
     """Name of the set; empty for the one without a name."""
+    levels: tuple[str, ...] = ()
+    """Difficulty or kind of each question, as a column says it; none where none does."""
     failures: tuple[str, ...] = ()
     """Answers whose reward failed, which count as wrong: what was said of each."""
 

@@ -1,7 +1,11 @@
-"""Tables of questions: accuracy by how difficult they were at the start, and answers that have changed since."""
+"""Tables of questions: accuracy by how difficult they were at the start or by what a column says of them, and answers
+that have changed since.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -12,7 +16,8 @@ from nemo_opd.logging.question_values import QuestionValues
 
 _LEVELS = ("never right at the start", "up to a third", "up to two thirds", "more than two thirds", "always right")
 _MOST_SHOWN = 20
-"""Rows of questions that are listed."""
+"""Rows of questions, and levels, that are listed."""
+_OTHERS = "others"
 _Values = Mapping[str, float]
 """Share of right answers by question."""
 
@@ -26,7 +31,9 @@ def answer_tables(values: Sequence[QuestionValues]) -> list[TextTable]:
         shares = [measure for measure in measures if is_share(measure) and not is_mean(measure)]
         by_samples = next((measure for measure in shares if measure == "pass@1"), next(iter(shares), None))
         by_answer = "greedy" if "greedy" in shares else by_samples
-        found = [_by_difficulty(name, by_samples, own), _changed(name, by_answer, own)] if by_samples else []
+        if by_samples is None:
+            continue
+        found = _by_difficulty(name, by_samples, own), _by_level(name, by_samples, own), _changed(name, by_answer, own)
         tables += [table for table in found if table is not None]
     return tables
 
@@ -43,20 +50,43 @@ def _answers(measure: str, values: Sequence[QuestionValues], teacher: str | None
 
 def _by_difficulty(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
     """Return means of questions that were right in the same share of samples when the student was asked first."""
+    (_, before), *_ = _answers(measure, values, None) or [(0, {})]
+    groups = {label: [row for row, each in before.items() if _level(each) == i] for i, label in enumerate(_LEVELS)}
+    return _means(f"{_title(name, measure)} by difficulty", groups, measure, values)
+
+
+def _by_level(name: str, measure: str, values: Sequence[QuestionValues]) -> TextTable | None:
+    """Return means of questions of which a column says the same; the most frequent, then the others together."""
+    level_of = {row: level for each in values for row, level in zip(each.questions, each.levels, strict=False)}
+    frequent = [level for level, _ in Counter(level_of.values()).most_common(_MOST_SHOWN)]
+    groups: dict[str, list[str]] = {level: [] for level in sorted(frequent, key=_in_order)}
+    for row, level in level_of.items():
+        groups.setdefault(level if level in frequent else _OTHERS, []).append(row)
+    return _means(f"{_title(name, measure)} by level", groups, measure, values)
+
+
+def _in_order(level: str) -> list[tuple[int, str]]:
+    """Return a key that sorts numbers within texts by their value."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", level)]
+
+
+def _means(
+    title: str, groups: Mapping[str, Sequence[str]], measure: str, values: Sequence[QuestionValues]
+) -> TextTable | None:
+    """Return the means of groups of questions, of the student before and after and of its teachers."""
     student = _answers(measure, values, None)
-    if len(student) < 2:
+    if len(student) < 2 or not any(groups.values()):
         return None
     (_, before), (last, after) = student[0], student[-1]
     names = dict.fromkeys(each.teacher for each in values if each.teacher is not None)
     teachers = {teacher: own[-1][1] for teacher in names if (own := _answers(measure, values, teacher))}
-    rows = []
-    for number, level in enumerate(_LEVELS):
-        questions = [row for row, value in before.items() if _level(value) == number]
-        if questions:
-            cells = [_mean(questions, model) for model in (before, after, *teachers.values())]
-            rows.append([level, f"{len(questions):,}", *cells])
+    rows = [
+        [label, f"{len(rows):,}", *(_mean(rows, model) for model in (before, after, *teachers.values()))]
+        for label, rows in groups.items()
+        if rows
+    ]
     heads = ["", "questions", "before", f"after step {last:,}", *(f"teacher {teacher}" for teacher in teachers)]
-    return TextTable(f"{_title(name, measure)} by difficulty", heads, rows)
+    return TextTable(title, heads, rows)
 
 
 def _level(value: float) -> int:

@@ -28,6 +28,8 @@ class QuestionValues:
     """Values by measure, such as `pass@1`, in the order of the questions."""
     lower_is_better: tuple[str, ...] = ()
     """Measures that are better the lower they are."""
+    levels: tuple[str, ...] = ()
+    """Difficulty or kind of each question, in their order; none where no column says it."""
 
 
 _VALUES = TypeAdapter(QuestionValues)

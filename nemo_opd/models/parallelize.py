@@ -20,14 +20,14 @@ def check_parallelism(config: PretrainedConfig, parallelism: Parallelism, device
     """Raise what `parallelize` would for a model of this configuration."""
     if parallelism.tp == parallelism.cp == 1:
         return
-    check_context_parallel(parallelism.cp, device, key=f"{key}.parallelism.cp")
+    check_context_parallel(parallelism.cp, device, key=f"{key}.cp")
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     if parallelism.cp > 1:
-        use_ring_attention(model, parallelism.cp, key=f"{key}.parallelism.cp")
+        use_ring_attention(model, parallelism.cp, key=f"{key}.cp")
     if parallelism.tp > 1:
         shared = parallelism.sequence_parallel
-        tensor_plan(model, parallelism.tp, sequence_parallel=shared, key=f"{key}.parallelism.tp")
+        tensor_plan(model, parallelism.tp, sequence_parallel=shared, key=f"{key}.tp")
 
 
 def parallelize(

@@ -24,6 +24,7 @@ class CodePasses(RewardFunction):
     def __init__(self, settings: CodeReward) -> None:
         """Raises ConfigError where no sandbox can be made."""
         super().__init__(settings)
+        self._entry_point_key = settings.entry_point_key
         self._checker = Checker(settings.sandbox, "reward.sandbox")
 
     @classmethod
@@ -48,7 +49,7 @@ class CodePasses(RewardFunction):
 
     def _submitted(self, rollout: Rollout) -> Future[Verdict]:
         """Return the verdict to come; a program runs once. Raises RolloutError for tests that name no function."""
-        entry_point = entry_point_of(rollout.prompt)
+        entry_point = entry_point_of(rollout.prompt, self._entry_point_key)
         try:
             tests = read_tests(self.answer(rollout), entry_point)
         except DataError as error:
@@ -56,8 +57,10 @@ class CodePasses(RewardFunction):
         return self._checker.submit(program_of(rollout, entry_point), tests)
 
 
-def entry_point_of(prompt: Prompt) -> str | None:
-    """Return the last function that the question defines: in HumanEval, the one to be completed."""
+def entry_point_of(prompt: Prompt, key: str | None = None) -> str | None:
+    """Return the function that a column of the row names, or without a key the last one that the question defines."""
+    if key is not None:
+        return str(prompt.row[key])
     found = _FUNCTION.findall(_asked(prompt))
     return found[-1] if found else None
 

@@ -39,6 +39,8 @@ class Request:
     max_new_tokens: int
     seed: int
     """Source of all randomness, whatever the request is batched with; 0 ≤ seed < 2^63."""
+    stop: tuple[str, ...] = ()
+    """Texts, none empty, of which each ends the sequence; the token that completes it is the last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,15 @@ class Completion:
     finish_reason: FinishReason
     version: int
     """Version of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimit:
+    """Limits of what a rank samples at a time."""
+
+    sequences: int
+    tokens: int | None = None
+    """Tokens of all prompts and continuations, with padding, unless one sequence alone has more; None: any number."""
 
 
 class Generator(Protocol):

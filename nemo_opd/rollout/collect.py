@@ -33,8 +33,10 @@ class Collector:
         max_length: int,
         environment: EnvironmentFactory | None = None,
         seed: int = 0,
+        stop: tuple[str, ...] = (),
     ) -> None:
-        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence.
+        """max_new_tokens: limit of a turn. max_length: limit of a whole sequence. stop: texts of which each ends a
+        response.
 
         Raises RolloutError for an environment with a renderer of texts.
         """
@@ -44,7 +46,7 @@ class Collector:
         self._max_new_tokens, self._max_length = max_new_tokens, max_length
         self._environment, self._seed = environment, seed
         self._max_turns = 1 if environment is None else environment.settings.max_turns
-        self._has_asked = False
+        self._stop, self._has_asked = stop, False
 
     def collect(self, prompts: Sequence[Prompt], n: int, step: int) -> list[Rollout]:
         """Return n rollouts of each prompt: those of the first prompt, those of the second, …
@@ -101,12 +103,12 @@ class Collector:
             raise RolloutError(f"the engine answered {len(requests)} requests with {len(completions)} completions")
         for episode, request, completion in zip(active, requests, completions, strict=True):
             require_completion(completion, episode, request.max_new_tokens)
-            episode.add_turn(completion, self._renderer)
+            episode.add_turn(completion, self._renderer, self._stop)
 
     def _request(self, episode: Episode, step: int, turn: int) -> Request:
         room = self._max_length - episode.length
         seed = turn_seed(self._seed, step, episode.prompt.index, episode.sample, turn)
-        return Request(episode.ids, min(self._max_new_tokens, room), seed)
+        return Request(episode.ids, min(self._max_new_tokens, room), seed, self._stop)
 
     def _answer(self, episode: Episode, *, is_last: bool) -> None:
         """End the episode, or prepare its next turn."""

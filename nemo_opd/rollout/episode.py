@@ -14,6 +14,7 @@ from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion
 from nemo_opd.rollout.environment import CheckedEnvironment, EnvironmentStep
 from nemo_opd.rollout.renderer import Renderer
+from nemo_opd.rollout.stops import text_before
 
 _CUT_MARK = " [cut: the response was too long]"
 
@@ -60,14 +61,14 @@ class Episode:
         nothing = np.zeros(len(ids), np.float32)
         self.parts.append(Part(ids, np.zeros(len(ids), np.bool_), nothing, nothing))
 
-    def add_turn(self, completion: Completion, renderer: Renderer) -> None:
-        """Add sampled tokens, with the one that ended the turn."""
+    def add_turn(self, completion: Completion, renderer: Renderer, stops: Sequence[str] = ()) -> None:
+        """Add sampled tokens, with the one that ended the turn. stops: the response ends before the first of these."""
         start, ids = self.length, completion.ids
         self.parts.append(Part(ids, np.ones(len(ids), np.bool_), completion.logprobs, completion.behaviour_logprobs))
         self.finish_reason, self._version = completion.finish_reason, completion.version
         self._turns.append((start, start + len(ids)))
         content_ids = ids[:-1] if completion.finish_reason == "stop" else ids
-        self._responses.append(renderer.text(content_ids))
+        self._responses.append(_response(completion, renderer, stops))
         if not isinstance(self.prompt.content, str):
             message: Message = {"role": "assistant", "content": self._responses[-1]}
             if self.environment is not None:
@@ -106,6 +107,15 @@ class Episode:
         """Return the messages, without `tool_calls` in the student's: its texts contain them."""
         later = self.messages[len(self._opening) :]
         return (*self._opening, *({key: m[key] for key in m if key != "tool_calls"} for m in later))
+
+
+def _response(completion: Completion, renderer: Renderer, stops: Sequence[str]) -> str:
+    """Return the text before the first stop text, or without it before the token that ended the turn."""
+    whole = renderer.text(completion.ids)
+    response = text_before(whole, stops)
+    if response != whole or completion.finish_reason == "length":
+        return response
+    return renderer.text(completion.ids[:-1])
 
 
 def shortened_messages(messages: Sequence[Message], renderer: Renderer, max_tokens: int) -> tuple[list[Message], int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -25,9 +26,10 @@ from nemo_opd.alignment.template_roles import template_roles
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.errors import ConfigError, RolloutError
 from nemo_opd.models.generation import generating
-from nemo_opd.models.load import load_model
+from nemo_opd.models.load import load_model, load_tokenizer
 from nemo_opd.progress import Work, working
 from nemo_opd.rollout.base import (
+    BatchLimit,
     Completion,
     Engine,
     EngineSpec,
@@ -38,6 +40,7 @@ from nemo_opd.rollout.base import (
     check_lengths,
 )
 from nemo_opd.rollout.inverse_cdf import InverseCDF, uniforms
+from nemo_opd.rollout.stops import StopTexts
 
 _PADDING = 0
 """Any id will do: attention masks the positions before a prompt, and those after an end are cut off."""
@@ -55,13 +58,24 @@ class Sampler(Generator):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, end_ids: Collection[int], vocab_size: int, batch_size: int, device: str
+        self,
+        model: PreTrainedModel,
+        *,
+        end_ids: Collection[int],
+        vocab_size: int,
+        batch_size: int,
+        batch_tokens: int | None = None,
+        device: str,
+        tokenizer: Callable[[], PreTrainedTokenizerBase] | None = None,
     ) -> None:
-        """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens."""
+        """end_ids: tokens that end a sequence. vocab_size: columns of the head that are tokens. batch_size,
+        batch_tokens: as in `BatchLimit`. tokenizer: called for requests with stop texts.
+        """
         self.model = model
+        self._tokenizer = tokenizer
         self._model: Any = model
         self._end_ids = np.array(sorted(end_ids), np.int32)
-        self._vocab_size, self._batch_size, self._device = vocab_size, batch_size, device
+        self._vocab_size, self._limit, self._device = vocab_size, BatchLimit(batch_size, batch_tokens), device
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], sampling: Sampling, version: int = 0) -> list[Completion]:
@@ -71,16 +85,28 @@ class Sampler(Generator):
         logits that are not finite.
         """
         check_lengths(requests, max_positions(self._model.config))
-        # Batches of similar cost: by the limit first, which sets the steps, then by the prompt, which sets the padding.
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
         completions: dict[int, Completion] = {}
-        with working("sampling", len(order), "sequences") as work:
-            for start in range(0, len(order), self._batch_size):
-                work.done = start
-                rows = order[start : start + self._batch_size]
+        with working("sampling", len(requests), "sequences") as work:
+            for rows in self._batches(requests):
+                work.done = len(completions)
                 made = self._batch([requests[i] for i in rows], sampling, version, work)
                 completions |= zip(rows, made, strict=True)
         return [completions[i] for i in range(len(requests))]
+
+    def _batches(self, requests: Sequence[Request]) -> Iterator[list[int]]:
+        """Yield the numbers of requests of similar cost, within the limits."""
+        # By the limit first, which sets the steps, then by the prompt, which sets the padding.
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].max_new_tokens, len(requests[i].prompt_ids)))
+        rows, prompt = list[int](), 0
+        for i in order:
+            longest = max(prompt, len(requests[i].prompt_ids))
+            tokens = (len(rows) + 1) * (longest + requests[i].max_new_tokens)
+            if rows and (len(rows) == self._limit.sequences or tokens > (self._limit.tokens or tokens)):
+                yield rows
+                rows, longest = [], len(requests[i].prompt_ids)
+            rows, prompt = [*rows, i], longest
+        if rows:
+            yield rows
 
     def _batch(self, requests: Sequence[Request], sampling: Sampling, version: int, work: Work) -> list[Completion]:
         prompts = [torch.from_numpy(np.asarray(request.prompt_ids, np.int64)) for request in requests]
@@ -90,6 +116,12 @@ class Sampler(Generator):
         steps = int(limits.max())
         numbers = torch.from_numpy(uniforms([request.seed for request in requests], steps)).to(self._device)
         processor = InverseCDF(sampling, numbers, self._vocab_size)
+        criteria: list[StoppingCriteria] = [_Limits(limits.to(self._device), ids.shape[1], work)]
+        stopped: dict[int, int] = {}
+        if any(request.stop for request in requests):
+            assert self._tokenizer is not None, "stop texts are read by a tokenizer"
+            stops = StopTexts(requests, self._tokenizer(), ids.shape[1], self._end_ids.tolist())
+            criteria, stopped = [*criteria, stops], stops.lengths
         settings = GenerationConfig(
             max_new_tokens=steps,
             do_sample=False,
@@ -103,13 +135,13 @@ class Sampler(Generator):
                 attention_mask=mask.to(self._device),
                 generation_config=settings,
                 logits_processor=LogitsProcessorList([processor]),
-                stopping_criteria=StoppingCriteriaList([_Limits(limits.to(self._device), ids.shape[1], work)]),
+                stopping_criteria=StoppingCriteriaList(criteria),
                 synced_gpus=False,
             )
         sampled = sequences[:, ids.shape[1] :].int()
         columns = [each.cpu().numpy() for each in (sampled, processor.logprobs, processor.behaviour_logprobs)]
         rows = zip(requests, *columns, strict=True)
-        return [self._completion(*row, version=version) for row in rows]
+        return [self._completion(*row, version=version, stopped=stopped.get(i)) for i, row in enumerate(rows)]
 
     def _completion(
         self,
@@ -119,10 +151,15 @@ class Sampler(Generator):
         behaviour_logprobs: NDArray[np.float32],
         *,
         version: int,
+        stopped: int | None,
     ) -> Completion:
-        """Cut ids and log-probabilities, which have the length of the batch's longest sequence, at the first end."""
-        ends = np.flatnonzero(np.isin(ids[: request.max_new_tokens], self._end_ids))
-        length = int(ends[0]) + 1 if len(ends) else min(request.max_new_tokens, len(ids))
+        """Cut ids and log-probabilities, which have the length of the batch's longest sequence, at the first end.
+
+        stopped: length at which a stop text ended it.
+        """
+        limit = stopped or min(request.max_new_tokens, len(ids))
+        ends = np.flatnonzero(np.isin(ids[:limit], self._end_ids))
+        length = int(ends[0]) + 1 if len(ends) else limit
         if not np.isfinite([logprobs[:length], behaviour_logprobs[:length]]).all():
             raise RolloutError(
                 f"the model's logits are not finite after {len(request.prompt_ids)} tokens of a prompt; its weights "
@@ -132,7 +169,7 @@ class Sampler(Generator):
             ids[:length].copy(),
             logprobs[:length].copy(),
             behaviour_logprobs[:length].copy(),
-            "stop" if len(ends) else "length",
+            "stop" if len(ends) or stopped else "length",
             version,
         )
 
@@ -223,7 +260,12 @@ def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) ->
     loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
     with generating(loaded, None):
         yield Sampler(
-            loaded, end_ids=spec.end_ids, vocab_size=spec.vocab_size, batch_size=settings.batch_size, device=device
+            loaded,
+            end_ids=spec.end_ids,
+            vocab_size=spec.vocab_size,
+            batch_size=settings.batch_size,
+            device=device,
+            tokenizer=cache(partial(load_tokenizer, model, key="model")),
         )
 
 

@@ -44,6 +44,11 @@ class Benchmarks:
     teachers: tuple[AskedModel, ...]
     """Active teachers, if they are asked."""
 
+    def longest_question(self, teacher: int | None = None) -> int:
+        """Return the most tokens of a question with its answer, to the student or a teacher; 0 if it is not asked."""
+        models = (self.student,) if teacher is None else self.teachers[teacher : teacher + 1]
+        return max((model.text.max_length for model in models), default=0)
+
 
 def load_run_benchmarks(config: RunConfig, student: ModelInfo, teachers: Sequence[ModelInfo]) -> Benchmarks | None:
     """Load the benchmarks; None without any.

@@ -98,7 +98,7 @@ def build_cache(
     """
     device = resolve_device(config.cluster)
     parallelism = _parallelism(config, i)
-    layout = resolve_layout(f"teachers.{i}", Processes.started().size, parallelism)
+    layout = resolve_layout(f"teachers.{i}.parallelism", Processes.started().size, parallelism)
     config = _asking_for(settle_tokenizers(_uncut(config), device), i, form)
     settings = config.active_teachers[i].model_copy(update={"parallelism": parallelism})
     if settings.cache is not None:

@@ -57,16 +57,15 @@ def open_engine(plan: Plan, models: Models, version: int) -> AbstractContextMana
 def _longest(plan: Plan) -> int:
     """Return the most tokens of a sequence: a rollout, or a benchmark's question with its answer."""
     longest = plan.config.train.max_length
-    return longest if plan.benchmarks is None else max(longest, plan.benchmarks.student.text.max_length)
+    return longest if plan.benchmarks is None else max(longest, plan.benchmarks.longest_question())
 
 
 class TeacherWorkers(Generator):
     """The workers of an active teacher, which are asked before the first step."""
 
-    def __init__(self, models: Models, teacher: int, end_ids: Collection[int], batch_size: int) -> None:
-        """end_ids: tokens that end a sequence. batch_size: sequences a rank samples at a time."""
-        self._models, self._teacher = models, teacher
-        self._end_ids, self._batch_size = end_ids, batch_size
+    def __init__(self, models: Models, teacher: int, end_ids: Collection[int]) -> None:
+        """end_ids: tokens that end a sequence."""
+        self._models, self._teacher, self._end_ids = models, teacher, end_ids
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids, self._batch_size)
+        return self._models.generate_by_teacher(self._teacher, requests, sampling, self._end_ids)

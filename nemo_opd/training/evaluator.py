@@ -12,15 +12,13 @@ from typing import TYPE_CHECKING
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ClusterError, OPDError
 from nemo_opd.evaluation.likelihoods import Scorer
-from nemo_opd.evaluation.sets import build_set_reward
+from nemo_opd.evaluation.sets import ask, build_set_reward
 from nemo_opd.evaluation.shown import shown_answers
-from nemo_opd.evaluation.tasks import EvaluationResult, collectors, evaluate_task
+from nemo_opd.evaluation.tasks import EvaluationResult
 from nemo_opd.logging.question_values import QuestionValues, ValueLog
 from nemo_opd.logging.samples import SampleLog
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import Generator
-from nemo_opd.rollout.collect import Collector
-from nemo_opd.rollout.environments import build_environment
 from nemo_opd.training.engines import TeacherWorkers
 from nemo_opd.training.models import Models
 from nemo_opd.training.plan import Plan
@@ -63,11 +61,11 @@ class Evaluator:
         figures: dict[str, float] = {}
         for loaded, reward in zip(self._plan.questions, self._rewards, strict=True):
             model = loaded.teachers[i]
-            engine = TeacherWorkers(self._models, i, model.end_ids, self._settings.teacher_batch_size)
+            engine = TeacherWorkers(self._models, i, model.end_ids)
             figures |= self._ask(engine, loaded, model, reward, 0, name)
         if (benchmarks := self._plan.benchmarks) is not None:
             asked = benchmarks.teachers[i]
-            engine = TeacherWorkers(self._models, i, asked.end_ids, self._settings.teacher_batch_size)
+            engine = TeacherWorkers(self._models, i, asked.end_ids)
             scorer = partial(self._models.likelihoods, teacher=i)
             figures |= self._run_benchmarks(asked.text, scorer, engine, 0, name)
         return {f"{figure}/{name}": value for figure, value in figures.items()}
@@ -116,7 +114,7 @@ class Evaluator:
             self._warn(result.failure_text(f"{asked.label}, {who}"))
         self._samples.write(shown_answers(result, step, self._settings.num_samples_shown, teacher))
         questions = tuple(_name(question.prompt) for question in result.questions)
-        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values))
+        self._values.write(QuestionValues(step, asked.name, teacher, questions, result.values, levels=result.levels))
         return result.metrics
 
     @contextmanager
@@ -135,22 +133,16 @@ class Evaluator:
         self, engine: Generator, loaded: LoadedSet, model: SampledModel, reward: RewardFunction
     ) -> EvaluationResult:
         config, asked = self._config, loaded.asked
-        settings = asked.settings
-        collector = partial(
-            Collector,
+        return ask(
+            asked,
+            loaded.prompts,
+            reward,
             engine,
             model.renderer,
             max_new_tokens=config.new_tokens(asked.name),
             max_length=model.max_length,
-            environment=None if config.environment is None else build_environment(config.environment),
+            environment=config.environment,
             seed=config.run.seed,
-        )
-        return evaluate_task(
-            *collectors(collector, settings),
-            loaded.prompts,
-            reward,
-            settings,
-            name=asked.name,
             failures_are_wrong=self._settings.on_error == "warn",
         )
 

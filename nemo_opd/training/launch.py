@@ -16,7 +16,6 @@ from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
-from nemo_opd.training.plan import Plan
 
 _SHARED_MEMORY = "/dev/shm"
 _NCCL_BYTES = 10 * 2**20
@@ -109,11 +108,10 @@ def _compute_modes() -> list[str]:
         return []
 
 
-def open_cluster(plan: Plan) -> Cluster:
-    """Open the cluster of a plan. Raises ClusterError where its resources are not free."""
-    settings = plan.config.cluster
+def open_cluster(settings: Settings, device: str, placement: Placement) -> Cluster:
+    """Open the cluster of a run. Raises ClusterError where its resources are not free."""
     if settings.launcher == "local":
-        return LocalCluster(settings, device=plan.device, placement=plan.placement)
+        return LocalCluster(settings, device=device, placement=placement)
     from nemo_opd.cluster.ray.cluster import RayCluster  # Ray takes seconds to import
 
-    return RayCluster(settings, device=plan.device, placement=plan.placement)
+    return RayCluster(settings, device=device, placement=placement)

@@ -68,7 +68,7 @@ def read_model_info(settings: Student | Teacher, key: str, device: str) -> Model
     if not has_configuration(settings):
         return _without_configuration(settings, key)
     config = load_config(settings.reference, key=f"{key}.model")
-    check_parallelism(config, settings.parallelism, device, key=key)
+    check_parallelism(config, settings.parallelism, device, key=f"{key}.parallelism")
     lora = settings.lora if isinstance(settings, Student) else None
     adapters = None if lora is None else Adapters(lora, settings.reference, seed=0)
     _check_attention(settings, key, device)

@@ -26,28 +26,24 @@ from nemo_opd.aggregation import (
 from nemo_opd.checkpoint.verify import require_whole_export
 from nemo_opd.cluster.base import Call, Cluster, Group, in_turn
 from nemo_opd.config.on_policy import confidence_alphas
-from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.groups import teachers_bits_per_byte
-from nemo_opd.evaluation.likelihoods import Scored, answers, batches, token_rows
+from nemo_opd.evaluation.likelihoods import Scored
 from nemo_opd.evaluation.token_losses import joined_losses
 from nemo_opd.files import replacing
 from nemo_opd.handoff.shared_memory import FileDescriptor
 from nemo_opd.handoff.window import Window, windows
-from nemo_opd.progress import working
 from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.training.batch_grid import leads, reduced, shared_out
+from nemo_opd.training.asked import AskedGroup
+from nemo_opd.training.batch_grid import leads, reduced
 from nemo_opd.training.groups import separate, student_group, teacher_group
 from nemo_opd.training.links import Links
-from nemo_opd.training.micro_batches import micro_batches
 from nemo_opd.training.own_teacher import OwnTeacher
 from nemo_opd.training.plan import Plan
-from nemo_opd.types import Batch, Mean, Metric, Metrics, SequenceScores, TokenRows
+from nemo_opd.types import Batch, Mean, Metric, Metrics, SequenceScores
 from nemo_opd.workers.student import StudentStep
 from nemo_opd.workers.teacher import TeacherOutput
 
 _RankWindows = tuple[Window, ...]
-_MICRO_BATCHES_A_CALL = 16
-"""Microbatches of each rank that are read for a benchmark at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +100,8 @@ class Models:
         )
         self._groups = plan.token_groups
         self._alphas = confidence_alphas(plan.config)
-        self._sampled_at_once = plan.sampled_at_once
+        self._sampled_at_once, self._answered_at_once = plan.sampled_at_once, plan.answered_at_once
         self._free_slots = deque(range(1 + plan.lookahead))
-        self._student_budget, self._teacher_budgets = plan.config.train.tokens_at_a_time, plan.teacher_tokens_at_a_time
         with ExitStack() as stack:
             # Closed in reverse: the student unmaps the teachers' buffers before they are freed.
             ahead = {i: stack.enter_context(teacher_group(cluster, plan, i)) for i in separate(plan)}
@@ -118,8 +113,9 @@ class Models:
             ]
             self._ahead = tuple(ahead)
             self._own = tuple(i for i in range(len(self.teachers)) if i not in ahead)
-            groups = (self.student, *self.teachers)
-            self._reads_packed = {group: all(group.call("reads_packed")) for group in groups}
+            self._student = AskedGroup(self.student, plan.grid.student, plan.config.train.tokens_at_a_time)
+            asked = zip(self.teachers, plan.grid.teachers, plan.teacher_tokens_at_a_time, strict=True)
+            self._teachers = [AskedGroup(*each) for each in asked]
             self._links = Links(self.student, self.teachers, plan.deliveries)
             self._stack = stack.pop_all()
 
@@ -144,16 +140,10 @@ class Models:
             if only is not None and i not in only:
                 continue
             own = [part.teachers[i].tokens for part in self._grid.by_rank(batch, layout)]
-            cuts = self._micro_batches(group, own, self._teacher_budgets[i])
+            cuts = self._teachers[i].micro_batches(own)
             arguments = [(tokens, cut, *more) for tokens, cut in zip(own, cuts, strict=True)]
             calls.append((group, partial(group.submit, method, arguments, about=about)))
         return in_turn(calls)
-
-    def _micro_batches(self, group: Group, by_rank: Sequence[TokenRows], budget: int) -> list[tuple[slice, ...]]:
-        """Cut the sequences of each rank of a group into microbatches of up to `budget` tokens."""
-        lengths = [tokens.lengths.tolist() for tokens in by_rank]
-        found = micro_batches(lengths, budget, is_packed=self._reads_packed[group])
-        return [tuple(cuts) for cuts in found]
 
     def collect(self, in_flight: InFlightBatch) -> ScoredBatch:
         """Wait for the teachers, compute their weights for each sequence, and locate their output for the student."""
@@ -215,7 +205,7 @@ class Models:
     def _student_parts(self, scored: ScoredBatch) -> list[tuple[Batch, _RankWindows, tuple[slice, ...]]]:
         """Return the rows, the windows and the microbatches of each rank of the student."""
         parts = self._grid.by_rank(scored.batch, self._grid.student)
-        cuts = self._micro_batches(self.student, [part.student for part in parts], self._student_budget)
+        cuts = self._student.micro_batches([part.student for part in parts])
         return list(zip(parts, scored.windows, cuts, strict=True))
 
     def _call_student(self, method: str, arguments: Sequence[tuple[Any, ...]], scored: ScoredBatch) -> list[Any]:
@@ -234,32 +224,17 @@ class Models:
         """Return a continuation of each prompt by the student, in order; data-parallel ranks divide the prompts."""
         about = f"rollouts of step {version + 1}"
         more = (sampling, version, self._sampled_at_once)
-        return _continued(self.student, self._grid.student, requests, *more, about=about)
+        return self._student.continued(requests, *more, about=about)
 
     def generate_by_teacher(
-        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+        self, i: int, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int]
     ) -> list[Completion]:
-        """Return a teacher's continuations of prompts in its tokens; batch_size: sequences a rank samples at a time."""
-        group, layout = self.teachers[i], self._grid.teachers[i]
-        return _continued(group, layout, requests, sampling, end_ids, batch_size, about="questions")
+        """Return a teacher's continuations of prompts in its tokens."""
+        return self._teachers[i].continued(requests, sampling, end_ids, self._answered_at_once[i], about="questions")
 
     def likelihoods(self, rows: Sequence[Scored], teacher: int | None = None) -> list[tuple[float, bool]]:
-        """Return the student's or a teacher's likelihoods of sequences; ranks divide them (see `Scorer`)."""
-        group, layout, budget = self.student, self._grid.student, self._student_budget
-        if teacher is not None:
-            group, layout = self.teachers[teacher], self._grid.teachers[teacher]
-            budget = self._teacher_budgets[teacher]
-        found = [(0.0, False)] * len(rows)
-        with working("reading benchmarks", len(rows), "sequences") as work:
-            for numbers, by_rank in batches(rows, layout.dp, budget * _MICRO_BATCHES_A_CALL):
-                own = [token_rows(by_rank[layout.coordinates(rank)[0]]) for rank in range(layout.size)]
-                cuts = self._micro_batches(group, own, budget)
-                answered = group.call("likelihoods", list(zip(own, cuts, strict=True)), about="benchmarks")
-                in_turn_by_rank = torch.stack([answered[rank] for rank in leads(layout)], dim=1).flatten(0, 1)
-                for i, answer in zip(numbers, answers(in_turn_by_rank), strict=False):  # the rest is padding
-                    found[i] = answer
-                work.advance(len(numbers))
-        return found
+        """Return the student's or a teacher's likelihoods of sequences (see `Scorer`)."""
+        return (self._student if teacher is None else self._teachers[teacher]).likelihoods(rows)
 
     def evaluate_teachers(self, batch: Batch) -> dict[str, Metric]:
         """Return `bits_per_byte/<teacher>` on a global batch, and the same by group of tokens."""
@@ -355,15 +330,6 @@ def _beside(batch: Batch, k: int) -> Batch:
         for rows in batch.teachers
     )
     return replace(batch, teachers=tuple(teachers))
-
-
-def _continued(
-    group: Group, layout: Layout, requests: Sequence[Request], *more: object, about: str
-) -> list[Completion]:
-    """Divide the requests over the ranks of a group and return the completions in order; more: for every rank."""
-    arguments = [(part, *more) for part in shared_out(requests, layout)]
-    by_rank: list[list[Completion]] = group.call("generate", arguments, about=about)
-    return [completion for rank in leads(layout) for completion in by_rank[rank]]
 
 
 def export_whole(models: Models, folder: Path, served_as: str | None = None, average_of: int | None = None) -> None:

@@ -5,17 +5,24 @@ from pathlib import Path
 
 from nemo_opd.checkpoint.manager import Progress
 from nemo_opd.cluster.placement import Placement
-from nemo_opd.config.evaluation import Evaluation
-from nemo_opd.config.rollout import HFRollout, ServerRollout
+from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.evaluation.groups import TokenGroups
+from nemo_opd.rollout.base import BatchLimit
 from nemo_opd.training.batch_grid import BatchGrid
 from nemo_opd.training.benchmarks import Benchmarks
 from nemo_opd.training.corpus import Corpus
 from nemo_opd.training.delivery import Delivery
 from nemo_opd.training.flops import Utilization
-from nemo_opd.training.memory import MemoryEstimate, teachers_ahead
+from nemo_opd.training.memory import (
+    MemoryEstimate,
+    answer_limit,
+    samples_in_workers,
+    student_limit,
+    teachers_ahead,
+    teachers_answer,
+)
 from nemo_opd.training.prompts import Prompts
 from nemo_opd.training.questions import LoadedSet
 from nemo_opd.training.survey import Survey
@@ -97,12 +104,15 @@ class Plan:
         return self.questions[0].student.end_ids if self.questions else frozenset()
 
     @property
-    def sampled_at_once(self) -> int:
-        """Sequences that a rank of the student samples at a time."""
+    def sampled_at_once(self) -> BatchLimit | None:
+        """What a rank of the student samples at a time; None where it samples nothing."""
+        return student_limit(self.config) if samples_in_workers(self.config) else None
+
+    @property
+    def answered_at_once(self) -> tuple[BatchLimit, ...]:
+        """What a rank of each active teacher samples at a time, if they are asked."""
         config = self.config
-        if isinstance(config.rollout, HFRollout):
-            return config.rollout.batch_size
-        return Evaluation().batch_size if config.evaluation is None else config.evaluation.batch_size
+        return tuple(answer_limit(config, each) for each in config.active_teachers) if teachers_answer(config) else ()
 
     @property
     def gives_back(self) -> bool:

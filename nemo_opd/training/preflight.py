@@ -111,10 +111,21 @@ def preflight(config: RunConfig) -> Plan:
     machine = Machine.of_this_node(device, placement.devices_per_node, is_remote=config.cluster.address is not None)
     stretches = [Fraction(width, config.train.max_length) for width in statistics.widths]
     situation = Situation(
-        ModelSetup(student.size, student.vocab_size, student_layout),
+        ModelSetup(
+            student.size,
+            student.vocab_size,
+            student_layout,
+            longest_question=0 if benchmarks is None else benchmarks.longest_question(),
+        ),
         tuple(
-            ModelSetup(teacher.size, teacher.vocab_size, layout, stretch)
-            for teacher, layout, stretch in zip(teachers, teacher_layouts, stretches, strict=True)
+            ModelSetup(
+                teacher.size,
+                teacher.vocab_size,
+                layout,
+                stretch,
+                longest_question=0 if benchmarks is None else benchmarks.longest_question(i),
+            )
+            for i, (teacher, layout, stretch) in enumerate(zip(teachers, teacher_layouts, stretches, strict=True))
         ),
         machine,
         arriving_bytes(deliveries, 1 + teachers_ahead(config)),

@@ -15,14 +15,14 @@ from nemo_opd.distributed.layout import Layout
 from nemo_opd.errors import ConfigError
 
 
-def resolve_device(cluster: Cluster) -> str:
-    """Return `cuda` or `cpu`. Raises ConfigError for `cuda` where there is none."""
+def resolve_device(cluster: Cluster, key: str = "cluster.device") -> str:
+    """Return `cuda` or `cpu`; key: of the device. Raises ConfigError for `cuda` where there is none."""
     if cluster.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if cluster.device == "cuda" and not torch.cuda.is_available() and cluster.address is None:
         raise ConfigError(
-            "cluster.device=cuda: PyTorch sees no GPU on this machine; write cluster.device=cpu, or cluster.address of "
-            "a Ray cluster with GPUs"
+            f"{key}=cuda: PyTorch sees no GPU on this machine; write {key}=cpu, or cluster.address of a Ray cluster "
+            "with GPUs"
         )
     return cluster.device
 
@@ -39,14 +39,7 @@ def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -
     cluster, num_teachers = config.cluster, len(teachers)
     num_ranks, num_nodes = resolve_ranks(cluster, device, reserved_gpus(config.rollout, device)), cluster.num_nodes
     if cluster.placement == "colocated" or not num_teachers:
-        if num_ranks % num_nodes:
-            raise ConfigError(
-                f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
-                f"cluster.cpu_ranks={-(-num_ranks // num_nodes) * num_nodes}"
-            )
-        return Placement.colocated(
-            num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers
-        )
+        return colocated(num_ranks, num_nodes, num_teachers)
     sizes = _separate_sizes(cluster, device, num_ranks, num_teachers)
     models = (config.student, *teachers)
     together = [model.parallelism.tp * model.parallelism.cp for model in models]
@@ -59,6 +52,16 @@ def _placement_of(config: RunConfig, teachers: Sequence[Teacher], device: str) -
             f"without any; write cluster.num_nodes={sum(sizes)}"
         )
     return Placement.consecutive(sizes, together=together, num_nodes=num_nodes)
+
+
+def colocated(num_ranks: int, num_nodes: int, num_teachers: int = 0) -> Placement:
+    """Return a rank of each group on every device. Raises ConfigError for ranks that nodes cannot share equally."""
+    if num_ranks % num_nodes:
+        raise ConfigError(
+            f"cluster.cpu_ranks={num_ranks}: {num_nodes} nodes (cluster.num_nodes) cannot have equally many; write "
+            f"cluster.cpu_ranks={-(-num_ranks // num_nodes) * num_nodes}"
+        )
+    return Placement.colocated(num_nodes=num_nodes, ranks_per_node=num_ranks // num_nodes, num_teachers=num_teachers)
 
 
 def _separate_sizes(cluster: Cluster, device: str, num_ranks: int, num_teachers: int) -> tuple[int, ...]:
@@ -177,14 +180,14 @@ def resolve_layouts(config: RunConfig, placement: Placement) -> tuple[Layout, tu
     """Return the layouts of the student and of every active teacher. Raises ConfigError as `resolve_layout` does."""
     models = {"student": config.student, **{f"teachers.{i}": each for i, each in enumerate(config.active_teachers)}}
     student, *teachers = (
-        resolve_layout(key, len(places), model.parallelism)
+        resolve_layout(f"{key}.parallelism", len(places), model.parallelism)
         for (key, model), places in zip(models.items(), placement.groups, strict=True)
     )
     return student, tuple(teachers)
 
 
 def resolve_layout(key: str, num_ranks: int, parallelism: Parallelism) -> Layout:
-    """Return the layout of the model at `key`.
+    """Return the layout of a model; key: of its parallelism.
 
     Raises ConfigError where tp · cp does not divide its ranks, or replicas what is left.
     """
@@ -193,16 +196,16 @@ def resolve_layout(key: str, num_ranks: int, parallelism: Parallelism) -> Layout
         dp = num_ranks // (tp * cp)
         if replicas != "auto" and dp % replicas:
             raise ConfigError(
-                f"{key}.parallelism.replicas={replicas}: {dp} of its {num_ranks} ranks are data parallel, and "
+                f"{key}.replicas={replicas}: {dp} of its {num_ranks} ranks are data parallel, and "
                 f"{replicas} does not divide them into equal copies; write "
-                f"{key}.parallelism.replicas={_largest_divisor(dp, replicas)}, or change the number of ranks"
+                f"{key}.replicas={_largest_divisor(dp, replicas)}, or change the number of ranks"
             )
         return Layout.of(num_ranks, parallelism)
     smaller_tp = _largest_divisor(num_ranks, tp)
     smaller_cp = _largest_divisor(num_ranks // smaller_tp, cp)
     raise ConfigError(
-        f"{key}.parallelism: tp={tp} × cp={cp} = {tp * cp} ranks form a group, which does not divide the {num_ranks} "
-        f"that it has; write {key}.parallelism.tp={smaller_tp}, {key}.parallelism.cp={smaller_cp}, or change "
+        f"{key}: tp={tp} × cp={cp} = {tp * cp} ranks form a group, which does not divide the {num_ranks} "
+        f"that it has; write {key}.tp={smaller_tp}, {key}.cp={smaller_cp}, or change "
         "the number of ranks"
     )
 

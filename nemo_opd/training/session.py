@@ -97,7 +97,7 @@ class Session:
             # Left after the cluster, when no worker writes any more.
             saving = Saving(self.checkpoints, plan.checkpoint_bytes, plan.student_layout.size, self._on_saved)
             self.saving = stack.enter_context(saving)
-            cluster = stack.enter_context(open_cluster(plan))
+            cluster = stack.enter_context(open_cluster(config.cluster, plan.device, plan.placement))
             self.loggers.phase("loading the student" + (" and its teachers" if config.active_teachers else ""))
             self.models: Models = stack.enter_context(Models(cluster, plan))
             if progress is not None:

@@ -36,7 +36,7 @@ class AskedTeacher(TeacherWorker):
         """
         found: list[Tensor] = []
         head = None
-        with needs_memory(self._forward_task), self._own.use():
+        with needs_memory(self._tasks.reading), self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
                 made = self.logit_rows(micro.ids, packing)
                 if layout is None:

@@ -86,6 +86,28 @@ def teacher_answers(key: str, name: str) -> Task:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class FrozenTasks:
+    """Work of a frozen model."""
+
+    loading: Task
+    reading: Task
+    answers: Task
+
+
+def teacher_tasks(key: str, name: str) -> FrozenTasks:
+    return FrozenTasks(loading_teacher(key, name), teacher_forward(key, name), teacher_answers(key, name))
+
+
+_TP_OF_MODEL = "raise parallelism.tp, or use more ranks"
+EVALUATED_TASKS = FrozenTasks(
+    Task("loading the model", (_TP_OF_MODEL,)),
+    Task("reading the questions of a benchmark", ("lower benchmark_length", _TP_OF_MODEL)),
+    Task("the answers to the questions", ("lower rollout.batch_size or max_new_tokens", _TP_OF_MODEL)),
+)
+"""Work of a model that is evaluated by itself."""
+
+
 def handoff_buffer(name: str) -> Task:
     return Task(
         f"making the buffer for the output of the teacher {name}",

@@ -15,9 +15,10 @@ from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.lora import without_adapters
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.workers.average import Average
+from nemo_opd.workers.frozen import TeacherModel
 from nemo_opd.workers.memory import averaging, needs_memory
 from nemo_opd.workers.residence import Residence
-from nemo_opd.workers.teacher import TeacherModel, TeacherWorker
+from nemo_opd.workers.teacher import TeacherWorker
 
 
 class OwnTeachers:

@@ -15,11 +15,12 @@ from nemo_opd.handoff.sparse import SparseWriter
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.models.head import ReadingModel
 from nemo_opd.models.stored_output import StoredHiddenStates, StoredTopK, stored_output
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.served.answers import EndpointAnswers, served_layout
 from nemo_opd.teacher_cache.reader import CacheReader
 from nemo_opd.types import TokenRows
-from nemo_opd.workers.teacher import TeacherOutput, TeacherSource, TeacherWorker, Writer
+from nemo_opd.workers.frozen import TeacherSource
+from nemo_opd.workers.teacher import TeacherOutput, TeacherWorker, Writer
 
 _NO_MODEL = "a teacher that is cached or served answers no questions; write evaluation.teachers=false"
 
@@ -47,7 +48,7 @@ class StoredTeacherWorker(TeacherWorker):
         raise ConfigError(_NO_MODEL)
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], limit: BatchLimit
     ) -> list[Completion]:
         """Raise ConfigError: there is no model."""
         raise ConfigError(_NO_MODEL)

@@ -34,11 +34,9 @@ from nemo_opd.logits.recording import Recording
 from nemo_opd.logits.rows import LogitRows
 from nemo_opd.losses.accuracy import plan_accuracy
 from nemo_opd.losses.bits_per_byte import plan_bits_per_byte
-from nemo_opd.models.generation import generating
 from nemo_opd.models.parallelize import sharded_units
 from nemo_opd.projection import ProjectionMatrix
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.hf import Sampler
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.types import Batch, Last, Max, Metric, Normalizers, Sum, TokenRows
 from nemo_opd.workers.exports import Exports
 from nemo_opd.workers.learned_projections import LearnedProjections
@@ -57,6 +55,7 @@ from nemo_opd.workers.optimizer import add_gradients, build_optimizer, build_sch
 from nemo_opd.workers.own_teachers import OwnTeachers
 from nemo_opd.workers.phases import Phases
 from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.sampler import WorkerSampler
 from nemo_opd.workers.student_model import load_student
 from nemo_opd.workers.terms import IS_TAKEN, is_finite_everywhere, objective_terms
 
@@ -154,6 +153,15 @@ class StudentWorker:
         self.scheduler = build_scheduler(config.student.scheduler, self.optimizer, total_steps)
         self._background = BackgroundWriter()
         self.end_ids = end_ids
+        self._sampler = WorkerSampler(
+            config.student,
+            self.model,
+            mesh,
+            key="student",
+            vocab_size=vocab_size,
+            device=device,
+            rounds_logits=config.handoff.type == "logits",
+        )
         self.own_teachers = OwnTeachers(own_teachers or {}, self.model, mesh, self.logit_rows, self._residence)
         self.receiver = TRANSPORTS[transport][1](dist.get_rank())
         self.links = StudentLinks(self.receiver, device)
@@ -253,22 +261,14 @@ class StudentWorker:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, version: int, batch_size: int
+        self, requests: Sequence[Request], sampling: Sampling, version: int, limit: BatchLimit
     ) -> list[Completion]:
         """Continue each prompt with the current weights, of `version`; return completions in order.
 
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests.
+        Ranks of a tensor-parallel group must get the same requests.
         """
-        size = self.vocab_size
-        sampler = Sampler(self.model, end_ids=self.end_ids, vocab_size=size, batch_size=batch_size, device=self.device)
-        ready = generating(
-            self.model,
-            self.mesh,
-            rounds_logits=self.config.handoff.type == "logits",
-            reshard_after_forward=self.config.student.parallelism.frees_gathered,
-        )
-        with needs_memory(ROLLOUT), self._residence.use(), ready:
-            return sampler.generate(requests, sampling, version)
+        with needs_memory(ROLLOUT), self._residence.use():
+            return self._sampler(requests, sampling, self.end_ids, limit, version)
 
     @torch.no_grad()
     def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:

@@ -1,26 +1,19 @@
 """A teacher on one data-parallel rank."""
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from nemo_opd.aggregation import joined, sequence_scores, token_nats
 from nemo_opd.config.aggregation import Score
 from nemo_opd.config.teacher import TeacherBase
-from nemo_opd.distributed.layout import Layout
-from nemo_opd.distributed.mesh import build_mesh
 from nemo_opd.distributed.transfer import moved
-from nemo_opd.evaluation import likelihoods
 from nemo_opd.handoff.handle import Message
 from nemo_opd.handoff.hidden_states import HiddenStatesWriter
 from nemo_opd.handoff.link import Link, Rendezvous
@@ -30,22 +23,11 @@ from nemo_opd.handoff.transport import TRANSPORTS
 from nemo_opd.handoff.window import OutputHandle
 from nemo_opd.handoff.writer import NewSender
 from nemo_opd.logits.packed import Packing
-from nemo_opd.models.generation import generating
-from nemo_opd.models.head import Headless, ReadingModel, reading_model
+from nemo_opd.models.head import Headless
 from nemo_opd.models.load import compute_dtype
-from nemo_opd.models.sharded_load import load_sharded
-from nemo_opd.rollout.base import Completion, Request, Sampling
-from nemo_opd.rollout.hf import Sampler
 from nemo_opd.types import SequenceScores, TokenRows
-from nemo_opd.workers.layer_stream import LayerStream
-from nemo_opd.workers.memory import (
-    handoff_buffer,
-    loading_teacher,
-    needs_memory,
-    teacher_answers,
-    teacher_forward,
-)
-from nemo_opd.workers.residence import Residence
+from nemo_opd.workers.frozen import FrozenWorker, Handoff, TeacherSource
+from nemo_opd.workers.memory import handoff_buffer, needs_memory, teacher_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,54 +49,7 @@ class TeacherOutput:
 Writer = HiddenStatesWriter | LogitsWriter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherSource:
-    """Origin of a teacher's output on this rank."""
-
-    logit_rows: ReadingModel
-    use: Callable[[], AbstractContextManager[None]]
-    """Context in which `logit_rows` may be called."""
-    close: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TeacherModel(TeacherSource):
-    """Model that a teacher computes with on this rank; in `use` it is on the device and has the teacher's weights."""
-
-    model: PreTrainedModel
-    mesh: DeviceMesh
-    is_fixed: bool = True
-    """Whether the weights never change."""
-
-
-def load_teacher(
-    settings: TeacherBase, *, key: str, device: str, handoff: Literal["hidden_states", "logits"], gives_back: bool
-) -> TeacherModel:
-    """Load a teacher's own model. Raises ModelError and ClusterError as `TeacherWorker` does."""
-    dtype, parallelism = compute_dtype(settings.dtype, device), settings.parallelism
-    moves = settings.offload in (True, "layers")
-    mesh = build_mesh(Layout.of(dist.get_world_size(), parallelism), device)
-    with needs_memory(loading_teacher(key.removesuffix(".model"), settings.name)):
-        model = load_sharded(
-            settings.reference,
-            dtype,
-            mesh,
-            key=key,
-            parallelism=parallelism,
-            compute_dtype=dtype,
-            device="cpu" if moves else device,
-            trainable=False,
-            compile_layers=settings.compile,
-            fused_layers=settings.fused_layers,
-            attn_implementation=settings.attn_implementation,
-        )
-    stream = LayerStream(model, device) if settings.offload == "layers" and device == "cuda" else None
-    residence = Residence(model, device, offload=moves, gives_back=gives_back, stream=stream)
-    logit_rows = reading_model(model, handoff, key=key, mesh=mesh, parallelism=parallelism)
-    return TeacherModel(model=model, mesh=mesh, logit_rows=logit_rows, use=residence.use, close=residence.close)
-
-
-class TeacherWorker:
+class TeacherWorker(FrozenWorker):
     """A teacher on this rank's rows, with its output in buffers that the student's ranks map.
 
     Communicates FSDP2's all-gathers of parameters over the teacher's group. Output for ranks on other nodes goes over
@@ -129,7 +64,7 @@ class TeacherWorker:
         vocab_size: int,
         device: str,
         transport: str,
-        handoff: Literal["hidden_states", "logits"],
+        handoff: Handoff,
         score: Score | None = None,
         readers: Sequence[Readers] | None = None,
         num_slots: int = 1,
@@ -145,16 +80,17 @@ class TeacherWorker:
         shares_process: the student's rank of the same number is in this process. Raises ModelError for weights or a
         head that cannot be used, and ClusterError where memory runs out, as `forward` does.
         """
-        self.score = score
-        self.vocab_size = vocab_size
-        self.device = device
-        self._reshard_after_forward = settings.parallelism.frees_gathered
-        teacher = key.removesuffix(".model")
-        self._forward_task, self._buffer_task = teacher_forward(teacher, settings.name), handoff_buffer(settings.name)
-        self._answers_task = teacher_answers(teacher, settings.name)
-        if own is None:
-            own = load_teacher(settings, key=key, device=device, handoff=handoff, gives_back=gives_back)
-        self._own, self.logit_rows = own, own.logit_rows
+        super().__init__(
+            settings,
+            teacher_tasks(key.removesuffix(".model"), settings.name),
+            key=key,
+            vocab_size=vocab_size,
+            device=device,
+            handoff=handoff,
+            gives_back=gives_back,
+            own=own,
+        )
+        self.score, self._buffer_task = score, handoff_buffer(settings.name)
         sender = partial(TRANSPORTS[transport][0], own=dist.get_rank() if shares_process else None)
         own_readers = ONE_READER if readers is None else readers[dist.get_rank()]
         self.link: Link | None = None
@@ -172,25 +108,12 @@ class TeacherWorker:
             make = partial(LogitsWriter, sender, self.vocab_size, dtype)
         return make(columns=self.logit_rows.columns, readers=readers, num_slots=num_slots)
 
-    @property
-    def _model(self) -> TeacherModel:
-        assert isinstance(self._own, TeacherModel), "a cached teacher has no model"
-        return self._own
-
-    @property
-    def model(self) -> PreTrainedModel:
-        return self._model.model
-
-    def reads_packed(self) -> bool:
-        """Return whether padding costs the model nothing."""
-        return self.logit_rows.reads_packed
-
     @torch.no_grad()
     def forward(self, tokens: TokenRows, micro_batches: Sequence[slice], slot: int = 0) -> TeacherOutput:
         """Run the model on `tokens`, a microbatch after the other; the output replaces the slot's."""
         begin = time.perf_counter()
         scores: list[SequenceScores] = []
-        with needs_memory(self._forward_task), self._own.use():
+        with needs_memory(self._tasks.reading), self._own.use():
             with needs_memory(self._buffer_task):
                 self.writer.begin(sum(tokens.packed_lengths), slot)
             written = positions = 0
@@ -226,33 +149,11 @@ class TeacherWorker:
     def log_probability(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> SequenceScores:
         """Return the teacher's log-probabilities of the scored tokens of each sequence, on the host."""
         found = []
-        with needs_memory(self._forward_task), self._own.use():
+        with needs_memory(self._tasks.reading), self._own.use():
             for micro, packing in self._packed(tokens, micro_batches):
                 whole = self.logit_rows.whole(self.logit_rows(micro.ids, packing), packing)
                 found.append(sequence_scores(whole, micro, score="log_probability", vocab_size=self.vocab_size))
         return joined(found)
-
-    @torch.no_grad()
-    def likelihoods(self, tokens: TokenRows, micro_batches: Sequence[slice]) -> Tensor:
-        """Return the likelihoods of what is scored of each sequence, as `nemo_opd.evaluation.likelihoods` does."""
-        with needs_memory(self._forward_task), self._own.use():
-            return likelihoods.read(self.logit_rows, tokens, micro_batches, self.device)
-
-    @torch.no_grad()
-    def generate(
-        self, requests: Sequence[Request], sampling: Sampling, end_ids: Collection[int], batch_size: int
-    ) -> list[Completion]:
-        """Continue each prompt, in the teacher's tokens, until one of `end_ids`; return completions in order.
-
-        batch_size: sequences at a time. Ranks of a tensor-parallel group must get the same requests. Communicates as
-        `generating` does.
-        """
-        sampler = Sampler(
-            self.model, end_ids=end_ids, vocab_size=self.vocab_size, batch_size=batch_size, device=self.device
-        )
-        ready = generating(self.model, self._model.mesh, reshard_after_forward=self._reshard_after_forward)
-        with needs_memory(self._answers_task), self._own.use(), ready:
-            return sampler.generate(requests, sampling, version=0)
 
     def join_link(self, rendezvous: Rendezvous) -> None:
         """Join the link to the student; all ranks of both must call it."""
@@ -270,4 +171,4 @@ class TeacherWorker:
         if self.link is not None:
             self.link.close()
         self.writer.close()
-        self._own.close()
+        super().close()

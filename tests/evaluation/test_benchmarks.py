@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.demo import model_path
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.evaluation.likelihoods import model_scorer
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
 from nemo_opd.rollout.hf import Sampler, end_ids
+from tests.evaluation.scorer import model_scorer
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs the extra eval")
 
@@ -93,7 +94,8 @@ def model() -> PreTrainedModel:
 def ours(model: PreTrainedModel) -> LanguageModel:
     tokenizer = AutoTokenizer.from_pretrained(model_path("student"))
     size = model.config.vocab_size
-    sampler = Sampler(model, end_ids=end_ids(tokenizer), vocab_size=size, batch_size=4, device="cpu")
+    ends = end_ids(tokenizer)
+    sampler = Sampler(model, end_ids=ends, vocab_size=size, batch_size=4, device="cpu", tokenizer=lambda: tokenizer)
     return LanguageModel(TextModel(tokenizer, MAX_LENGTH, {}), model_scorer(model, "cpu"), sampler)
 
 
@@ -179,6 +181,31 @@ def test_a_long_answer_leaves_the_question_half_of_the_room(
     assert (len(long.prompt_ids), long.max_new_tokens) == (MAX_LENGTH // 2, MAX_LENGTH // 2)
     assert short.max_new_tokens == MAX_LENGTH - len(short.prompt_ids) > MAX_LENGTH // 2
     assert "up to 999 tokens" in caplog.text
+
+
+def test_an_answer_ends_at_a_stop_text(folder: Path, ours: LanguageModel) -> None:
+    """Bug: answers are sampled to the task's limit, and cut afterwards."""
+    asked = list(requests(loaded(folder, "sums")))
+    counted = Counted(ours._generator)
+    stopped = LanguageModel(ours._model, ours._scorer, counted).generate_until(asked)
+    free = Counted(ours._generator, stops=False)
+
+    assert stopped == LanguageModel(ours._model, ours._scorer, free).generate_until(asked)
+    assert free.num_tokens == 8 * len(ROWS)
+    assert counted.num_tokens < free.num_tokens / 2
+
+
+class Counted(Generator):
+    """Counts tokens; stops: whether stop texts are passed on."""
+
+    def __init__(self, inner: Generator, *, stops: bool = True) -> None:
+        self._inner, self._stops, self.num_tokens = inner, stops, 0
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        asked = requests if self._stops else [replace(request, stop=()) for request in requests]
+        made = self._inner.generate(asked, sampling)
+        self.num_tokens += sum(len(each.ids) for each in made)
+        return made
 
 
 class Silent(Generator):

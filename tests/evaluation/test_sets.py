@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from nemo_opd.config.data import Data
-from nemo_opd.config.evaluation import Evaluation
+from nemo_opd.config.evaluation import Evaluation, EvaluationConfig
 from nemo_opd.config.reward import FunctionReward, NumericReward
 from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError, DataError
@@ -48,6 +48,23 @@ def test_what_a_set_leaves_open_is_as_evaluation_has_it() -> None:
     assert Evaluation.model_validate(evaluation.model_dump(mode="json")) == evaluation
 
 
+def test_stop_texts_are_of_one_turn() -> None:
+    """Bug: a turn that was cut goes on in the next one with what is not in its message."""
+    chats = {"messages_key": "messages", "jsonl_files": "x"}
+    settings = {"model": "demo:student", "reward": {"type": "numeric"}, "sets": {"a": {"data": chats, "stop": "\n"}}}
+    assert EvaluationConfig.model_validate(settings).sets["a"].stop == ("\n",)
+    with pytest.raises(ValueError, match=r"sets\.a\.stop=\['\\n'\]: an environment answers whole turns"):
+        EvaluationConfig.model_validate(
+            settings | {"environment": {"type": "calculator"}, "data": {"messages_key": "messages"}}
+        )
+
+
+@pytest.mark.parametrize("stop", ["", ["a", ""]])
+def test_an_empty_stop_text_is_refused(stop: str | list[str]) -> None:
+    with pytest.raises(ValueError, match="an element is empty"):
+        Evaluation(stop=stop)
+
+
 @pytest.mark.parametrize("name", ["a b", "greedy", "x/y", ""])
 def test_a_name_that_metrics_cannot_have_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a set in metrics"):
@@ -77,6 +94,17 @@ def test_a_reward_of_the_user_gets_every_column(tmp_path: Path, suffix: str) -> 
     reward = FunctionReward(function="a.b:c", answer_key="answer").model_dump()
     asked = questions(tmp_path, ROWS, suffix, data={"text_key": "question"}, reward=reward)
     assert [prompt.row for prompt in asked] == ROWS
+
+
+def test_levels_are_those_of_a_column(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    own = {"data": {"jsonl_files": str(file), "text_key": "question"}}
+    evaluation = Evaluation(level_key="level", sets={"a": own, "b": {**own, "level_key": "data_source"}})
+    sets = list(asked_sets(evaluation, Data(), NumericReward(), "evaluation."))
+    assert [each.levels(read_questions(each)) for each in sets] == [("1", "2"), ("sums", "products")]
+    with pytest.raises(DataError, match=r"no column 'kind', which evaluation\.sets\.own\.level_key names"):
+        questions(tmp_path, ROWS, data={"text_key": "question"}, level_key="kind")
 
 
 def test_the_column_of_sources_is_needed_in_every_row(tmp_path: Path) -> None:

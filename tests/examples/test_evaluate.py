@@ -11,8 +11,8 @@ from nemo_opd.cli.evaluate import config_name
 from nemo_opd.config.evaluation import EvaluationConfig
 from nemo_opd.config.load import run_settings_with_hydra, to_yaml, validated
 from nemo_opd.errors import ConfigError, DataError
-from nemo_opd.evaluation.standalone import evaluate
 from nemo_opd.logging.samples import read_samples
+from nemo_opd.training.standalone import evaluate
 from tests.composition import CONFIGS, command_line
 
 

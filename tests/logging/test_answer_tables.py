@@ -1,5 +1,7 @@
 """Accuracy by difficulty and changed answers: the right questions in the right rows."""
 
+from dataclasses import replace
+
 from nemo_opd.logging.answer_tables import answer_tables
 from nemo_opd.logging.question_values import QuestionValues
 
@@ -28,6 +30,28 @@ def test_difficulty_is_that_at_the_start() -> None:
         ["more than two thirds", "1", "75.0 %", "0.0 %", "50.0 %"],
         ["always right", "1", "100.0 %", "100.0 %", "100.0 %"],
     ]
+
+
+def test_a_column_says_how_difficult_questions_are() -> None:
+    """Bugs: a level's questions of one evaluation only, levels in the order of texts."""
+    levels = ("level 10", "level 2", "level 2", "level 1")
+    tables = answer_tables([replace(each, levels=levels) for each in (START, TEACHER, END)])
+    assert [table.title.rpartition(",")[2] for table in tables][:2] == [" pass@1 by difficulty", " pass@1 by level"]
+    assert [list(row) for row in tables[1].rows] == [
+        ["level 1", "1", "75.0 %", "0.0 %", "50.0 %"],
+        ["level 2", "2", "66.7 %", "87.5 %", "100.0 %"],
+        ["level 10", "1", "0.0 %", "25.0 %", "100.0 %"],
+    ]
+
+
+def test_many_levels_are_told_together() -> None:
+    rows = tuple(f"{i}:x" for i in range(31))
+    own = [
+        QuestionValues(step, "", None, rows, {"pass@1": (1.0,) * 31}, levels=(*map(str, range(30)), "7"))
+        for step in (0, 1)
+    ]
+    by_level = answer_tables(own)[1]
+    assert [row[1] for row in by_level.rows if row[0] in ("7", "others")] == ["2", "10"]
 
 
 def test_changes_are_between_evaluations_of_the_student() -> None:

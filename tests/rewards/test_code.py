@@ -1,21 +1,27 @@
 """Catches programs that are read from the wrong part of a response."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from nemo_opd.config.data import Data
+from nemo_opd.config.evaluation import Evaluation
 from nemo_opd.config.reward import CodeReward
-from nemo_opd.config.sandbox import SandboxSettings
 from nemo_opd.data.record import Prompt, Rollout
-from nemo_opd.errors import RolloutError
-from nemo_opd.rewards import build_reward, check_answer
+from nemo_opd.errors import DataError, RolloutError
+from nemo_opd.evaluation.inputs import asked_sets
+from nemo_opd.evaluation.sets import build_set_reward, read_questions
+from nemo_opd.rewards import RewardFunction, build_reward, check_answer
 from nemo_opd.rewards.code import last_block, program_of
 from tests.rewards.rollouts import rollout
 
 PROMPT = 'import math\n\ndef helper(x):\n    return math.floor(x)\n\ndef half(x):\n    """Half of x."""\n'
 TESTS = "def check(candidate):\n    assert candidate(7) == 3\n"
-SETTINGS = CodeReward(sandbox=SandboxSettings(isolation="process"))
+SANDBOX: dict[str, Any] = {"sandbox": {"isolation": "process"}}
+SETTINGS = CodeReward(**SANDBOX)
 
 
 def answered(response: str, content: Any, tests: str = TESTS) -> Rollout:
@@ -59,3 +65,61 @@ def test_rewards_of_a_batch() -> None:
         with pytest.raises(RolloutError, match="prompt 7, sample 2: the tests define check"):
             reward(answered(right, "Halve numbers."))
     check_answer(SETTINGS, TESTS)
+
+
+HUMAN_EVAL = {
+    "task_id": "HumanEval/0",
+    "prompt": 'from typing import List\n\n\ndef half(x: int) -> int:\n    """Half of x.\n    >>> half(7)\n    """\n',
+    "canonical_solution": "    return x // 2\n",
+    "test": "METADATA = {'author': 'x'}\n\n\n" + TESTS,
+    "entry_point": "half",
+}
+MBPP = {
+    "task_id": 11,
+    "prompt": "Write a python function to remove the first and last occurrence of a character.",
+    "test_imports": [],
+    "test_list": ['assert remove_Occ("hello","l") == "heo"', 'assert remove_Occ("abcda","a") == "bcd"'],
+}
+
+
+def asked(folder: Path, row: dict[str, Any], reward: dict[str, Any]) -> tuple[RewardFunction, Prompt]:
+    """The reward and the question of a set with this row."""
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    settings = {
+        "data": {"jsonl_files": str(file), "text_key": "prompt"},
+        "reward": {"type": "code", **SANDBOX, **reward},
+    }
+    (found,) = asked_sets(Evaluation(sets={"programs": settings}), Data(), None, "evaluation.")
+    (prompt,) = read_questions(found)
+    return build_set_reward(found), prompt
+
+
+@pytest.mark.world
+def test_rows_of_human_eval(tmp_path: Path) -> None:
+    """Bug: the function that is checked is the last of the question, whatever the row says."""
+    row = {**HUMAN_EVAL, "prompt": HUMAN_EVAL["prompt"] + "\n\ndef helper(y: int) -> int:\n"}
+    body = "    return y // 2\n\n\ndef half(x: int) -> int:\n    return helper(x)\n"
+    reward, prompt = asked(tmp_path, row, {"entry_point_key": "entry_point"})
+    with reward:
+        given = [replace(rollout(text), prompt=prompt) for text in (body, body.replace("//", "/"))]
+        assert reward.of_batch(given) == [1, 0]
+    reward, prompt = asked(tmp_path, HUMAN_EVAL, {})
+    with reward:
+        assert reward.of_batch([replace(rollout(HUMAN_EVAL["canonical_solution"]), prompt=prompt)]) == [1]
+
+
+@pytest.mark.world
+def test_rows_of_mbpp(tmp_path: Path) -> None:
+    """A list of assertions that name the program's function, as a column of lists."""
+    body = "    first, last = s.find(ch), s.rfind(ch)\n    return s[:first] + s[first + 1 : last] + s[last + 1 :]\n"
+    right = f"```python\ndef remove_Occ(s, ch):\n{body}```"
+    reward, prompt = asked(tmp_path, MBPP, {"answer_key": "test_list"})
+    with reward:
+        given = [replace(rollout(text), prompt=prompt) for text in (right, right.replace("rfind", "find"), right)]
+        assert reward.of_batch(given) == [1, 0, 1]
+
+
+def test_a_column_of_entry_points_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no column 'name', which evaluation\.sets\.programs\.reward\.entry_point_key"):
+        asked(tmp_path, HUMAN_EVAL, {"entry_point_key": "name"})

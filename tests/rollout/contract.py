@@ -9,7 +9,8 @@
 """
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nemo_opd.errors import RolloutError
 from nemo_opd.rollout.base import Completion, Generator, Request, Sampling
@@ -181,6 +182,25 @@ class EngineContract:
             assert not any(ends[:-1])
             assert ends[-1] == (completion.finish_reason == "stop")
             assert ends[-1] or len(completion.ids) == request.max_new_tokens
+
+    def test_a_stop_text_ends_its_own_sequence(self, subject: Subject) -> None:
+        """Bug: a text over several tokens is missed, or one of the prompt or of another sequence counts."""
+        free = subject.engine.generate(requests(16), Sampling())
+        read = AutoTokenizer.from_pretrained(subject.folders.first).decode
+        texts = [read(each.ids, skip_special_tokens=True) for each in free]
+        stops = [tuple(re.findall("[^\ufffd]{2,3}", text)[1:2]) * (i % 4 > 0) for i, text in enumerate(texts)]
+        asked = [replace(each, stop=stop) for each, stop in zip(requests(16), stops, strict=True)]
+
+        made = subject.engine.generate(asked, Sampling())
+
+        cut = [len(own.ids) - len(whole.ids) for own, whole in zip(made, free, strict=True)]
+        assert sum(each < 0 for each in cut) >= 6
+        for own, whole, stop in zip(made, free, stops, strict=True):
+            lengths = range(1, len(whole.ids) + 1)
+            found = [n for n in lengths if stop and stop[0] in read(whole.ids[:n], skip_special_tokens=True)]
+            np.testing.assert_array_equal(own.ids, whole.ids[: min(found, default=len(whole.ids))])
+            assert own.finish_reason == ("stop" if found else whole.finish_reason)
+            assert len(own.logprobs) == len(own.behaviour_logprobs) == len(own.ids)
 
     def test_ids_are_tokens(self, subject: Subject) -> None:
         made = subject.engine.generate(requests(16), Sampling(temperature=3.0))

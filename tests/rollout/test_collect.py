@@ -71,6 +71,25 @@ def test_masks_end_with_the_end_of_sequence(said: str, finish_reason: Any, respo
     assert (rollout.ids.dtype, rollout.logprobs.dtype) == (np.int32, np.float32)
 
 
+@pytest.mark.parametrize(
+    ("said", "finish_reason", "response"),
+    [(" fox\n\nthe", "stop", " fox"), (" fox\n", "length", " fox\n"), ("\n\n", "stop", "")],
+)
+def test_a_response_ends_before_its_stop_text(said: str, finish_reason: Any, response: str) -> None:
+    """Bug: the stop text is in the response, or of a text that it ended the last token is missing."""
+    engine = Scripted(lambda request: (encoded(byte_level(), said), finish_reason))
+    collector = text_collector(engine, stop=("\n\n",), max_new_tokens=30)
+    (rollout,) = collector.collect([Prompt(0, "the quick")], 1, 0)
+
+    assert rollout.responses == (response,)
+    assert engine.calls[0][0].stop == ("\n\n",)
+
+
+def test_an_end_token_after_a_response_without_its_stop_text() -> None:
+    (rollout,) = text_collector(speaking(byte_level(), EOS, " fox"), stop=("\n",)).collect([Prompt(0, "a")], 1, 0)
+    assert rollout.responses == (" fox",)
+
+
 def test_no_sequence_is_longer_than_it_may_be() -> None:
     engine = Scripted(lambda request: ([5] * request.max_new_tokens, "length"))
     length = len(encoded(byte_level(), "the fox"))

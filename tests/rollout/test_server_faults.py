@@ -372,14 +372,14 @@ def sglang_says(body: Json) -> tuple[int, Json]:
 
 
 def test_sglangs_own_form() -> None:
-    request = Request(np.array([4, 5], np.int32), 3, seed=2**40)
+    request = Request(np.array([4, 5], np.int32), 3, seed=2**40, stop=("end",))
     program = SGLang()
 
     body = program.body(request, Sampling(0.5, top_k=9), Terms("student", frozenset({END}), VOCAB, VOCAB))
     answer = program.answer(sglang_says(body)[1])
 
     assert body["input_ids"] == [4, 5]
-    assert body["sampling_params"]["stop_token_ids"] == [END]
+    assert (body["sampling_params"]["stop_token_ids"], body["sampling_params"]["stop"]) == ([END], ["end"])
     assert 0 <= body["sampling_params"]["sampling_seed"] < 2**31
     assert (answer.ids, answer.logprobs, answer.finish_reason) == ([7] * 3, [LOGPROB] * 3, "length")
 

@@ -165,12 +165,12 @@ def test_teacher_ranks_are_of_separate_teachers() -> None:
 def test_absurd_degrees_are_refused_at_once() -> None:
     """Bug: what would work instead is looked for among all numbers up to the one that was asked for."""
     with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=1"):
-        resolve_layout("student", 4, Parallelism(tp=10**18, cp=10**18))
+        resolve_layout("student.parallelism", 4, Parallelism(tp=10**18, cp=10**18))
 
 
 def test_data_parallel_is_what_is_left() -> None:
-    assert resolve_layout("student", 16, Parallelism(tp=4, cp=2)) == Layout(dp=2, cp=2, tp=4)
-    assert resolve_layout("student", 3, Parallelism()) == Layout(3)
+    assert resolve_layout("student.parallelism", 16, Parallelism(tp=4, cp=2)) == Layout(dp=2, cp=2, tp=4)
+    assert resolve_layout("student.parallelism", 3, Parallelism()) == Layout(3)
 
 
 @pytest.mark.parametrize(
@@ -180,24 +180,24 @@ def test_data_parallel_is_what_is_left() -> None:
 def test_a_refused_layout_comes_with_one_that_works(num_ranks: int, tp: int, cp: int) -> None:
     """Bugs: a proposal that is refused in turn, or one that is larger than what was asked for."""
     with pytest.raises(ConfigError, match=r"^teachers\.1\.parallelism: tp=") as caught:
-        resolve_layout("teachers.1", num_ranks, Parallelism(tp=tp, cp=cp))
+        resolve_layout("teachers.1.parallelism", num_ranks, Parallelism(tp=tp, cp=cp))
     proposed = {name: int(number) for name, number in re.findall(r"parallelism\.(tp|cp)=(\d+)", str(caught.value))}
 
     assert proposed["tp"] <= tp
     assert proposed["cp"] <= cp
-    assert resolve_layout("teachers.1", num_ranks, Parallelism(**proposed)).size == num_ranks
+    assert resolve_layout("teachers.1.parallelism", num_ranks, Parallelism(**proposed)).size == num_ranks
 
 
 def test_proposed_degrees_are_the_largest() -> None:
     with pytest.raises(ConfigError, match=r"write student.parallelism.tp=4, student.parallelism.cp=2"):
-        resolve_layout("student", 8, Parallelism(tp=6, cp=4))
+        resolve_layout("student.parallelism", 8, Parallelism(tp=6, cp=4))
 
 
 def test_replicas_divide_data_parallel_ranks() -> None:
-    assert resolve_layout("student", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
-    assert resolve_layout("student", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
+    assert resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=4)) == Layout(dp=8, tp=2, replicas=4)
+    assert resolve_layout("student.parallelism", 16, Parallelism(tp=2)) == Layout(dp=8, tp=2)
     with pytest.raises(ConfigError, match=r"^student.parallelism.replicas=3: 8 of its 16 ranks .* write .*replicas=2,"):
-        resolve_layout("student", 16, Parallelism(tp=2, replicas=3))
+        resolve_layout("student.parallelism", 16, Parallelism(tp=2, replicas=3))
 
 
 # Batch

@@ -14,7 +14,7 @@ from nemo_opd.rollout.base import Sampling
 from nemo_opd.training.memory import Memory, Phase, Situation, estimate
 from nemo_opd.training.memory.estimate import advice, variants
 from nemo_opd.training.memory.sampling import PART_NAMES, SamplingBatch
-from nemo_opd.training.memory.teacher import answer_batch, teacher_jobs
+from nemo_opd.training.memory.teacher import answer_batch, answer_limit, teacher_jobs
 from nemo_opd.workers.teacher import TeacherWorker
 from tests.composition import compose
 from tests.models.world import as_rank
@@ -73,7 +73,7 @@ def held(case: Case, config: RunConfig) -> int:
     )
     sampling = Sampling(questions.temperature, questions.top_p, questions.top_k)
     with LiveBytes(*teacher.model.parameters()) as live:
-        teacher.generate(requests(case, 2 * case.rows), sampling, (), questions.teacher_batch_size)
+        teacher.generate(requests(case, 2 * case.rows), sampling, (), answer_limit(config, settings))
     teacher.close()
     return live.peak
 
@@ -139,7 +139,7 @@ def test_what_is_answered_at_a_time(settings: tuple[str, ...], drawing: Sampling
     """Bugs: how rollouts are sampled in place of how questions are, or the student's length of a question."""
     config = compose(*BATCH, *settings, config_name="on_policy_demo")
     (job,) = teacher_jobs(config, replace(around(), teachers=around().teachers[:1]))
-    assert answer_batch(job) == drawing
+    assert answer_batch(job.config, job.settings) == drawing
 
 
 # Beside it

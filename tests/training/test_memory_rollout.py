@@ -1,10 +1,11 @@
 """The estimate of rollouts in the student's own workers, against what is alive while one samples, op by op."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from nemo_opd.config import RunConfig
 from nemo_opd.config.rollout import ServerRollout
 from nemo_opd.distributed.layout import Layout
 from nemo_opd.logits.blocks import block_bytes
-from nemo_opd.rollout.base import Sampling
+from nemo_opd.rollout.base import Request, Sampling
 from nemo_opd.training.memory import (
     Machine,
     Memory,
@@ -24,6 +25,7 @@ from nemo_opd.training.memory import (
     estimate,
     model_size,
     server_share,
+    student_limit,
 )
 from nemo_opd.training.memory.estimate import variants
 from nemo_opd.training.memory.sampling import SamplingBatch, cache_bytes, rollouts
@@ -92,7 +94,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[int]:
         yield request.param
 
 
-def held(case: Case, config: RunConfig) -> int:
+def held(case: Case, config: RunConfig, asked: Sequence[Request] = ()) -> int:
     """The most that a worker holds in a rollout of the longest prompts; no sequence ends before its time."""
     model, rollout = case.config, config.rollout
     assert rollout is not None
@@ -109,9 +111,26 @@ def held(case: Case, config: RunConfig) -> int:
     rows = case.rows // (dist.get_world_size() // config.student.parallelism.tp)
     sampling = Sampling(rollout.temperature, rollout.top_p, rollout.top_k)
     with LiveBytes(*student.model.parameters()) as live:
-        student.generate(requests(case, rows), sampling, 0, config.rollout.batch_size)
+        student.generate(asked or requests(case, rows), sampling, 0, student_limit(config))
     student.close()
     return live.peak
+
+
+@pytest.mark.parametrize("world", [1], indirect=True)
+def test_a_benchmarks_longest_question_is_counted(world: int, tiny: Tiny, tmp_path: Path) -> None:
+    """Bug: as many long questions at a time as there are rollouts, or a single one that is longer than all rollouts
+    of a batch and not in the estimate.
+    """
+    case, long = CASES["the cache"], 900
+    config = configured(case, f"student.model={saved(case.config, tmp_path, tiny)}")
+    around = situation(config, case.config, Layout(world))
+    asked = replace(around, student=replace(around.student, longest_question=long))
+    short, counted = (sum(rollout_parts(estimate(config, each).memories[0]).values()) for each in (around, asked))
+    questions = [Request(np.ones(long - 3, np.int32), 3, seed) for seed in range(2)]
+
+    assert student_limit(config).tokens == case.rows * (case.prompt + case.new) < long
+    assert counted > 1.5 * short
+    assert counted == pytest.approx(held(case, config, questions), rel=WITHIN)
 
 
 def rollout_parts(memory: Memory) -> dict[str, int]:

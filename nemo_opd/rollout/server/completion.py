@@ -59,7 +59,7 @@ class Terms:
             ids=np.array(ids, np.int32),
             logprobs=behaviour if answer.raw_logprobs is None else checked_logprobs(answer.raw_logprobs, len(ids)),
             behaviour_logprobs=behaviour,
-            finish_reason=self._finish_reason(ids, answer.finish_reason),
+            finish_reason=self._finish_reason(ids, answer.finish_reason, has_stops=bool(request.stop)),
             version=version,
         )
 
@@ -74,8 +74,8 @@ class Terms:
             raise UnusableError("it goes on after a token that ends the turn")
         return ids
 
-    def _finish_reason(self, ids: list[int], reason: str | None) -> FinishReason:
-        if ids[-1] in self.end_ids:
+    def _finish_reason(self, ids: list[int], reason: str | None, *, has_stops: bool) -> FinishReason:
+        if ids[-1] in self.end_ids or (has_stops and reason == "stop"):
             return "stop"
         if reason != "length":
             raise UnusableError(

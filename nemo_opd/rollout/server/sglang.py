@@ -54,6 +54,7 @@ class SGLang(Program):
                 "repetition_penalty": 1.0,
                 "ignore_eos": True,
                 "stop_token_ids": sorted(terms.end_ids),
+                "stop": list(request.stop),
                 "skip_special_tokens": False,
                 **terms.bias,
             },

@@ -42,6 +42,7 @@ class Transformers(Program):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "stop_token_ids": sorted(terms.end_ids),
+            "stop": list(request.stop),
             "vocab_size": terms.vocab_size,
         }
 

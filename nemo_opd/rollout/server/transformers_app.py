@@ -2,8 +2,8 @@
 
 A request whose prompt is a list of token ids is answered in vLLM's form: `token_ids`, and in `logprobs` the
 log-probability of each after temperature, top-k and top-p, and as `raw_logprobs` at temperature 1 before them. Besides
-OpenAI's keys it takes `top_k`, `stop_token_ids` and `vocab_size`, the rows of the head that are tokens. A prompt that
-is a text is answered as usual.
+OpenAI's keys it takes `top_k`, `stop_token_ids` and `vocab_size`, the rows of the head that are tokens. What a `stop`
+text has ended is all that was sampled. A prompt that is a text is answered as usual.
 """
 
 from typing import Any
@@ -28,16 +28,16 @@ class _TokenCompletions(completion.CompletionHandler):
         """Answer a request. Raises HTTPException with status 400 for one that does not fit the model."""
         if isinstance(body.get("prompt"), str):
             return await super().handle_request(body, request_id)
-        model_id, model, _ = self._resolve_model(body)
+        model_id, model, tokenizer = self._resolve_model(body)
         manager: Any = self.generation_state.get_manager(model_id)
         try:
-            sampled = await manager.async_submit(_sample, model, body)
+            sampled = await manager.async_submit(_sample, model, tokenizer, body)
         except (RolloutError, KeyError, TypeError, ValueError) as error:
             raise HTTPException(400, detail=f"{type(error).__name__}: {error}") from error
         return JSONResponse(_reply(request_id, model_id.split("@")[0], sampled))
 
 
-def _sample(model: Any, body: dict[str, Any]) -> Completion:
+def _sample(model: Any, tokenizer: Any, body: dict[str, Any]) -> Completion:
     """Sample a completion. Raises RolloutError as `Sampler.generate` does, KeyError for a missing key."""
     sampler = Sampler(
         model,
@@ -45,8 +45,10 @@ def _sample(model: Any, body: dict[str, Any]) -> Completion:
         vocab_size=body["vocab_size"],
         batch_size=1,
         device=str(model.device),
+        tokenizer=lambda: tokenizer,
     )
-    request = Request(np.array(body["prompt"], np.int32), max_new_tokens=body["max_tokens"], seed=body["seed"])
+    prompt = np.array(body["prompt"], np.int32)
+    request = Request(prompt, body["max_tokens"], body["seed"], stop=tuple(body["stop"]))
     sampling = Sampling(body["temperature"], body["top_p"], body["top_k"])
     with generating(model, None):
         return sampler.generate([request], sampling, version=0)[0]

@@ -70,6 +70,7 @@ class VLLM(Program):
             # The request's ends count, and not those of the folder's files.
             "ignore_eos": True,
             "stop_token_ids": sorted(terms.end_ids),
+            "stop": list(request.stop),
             **terms.bias,
         }
 

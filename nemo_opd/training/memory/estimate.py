@@ -15,7 +15,7 @@ from nemo_opd.training.memory.parts import SLACK, USABLE, Advice, Memory, Memory
 from nemo_opd.training.memory.report import gib, largest_parts
 from nemo_opd.training.memory.sampling import rollouts, samples_in_workers
 from nemo_opd.training.memory.server import server_parts, shares_gpus
-from nemo_opd.training.memory.situation import Machine, Situation
+from nemo_opd.training.memory.situation import Situation
 from nemo_opd.training.memory.student import student_process
 from nemo_opd.training.memory.teacher import teacher_processes, teachers_answer, teachers_at_work
 
@@ -104,7 +104,8 @@ def estimate(config: RunConfig, situation: Situation) -> MemoryEstimate:
                 (f"each GPU of {name}", parts, machine.device_bytes) for name, parts in zip(names, devices, strict=True)
             ]
         memories.append(("main memory for each GPU", host, machine.host_share))
-    there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: _samples_on_device(config, machine)}
+    samples = samples_in_workers(config) or shares_gpus(config, machine) or bool(situation.student.longest_question)
+    there = {Phase.ANSWERS: teachers_answer(config), Phase.ROLLOUT: samples}
     phases = tuple(phase for phase in Phase if there.get(phase, True))
     found = tuple(Memory(name, parts, capacity, phases) for name, parts, capacity in memories)
     return MemoryEstimate(found, situation.block_bytes, _caches_fit(config, situation))
@@ -127,10 +128,6 @@ def _caches_fit(config: RunConfig, situation: Situation) -> bool:
     processes = _in_processes(config, student_process(config, situation), teachers_at_work(config, situation))
     kept = [max(sum(part.at(phase) for part in _with_context(each)) for phase in Phase) for each in processes]
     return SLACK * sum(kept) < USABLE * situation.machine.device_bytes
-
-
-def _samples_on_device(config: RunConfig, machine: Machine) -> bool:
-    return samples_in_workers(config) or shares_gpus(config, machine)
 
 
 def _with_context(process: Process) -> tuple[Part, ...]:

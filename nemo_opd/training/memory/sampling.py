@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nemo_opd.config.model import Student
@@ -9,6 +10,7 @@ from nemo_opd.config.on_policy import longest_prompt
 from nemo_opd.config.rollout import HFRollout
 from nemo_opd.config.run import RunConfig
 from nemo_opd.config.teacher import Teacher
+from nemo_opd.rollout.base import BatchLimit
 from nemo_opd.training.memory.activations import Work, working_bytes
 from nemo_opd.training.memory.parts import Part, Phase, part
 from nemo_opd.training.memory.situation import ModelSetup
@@ -36,6 +38,11 @@ class SamplingBatch:
     """Number of tokens of the longest continuation."""
 
     @property
+    def limit(self) -> BatchLimit:
+        """Limits that a batch of longer sequences has too."""
+        return BatchLimit(self.rows, self.rows * (self.prompt + self.new))
+
+    @property
     def length(self) -> int:
         """Number of positions in the cache at the end; the last token is never read."""
         return self.prompt + self.new - 1
@@ -52,6 +59,11 @@ def rollouts(config: RunConfig, dp: int) -> SamplingBatch:
     if isinstance(rollout, HFRollout):
         rows, new = rollout.batch_size, rollout.max_new_tokens
     return sampling_batch(config, rows, max(new, longest_answer(config)), config.train.max_length)
+
+
+def student_limit(config: RunConfig) -> BatchLimit:
+    """Return the limits of what a rank of the student samples at a time."""
+    return rollouts(config, 1).limit
 
 
 def longest_answer(config: RunConfig) -> int:
@@ -72,6 +84,21 @@ def sampling_batch(config: RunConfig, rows: int, new: int, longest: int) -> Samp
 
 
 def sampling_parts(
+    owner: str,
+    phase: Phase,
+    setup: ModelSetup,
+    model: Student | Teacher,
+    compute_bytes: int,
+    batches: Sequence[SamplingBatch],
+) -> list[Part]:
+    """Return the parts of the largest batch: of these, or a benchmark's longest question, which may be alone in one."""
+    if setup.longest_question:
+        batches = [*batches, SamplingBatch(1, setup.longest_question - 1, 1)]
+    parts = (_batch_parts(owner, phase, setup, model, compute_bytes, batch) for batch in batches)
+    return max(parts, key=lambda own: sum(each.at(phase) for each in own), default=[])
+
+
+def _batch_parts(
     owner: str, phase: Phase, setup: ModelSetup, model: Student | Teacher, compute_bytes: int, batch: SamplingBatch
 ) -> list[Part]:
     """Return the parts of the larger of two moments: reading the prompts, or sampling the last token.
@@ -112,8 +139,6 @@ def samples_in_workers(config: RunConfig) -> bool:
 
 
 def rollout_parts(config: RunConfig, setup: ModelSetup, compute_bytes: int) -> list[Part]:
-    """Return the parts of the student's rollouts; none where another engine samples."""
-    if not samples_in_workers(config):
-        return []
-    batch = rollouts(config, setup.layout.dp)
-    return sampling_parts("student", Phase.ROLLOUT, setup, config.student, compute_bytes, batch)
+    """Return the parts of the student's rollouts and benchmarks; none where another engine does all of that."""
+    batches = [rollouts(config, setup.layout.dp)] if samples_in_workers(config) else []
+    return sampling_parts("student", Phase.ROLLOUT, setup, config.student, compute_bytes, batches)

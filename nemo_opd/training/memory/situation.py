@@ -57,6 +57,9 @@ class ModelSetup:
     stretch: Fraction = Fraction(1)
     """Tokens of its longest sequence divided by `train.max_length`."""
 
+    longest_question: int = 0
+    """Most tokens of a benchmark's question with its answer; 0 without benchmarks."""
+
     @property
     def shard(self) -> int:
         """Number of parameters that a rank keeps, without adapters."""

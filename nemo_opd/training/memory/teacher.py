@@ -11,6 +11,7 @@ from nemo_opd.config.teacher import CrossTokenizerTeacher, Teacher
 from nemo_opd.logits.blocks import block_bytes
 from nemo_opd.models.load import compute_dtype
 from nemo_opd.models.stored_output import sparse_layout
+from nemo_opd.rollout.base import BatchLimit
 from nemo_opd.served.answers import served_layout
 from nemo_opd.teacher_cache.manifest import read_manifest
 from nemo_opd.training.memory.activations import working_bytes
@@ -179,13 +180,17 @@ def teacher_jobs(config: RunConfig, situation: Situation) -> list[TeacherJob]:
     ]
 
 
-def answer_batch(job: TeacherJob) -> SamplingBatch:
-    """Return the largest batch of questions."""
-    questions = job.config.evaluation
+def answer_batch(config: RunConfig, settings: Teacher) -> SamplingBatch:
+    """Return a teacher's largest batch of questions."""
+    questions = config.evaluation
     assert questions is not None
-    own = job.settings.max_length if isinstance(job.settings, CrossTokenizerTeacher) else None
-    new = longest_answer(job.config)
-    return sampling_batch(job.config, questions.teacher_batch_size, new, own or job.config.train.max_length)
+    own = settings.max_length if isinstance(settings, CrossTokenizerTeacher) else None
+    return sampling_batch(config, questions.teacher_batch_size, longest_answer(config), own or config.train.max_length)
+
+
+def answer_limit(config: RunConfig, settings: Teacher) -> BatchLimit:
+    """Return the limits of what a rank of a teacher samples at a time."""
+    return answer_batch(config, settings).limit
 
 
 def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
@@ -195,11 +200,12 @@ def _process(job: TeacherJob, working: Collection[Phase]) -> Process:
     weights = _student_weights(job, working) if job.settings.is_student else _own_weights(job, working)
     name, t, answers = job.settings.name, job.item_bytes, Phase.ANSWERS in working
     holder = job.config.student if job.settings.is_student else job.settings
+    batches = [answer_batch(job.config, job.settings)] if answers else []
     device = (
         *weights.device,
         part(name, "activations", job.forward_bytes(), *_reading(working)),
         *(() if job.through_host else job.handed_over()),
-        *(sampling_parts(name, Phase.ANSWERS, job.setup, holder, t, answer_batch(job)) if answers else ()),
+        *(sampling_parts(name, Phase.ANSWERS, job.setup, holder, t, batches) if answers else ()),
     )
     return Process(device, (*weights.host, *(job.handed_over() if job.through_host else ())))
 

@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from datetime import datetime
-from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,10 +24,10 @@ from nemo_opd.data.record import Prompt
 from nemo_opd.errors import ConfigError
 from nemo_opd.evaluation.estimates import Estimate
 from nemo_opd.evaluation.inputs import AskedSet, asked_sets
-from nemo_opd.evaluation.likelihoods import longest_request, model_scorer
-from nemo_opd.evaluation.sets import build_set_reward, read_questions
+from nemo_opd.evaluation.likelihoods import longest_request
+from nemo_opd.evaluation.sets import ask, build_set_reward, read_questions
 from nemo_opd.evaluation.shown import all_answers
-from nemo_opd.evaluation.tasks import EvaluationResult, collectors, evaluate_task
+from nemo_opd.evaluation.tasks import EvaluationResult
 from nemo_opd.files import write_atomically
 from nemo_opd.logging.busy import busy
 from nemo_opd.logging.formats import figure, is_share, share
@@ -36,15 +36,15 @@ from nemo_opd.models.folder import read_template
 from nemo_opd.models.load import load_config, load_tokenizer
 from nemo_opd.rewards import RewardFunction
 from nemo_opd.rollout.base import EngineSpec, Generator
-from nemo_opd.rollout.collect import Collector
 from nemo_opd.rollout.conversation import build_renderer
 from nemo_opd.rollout.engines import ENGINES
-from nemo_opd.rollout.environments import build_environment
-from nemo_opd.rollout.hf import Sampler, end_ids, max_positions
+from nemo_opd.rollout.hf import end_ids, max_positions
 from nemo_opd.rollout.installed import require_installed
 from nemo_opd.rollout.prompts import Kept, drop_long
 from nemo_opd.rollout.renderer import Renderer
 from nemo_opd.rollout.server.gpus import server_gpus
+from nemo_opd.training.evaluated_model import EvaluatedModel, open_model
+from nemo_opd.training.launch import driving
 
 if TYPE_CHECKING:
     from nemo_opd.evaluation.benchmarks import BenchmarkResult, LoadedBenchmark
@@ -56,6 +56,12 @@ _log = logging.getLogger(__name__)
 
 
 def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[str, EvaluationResult]:
+    """Evaluate as `drive` does; return nothing where another rank of torchrun drives."""
+    with driving(config.cluster.on(config.device)) as is_driver:
+        return drive(config, console or Console()) if is_driver else {}
+
+
+def drive(config: EvaluationConfig, console: Console) -> dict[str, EvaluationResult]:
     """Evaluate, print a table of each set, write config.yaml, results.json and samples.jsonl into `output_dir`.
 
     What is known is written after each set and each benchmark.
@@ -63,7 +69,6 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
     Return the results by name of the set. Raises what reading the model and the questions, the engine, the environment
     and the reward raise.
     """
-    console = console or Console()
     require_installed(config.rollout)
     output_dir = config.output_dir or _default_output_dir()
     sets = list(asked_sets(config, config.data, config.reward, ""))
@@ -76,11 +81,15 @@ def evaluate(config: EvaluationConfig, console: Console | None = None) -> dict[s
         renderers = [build_renderer(tokenizer, asked.is_chat, config.chat_template_kwargs) for asked in sets]
         fitting = [_fitting(*each, config, positions) for each in zip(sets, questions, renderers, strict=True)]
         ends = end_ids(tokenizer, GenerationConfig.from_model_config(model))
-        gpus = server_gpus(config.rollout)
-        spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
+        engine: Generator
         with busy(f"loading {config.model}"):
-            opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
-            engine = stack.enter_context(opened)
+            if isinstance(config.rollout, HFRollout):
+                engine = stack.enter_context(open_model(config, len(tokenizer), ends))
+            else:
+                gpus = server_gpus(config.rollout)
+                spec = EngineSpec(len(tokenizer), ends, config.dtype, output_dir, positions, gpus=gpus)
+                opened = ENGINES[type(config.rollout)].for_model(config.rollout, spec, config.model, config.device)
+                engine = stack.enter_context(opened)
         write_atomically(output_dir / "config.yaml", to_yaml(config).encode())
         dropped = {asked.name: kept.num_dropped for asked, kept in zip(sets, fitting, strict=True)}
         results: dict[str, EvaluationResult] = {}
@@ -115,22 +124,16 @@ def _ask(
     reward: RewardFunction,
     positions: int | None,
 ) -> EvaluationResult:
-    settings = asked.settings
-    collector = partial(
-        Collector,
-        engine,
-        renderer,
-        max_new_tokens=settings.max_new_tokens or config.max_new_tokens,
-        max_length=positions or _NO_LIMIT,
-        environment=None if config.environment is None else build_environment(config.environment),
-        seed=config.seed,
-    )
-    found = evaluate_task(
-        *collectors(collector, settings),
+    found = ask(
+        asked,
         questions.prompts,
         reward,
-        settings,
-        name=asked.name,
+        engine,
+        renderer,
+        max_new_tokens=asked.settings.max_new_tokens or config.max_new_tokens,
+        max_length=positions or _NO_LIMIT,
+        environment=config.environment,
+        seed=config.seed,
         failures_are_wrong=config.on_error == "warn",
     )
     if found.failures:
@@ -144,7 +147,7 @@ def _load_benchmarks(config: EvaluationConfig) -> tuple[LoadedBenchmark, ...]:
         return ()
     if not isinstance(config.rollout, HFRollout):
         raise ConfigError(
-            f"rollout.type={config.rollout.type}: benchmarks read likelihoods in this process; write rollout=hf, or "
+            f"rollout.type={config.rollout.type}: benchmarks read likelihoods in workers; write rollout=hf, or "
             "leave benchmarks out"
         )
     from nemo_opd.evaluation.benchmarks import load_benchmarks  # with a library that only some have
@@ -162,9 +165,9 @@ def _run_benchmarks(
     from nemo_opd.evaluation.benchmarks import run_benchmark
     from nemo_opd.evaluation.language_model import LanguageModel, TextModel
 
-    assert isinstance(engine, Sampler)
+    assert isinstance(engine, EvaluatedModel)
     text = TextModel(tokenizer, longest_request(config, positions), config.chat_template_kwargs, config.seed)
-    model = LanguageModel(text, model_scorer(engine.model, str(engine.model.device)), engine)
+    model = LanguageModel(text, engine.likelihoods, engine)
     allows = config.confirm_run_unsafe_code
     for each in benchmarks:
         with busy(f"benchmark {each.settings.label}"):
@@ -220,6 +223,7 @@ def _write_results(
             "confidence": config.asked[name].confidence,
             "seconds": round(seconds[name], 3),
             "estimates": {measure: asdict(estimate) for measure, estimate in result.estimates.items()},
+            **_by_level(result),
             "response_length": result.response_length,
             "truncation_rate": result.truncation_rate,
         }
@@ -237,6 +241,21 @@ def _write_results(
             for each in benchmarks
         }
     write_atomically(output_dir / "results.json", (json.dumps(written, indent=2) + "\n").encode())
+
+
+def _by_level(result: EvaluationResult) -> dict[str, Any]:
+    """Return the means of the questions of each level; nothing where no column says it."""
+    rows: dict[str, list[int]] = {}
+    for row, level in enumerate(result.levels):
+        rows.setdefault(level, []).append(row)
+    means = {
+        level: {
+            "num_questions": len(own),
+            **{measure: fmean(each[row] for row in own) for measure, each in result.values.items()},
+        }
+        for level, own in rows.items()
+    }
+    return {"by_level": means} if means else {}
 
 
 def _default_output_dir() -> Path:

@@ -1,0 +1,73 @@
+"""The workers of a model that is evaluated by itself."""
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.rollout import HFRollout
+from nemo_opd.config.teacher import SameTokenizerTeacher
+from nemo_opd.evaluation.likelihoods import Scored
+from nemo_opd.models.load import load_config
+from nemo_opd.models.parallelize import check_parallelism
+from nemo_opd.rollout.base import BatchLimit, Completion, Generator, Request, Sampling
+from nemo_opd.training.asked import AskedGroup
+from nemo_opd.training.launch import open_cluster, require_processes
+from nemo_opd.training.ranks import colocated, resolve_device, resolve_layout, resolve_ranks
+from nemo_opd.workers.frozen import FrozenWorker
+from nemo_opd.workers.memory import EVALUATED_TASKS
+
+_MICRO_BATCH_TOKENS = 16_384
+"""Tokens of a benchmark that a rank reads at a time."""
+
+
+class EvaluatedModel(Generator):
+    """A frozen model, over the ranks of a cluster."""
+
+    def __init__(self, asked: AskedGroup, end_ids: Collection[int], limit: BatchLimit) -> None:
+        """end_ids: tokens that end a sequence. limit: of what a rank samples at a time."""
+        self._asked, self._end_ids, self._limit = asked, end_ids, limit
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return self._asked.continued(requests, sampling, self._end_ids, self._limit, about="questions")
+
+    def likelihoods(self, rows: Sequence[Scored]) -> list[tuple[float, bool]]:
+        """Return what the model finds of sequences (see `Scorer`)."""
+        return self._asked.likelihoods(rows)
+
+
+@contextmanager
+def open_model(config: EvaluationConfig, vocab_size: int, end_ids: Collection[int]) -> Iterator[EvaluatedModel]:
+    """Start the workers, which load the model.
+
+    Raises ConfigError for ranks that cannot be had, and ModelError and ClusterError as the workers do.
+    """
+    assert isinstance(config.rollout, HFRollout)
+    cluster = config.cluster.on(config.device)
+    device = resolve_device(cluster, "device")
+    placement = colocated(resolve_ranks(cluster, device), cluster.num_nodes)
+    require_processes(cluster, placement)
+    layout = resolve_layout("parallelism", len(placement.student), config.parallelism)
+    check_parallelism(load_config(config.model, key="model"), config.parallelism, device, key="parallelism")
+    settings = SameTokenizerTeacher(
+        type="same_tokenizer",
+        name="model",
+        model=config.model,
+        tokenizer=config.tokenizer,
+        parallelism=config.parallelism,
+        dtype=config.dtype,
+    )
+    arguments = {
+        "settings": settings,
+        "tasks": EVALUATED_TASKS,
+        "key": "model",
+        "vocab_size": vocab_size,
+        "device": device,
+    }
+    with (
+        open_cluster(cluster, device, placement) as opened,
+        opened.group("model", FrozenWorker, arguments, placement.student) as group,
+    ):
+        opened.gather([group.ready])
+        yield EvaluatedModel(
+            AskedGroup(group, layout, _MICRO_BATCH_TOKENS), end_ids, BatchLimit(config.rollout.batch_size)
+        )

@@ -1,0 +1,77 @@
+"""An evaluation of a model over several ranks whose figures are others than those of one process."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.load import validated
+from nemo_opd.errors import ConfigError
+from nemo_opd.logging.samples import read_samples
+from nemo_opd.training.standalone import drive
+from tests.workers.local import in_world
+
+ASKED = {
+    "model": "demo:teacher_same",
+    "reward": {"type": "format", "extract": {"type": "regex", "pattern": "[0-9a]"}},
+    "sets": {"sums": {"data": {"arrow_files": "demo:arithmetic_validation", "max_samples": 13}}},
+    "n": 2,
+    "k": [1, 2],
+    "max_new_tokens": 12,
+    "stop": "e",
+    "rollout": {"type": "hf", "batch_size": 3},
+}
+
+
+def config(output_dir: Path, **settings: Any) -> EvaluationConfig:
+    return validated(ASKED | {"output_dir": str(output_dir)} | settings, EvaluationConfig)
+
+
+def asked(settings: EvaluationConfig) -> Path:
+    drive(settings, Console(quiet=True))
+    assert settings.output_dir is not None
+    return settings.output_dir
+
+
+def found(folder: Path) -> dict[str, Any]:
+    results = json.loads((folder / "results.json").read_text())
+    results["sets"]["sums"].pop("seconds")
+    return results
+
+
+@pytest.mark.world
+def test_ranks_find_what_one_process_does(tmp_path: Path) -> None:
+    """Bug: answers of ranks in another order, or ranks of a tensor-parallel group that end a sequence apart."""
+    pytest.importorskip("lm_eval", reason="needs the extra eval")
+    more = {"benchmarks": [{"task": "next_line", "limit": 7}], "task_folder": "demo:tasks"}
+    (one,) = in_world(1, asked, [config(tmp_path / "one", **more)], tmp_path / "world 1")
+    layouts = {"dp 2": {}, "tp 2": {"parallelism": {"tp": 2}}}
+    settings = [config(tmp_path / name, cluster={"cpu_ranks": 2}, **own, **more) for name, own in layouts.items()]
+    folders = in_world(2, asked, settings, tmp_path / "world 2")
+
+    answers = [each.response for each in read_samples(one / "samples.jsonl")]
+    assert any(answers)
+    assert not any("e" in each for each in answers)
+    for folder in folders:
+        assert [each.response for each in read_samples(folder / "samples.jsonl")] == answers
+        assert found(folder) == found(one)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"cluster": {"cpu_ranks": 2}}, r"cluster\.cpu_ranks=2: .*torchrun --nproc-per-node=2"),
+        ({"parallelism": {"tp": 3}}, "^parallelism: tp=3 .* write parallelism.tp=1"),
+    ],
+)
+def test_ranks_that_cannot_be_had_are_told(settings: dict[str, Any], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        asked(config(tmp_path / "out", **settings))
+
+
+def test_a_server_has_ranks_of_its_own() -> None:
+    with pytest.raises(ConfigError, match=r"parallelism: with rollout\.type=server a server answers"):
+        config(Path("x"), parallelism={"tp": 2}, rollout={"type": "server"})
