@@ -37,6 +37,7 @@ ORDER = (
     "rollout",
     "served",
     "evaluation",
+    "transplant",
     "workers",
     "cluster",
     "training",

@@ -95,7 +95,7 @@ def to_hugging_face(
     tokenizer = tokenizer_of(student, key="student")
     adapters = _adapters(student)
     dtype = dtype or stored_dtype(student.model, key="student.model")
-    with _new_folder(output) as folder:
+    with new_folder(output) as folder:
         if adapters is None:
             whole = load_model(student.model, dtype, key="student.model")
             _read_weights(state, keys, {name: value for name, value in whole.state_dict().items() if name in expected})
@@ -189,7 +189,7 @@ def _require_fit(found: _Shapes, expected: _Shapes, *, what: str, student: Stude
 
 
 @contextmanager
-def _new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path) -> Iterator[Path]:
     """Yield a temporary folder, which becomes `target` at the end; an error inside leaves no trace.
 
     Raises CheckpointError where `target` is in use or cannot be written.

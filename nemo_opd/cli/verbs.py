@@ -46,6 +46,7 @@ VERBS: Mapping[str, Verb | Group] = {
     "distil-on-policy": Verb("distil_on_policy", "distil teachers into a student on what it writes itself"),
     "evaluate": Verb("evaluate", "measure how well a model answers questions that can be checked"),
     "generate": Verb("generate", "let a model continue prompts"),
+    "transplant": Verb("transplant", "give a model another tokenizer"),
     "report": Verb("report", "write the report of a run, or of a folder of runs, anew"),
     "compare": Verb("compare", "write one page over several runs: results, curves, settings that differ"),
     "projection": Group(

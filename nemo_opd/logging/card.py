@@ -72,7 +72,7 @@ def write_card(output_dir: Path, exported: Exported, config_text: str | None = N
         exported=exported,
         closing=exported.closing or ClosingTable(before=None, after=None),
         confidence=value_at(config, "evaluation.confidence") or Questions.model_fields["confidence"].default,
-        base_model=_hub_name(value_at(config, "student.model")),
+        base_model=hub_name(value_at(config, "student.model")),
         is_adapter=is_adapter,
         provenance=provenance,
         teachers=teacher_facts(config, records),
@@ -87,8 +87,8 @@ def _metadata(
     config: object, exported: Exported, provenance: Provenance | None, title: str, *, is_adapter: bool
 ) -> ModelCardData:
     known = {} if provenance is None else provenance.student.card.fields()
-    base_model = _hub_name(value_at(config, "student.model"))
-    dataset = _hub_name(value_at(config, "data.train.hub.path"))
+    base_model = hub_name(value_at(config, "student.model"))
+    dataset = hub_name(value_at(config, "data.train.hub.path"))
     return ModelCardData(
         base_model=base_model,
         datasets=None if dataset is None else [dataset],
@@ -101,7 +101,7 @@ def _metadata(
     )
 
 
-def _hub_name(reference: object) -> str | None:
+def hub_name(reference: object) -> str | None:
     """Return a name on the hub; None for a folder, and for what is no name of a repository."""
     if not isinstance(reference, str) or is_demo(reference) or Path(reference).exists():
         return None
@@ -117,7 +117,7 @@ def _results(config: object, closing: ClosingTable | None) -> Iterator[EvalResul
     if closing is None:
         return
     if closing.after is not None and closing.after.bits_per_byte is not None:
-        of = _hub_name(value_at(config, "data.validation.hub.path"))
+        of = hub_name(value_at(config, "data.validation.hub.path"))
         yield _result(of or "validation", "validation text", "bits_per_byte", closing.after.bits_per_byte)
     for row in closing.scores:
         name, _, measure = row.measure.rpartition("/")

@@ -148,7 +148,7 @@ def find_pieces(model: PreTrainedModel, reference: str, *, key: str) -> dict[str
     rename, stack and join tensors.
     """
     try:
-        pieces = _pieces(model, _weight_files(reference))
+        pieces = _pieces(model, weight_files(reference))
     except NotPiecewiseError:
         raise
     except Exception as error:  # safetensors, the hub and transformers each raise their own
@@ -164,8 +164,8 @@ def require_equal_ties(model: PreTrainedModel, pieces: dict[str, list[Piece]]) -
             raise NotPiecewiseError
 
 
-def _weight_files(reference: str) -> list[Path]:
-    """Return the files of a model's weights. Raises NotPiecewiseError where there are no safetensors."""
+def weight_files(reference: str) -> list[Path]:
+    """Return the safetensors files of a model's weights. Raises NotPiecewiseError where there are none."""
     source = resolve(reference)
     files = safetensors_files(Path(source)) if Path(source).is_dir() else _hub_files(source)
     if not files:

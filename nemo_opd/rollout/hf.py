@@ -218,14 +218,18 @@ def for_student(_: HFRollout, spec: EngineSpec, student: StudentModel, version: 
 @contextmanager
 def for_model(settings: HFRollout, spec: EngineSpec, model: str, device: str) -> Iterator[Generator]:
     """Open the engine of a model that is evaluated. Raises ModelError, and ConfigError for a GPU that is not there."""
-    has_gpu = torch.cuda.is_available()
-    if device == "cuda" and not has_gpu:
-        raise ConfigError("device=cuda: PyTorch sees no GPU on this machine; write device=cpu")
-    if device == "auto":
-        device = "cuda" if has_gpu else "cpu"
+    device = chosen_device(device)
     is_bfloat16 = spec.dtype == "bfloat16" or (spec.dtype == "auto" and device == "cuda")
     loaded = load_model(model, torch.bfloat16 if is_bfloat16 else torch.float32, key="model").eval().to(device)
     with generating(loaded, None):
         yield Sampler(
             loaded, end_ids=spec.end_ids, vocab_size=spec.vocab_size, batch_size=settings.batch_size, device=device
         )
+
+
+def chosen_device(device: str) -> str:
+    """Return the device that `auto` stands for, or the one named. Raises ConfigError for a GPU that is not there."""
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise ConfigError("device=cuda: PyTorch sees no GPU on this machine; write device=cpu")
+    return ("cuda" if has_gpu else "cpu") if device == "auto" else device

@@ -1,0 +1,16 @@
+"""Another tokenizer for a model: new rows of its embeddings and head, made of the old ones (methods.md §2.9)."""
+
+from nemo_opd.transplant.build import Random, transplant
+from nemo_opd.transplant.report import BitsPerByte, RowCounts, Transplanted
+from nemo_opd.transplant.row_map import RowMap, Weighting, build_row_map
+
+__all__ = [
+    "BitsPerByte",
+    "Random",
+    "RowCounts",
+    "RowMap",
+    "Transplanted",
+    "Weighting",
+    "build_row_map",
+    "transplant",
+]

@@ -1,0 +1,93 @@
+"""New rows of a matrix against R·E with a dense R made another way, in float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_opd.transplant import matrices
+from nemo_opd.transplant.matrices import drawn, mapped
+from nemo_opd.transplant.row_map import EXACT, ROLE, SUMMED, UNREACHED, WEIGHTINGS, RowMap, Weighting, build_row_map
+from tests.tokenizers_fixture import DIGITS_ONE_BY_ONE, byte_level
+from tests.transplant.oracle import dense_map
+
+NEW = byte_level()
+OLD = byte_level(450, DIGITS_ONE_BY_ONE, eos="<|im_end|>", extra=("<|endoftext|>", "<|im_start|>"))
+OLD_ROWS = 460
+"""More than the tokenizer has ids: rows of padding."""
+
+
+def matrix(dtype: torch.dtype, width: int = 24) -> torch.Tensor:
+    return torch.randn(OLD_ROWS, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("weighting", WEIGHTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows_are_those_of_the_dense_product(
+    weighting: Weighting, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bugs: weights from the wrong end, pieces of one token given to the next where blocks are cut, sums in bf16."""
+    monkeypatch.setattr(matrices, "_BLOCK_CELLS", 1000)
+    old, rows = matrix(dtype), build_row_map(NEW, OLD, OLD_ROWS, weighting=weighting)
+    dense = torch.from_numpy(dense_map(NEW, OLD, weighting))
+    assert {EXACT, ROLE, SUMMED} <= set(rows.kinds.tolist())
+    expected = dense @ old[: dense.shape[1]].double()
+    reached = dense.sum(1) > 0
+    new = mapped(old, rows, len(rows) + 3)
+    # Both sums are of a few numbers in float64, then rounded once to dtype, half a step at most apart.
+    torch.testing.assert_close(
+        new[: len(rows)][reached].double(), expected[reached], rtol=torch.finfo(dtype).eps, atol=1e-14
+    )
+    mean = old[: dense.shape[1]].double().mean(0)
+    for row in (*new[: len(rows)][~reached], *new[len(rows) :]):
+        torch.testing.assert_close(row.double(), mean, rtol=torch.finfo(dtype).eps, atol=1e-14)
+
+
+def test_copied_rows_are_equal_to_the_bit() -> None:
+    """Bug: a copy that goes through a sum, which makes 0 of −0 and loses what a NaN says."""
+    old = matrix(torch.bfloat16)
+    old[::3, 0], old[::5, 1] = -0.0, torch.nan
+    rows = build_row_map(NEW, OLD, OLD_ROWS)
+    new = mapped(old, rows, len(rows))
+    copied = np.flatnonzero(np.isin(rows.kinds, (EXACT, ROLE)))
+    assert len(copied) > 200
+    assert torch.equal(new[copied].view(torch.int16), old[rows.columns[rows.starts[copied]]].view(torch.int16))
+
+
+def test_biases_are_mapped_as_matrices() -> None:
+    rows = build_row_map(NEW, OLD, OLD_ROWS)
+    old = matrix(torch.float32, 1)
+    assert torch.equal(mapped(old[:, 0], rows, len(rows)), mapped(old, rows, len(rows))[:, 0])
+
+
+def test_a_row_of_a_token_that_the_model_cannot_read_is_not_reached() -> None:
+    """Bug: an index beyond the matrix, where a tokenizer has tokens for which its model has no row."""
+    few = 300
+    whole, rows = build_row_map(NEW, OLD, OLD_ROWS), build_row_map(NEW, OLD, few)
+    assert rows.columns.max() < few
+    for i in range(len(rows)):
+        entries = whole.columns[whole.starts[i] : whole.starts[i + 1]]
+        kept = rows.columns[rows.starts[i] : rows.starts[i + 1]]
+        assert kept.tolist() == ([] if (entries >= few).any() else entries.tolist())
+    assert (rows.kinds == UNREACHED).sum() > (whole.kinds == UNREACHED).sum()
+
+
+def test_draws_have_the_moments_of_the_tokens_rows() -> None:
+    """Bugs: rows of padding among them, one mean or spread for all dimensions, no seed."""
+    rows = build_row_map(NEW, OLD, OLD_ROWS)
+    old = matrix(torch.float32) * torch.arange(1, 25) + torch.arange(24) * 10
+    old[len(OLD) :] = 1e4
+    new, number = drawn(old, rows, 20_000, seed=3), 20_000
+    tokens = old[: len(OLD)].double()
+    # Five standard errors.
+    assert ((new.double().mean(0) - tokens.mean(0)).abs() < 5 * tokens.std(0) / number**0.5).all()
+    assert ((new.double().std(0) / tokens.std(0, correction=0) - 1).abs() < 5 / (2 * number) ** 0.5).all()
+    assert torch.equal(new, drawn(old, rows, 20_000, seed=3))
+    assert not torch.equal(new, drawn(old, rows, 20_000, seed=4))
+
+
+def test_an_empty_map() -> None:
+    """Bug: an exception where nothing is spelled."""
+    rows: RowMap = build_row_map(NEW, NEW, len(NEW))
+    assert set(rows.kinds.tolist()) <= {EXACT, ROLE}
+    old = matrix(torch.float32)[: len(NEW)] if len(NEW) <= OLD_ROWS else torch.randn(len(NEW), 4)
+    assert torch.equal(mapped(old, rows, len(NEW)), old)
