@@ -24,7 +24,7 @@ from nemo_opd.config.load import from_dict
 from nemo_opd.errors import CallbackError
 from nemo_opd.models.folder import resolve
 
-SIZE = Size(steps=4, rows=2, max_length=64, on_policy_steps=2, on_policy_rows=4, dtype="float32")
+SIZE = Size(steps=4, rows=2, max_length=256, on_policy_steps=2, on_policy_rows=4, dtype="float32")
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 
 
@@ -106,18 +106,20 @@ class Fails(outcomes.StepTimes):
             raise RuntimeError("broken off")
 
 
+@pytest.mark.world
 def test_a_run_continues_and_its_result_equals_the_product(
     place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the result's figure is that of an independent measurement of the trained model."""
+    """And the result's bits per byte are those of an independent measurement of the trained model."""
     setting, kept = BY_NAME["half_kd"], tmp_path / "kept"
     with monkeypatch.context() as patched:
         patched.setattr(one, "StepTimes", Fails)
         with pytest.raises(CallbackError, match="broken off"):
             one.run_one(setting, 0, SIZE, place, tmp_path)
     assert read_outcomes(tmp_path) == []
-    monkeypatch.setattr(one.shutil, "rmtree", lambda folder, **_: folder.exists() and folder.rename(kept / folder.name))
     kept.mkdir()
+    keeps = Namespace(rmtree=lambda folder, **_: folder.exists() and folder.rename(kept / folder.name))
+    monkeypatch.setattr(one, "shutil", keeps)
     one.run_one(setting, 0, SIZE, place, tmp_path)
     (outcome,) = read_outcomes(tmp_path)
     assert outcome.steps == SIZE.steps
