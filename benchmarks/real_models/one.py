@@ -1,0 +1,86 @@
+"""One run of the real-model benchmark, in a process of its own."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.real_models.outcomes import Outcome, StepTimes, outcome_of, read_outcomes, write_outcome
+from benchmarks.real_models.place import Place
+from benchmarks.real_models.questions import TASK
+from benchmarks.real_models.settings import TOP_K, Setting, Size, configuration, evaluation
+from nemo_opd import distil, distil_on_policy
+from nemo_opd.config.evaluation import EvaluationConfig
+from nemo_opd.config.load import from_dict, validated
+
+
+def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path) -> None:
+    """Run it, from its newest checkpoint where there is one, and write its result; its folder then has no weights."""
+    began = time.perf_counter()
+    torch.set_num_threads(1)
+    steps = number_of_steps(setting, size, results)
+    config = configuration(setting, seed, steps, size, place)
+    folder = Path(config["run"]["output_dir"])
+    folder.mkdir(parents=True, exist_ok=True)
+    if setting.trainer == "trl":
+        from benchmarks.real_models.gold import run_gold  # TRL is there with `uv run --with trl` alone
+
+        outcome = run_gold(setting, seed, steps, config, place)
+    else:
+        outcome = _run_ours(setting, seed, config, place, began)
+    if setting.experiment == "prune":
+        accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
+        outcome = replace(outcome, end={**outcome.end, TASK: accuracy})
+    write_outcome(results, outcome)
+    for name in ("checkpoints", "final", "final_told"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _run_ours(setting: Setting, seed: int, config: dict[str, Any], place: Place, began: float) -> Outcome:
+    if any(teacher.get("type") == "cached" for teacher in config["teachers"]):
+        build_cache_of(setting, config, place)
+    folder = Path(config["run"]["output_dir"])
+    run = distil_on_policy if setting.experiment == "on_policy" else distil
+    run(config, callbacks=[StepTimes(folder)])
+    return outcome_of(folder, setting.experiment, setting.name, seed, config, time.perf_counter() - began)
+
+
+def number_of_steps(setting: Setting, size: Size, results: Path) -> int:
+    """Return the steps of a run, for settings that are to take as long as another by the first seed's CPU times."""
+    steps = size.on_policy_steps if setting.experiment == "on_policy" else size.steps
+    if setting.as_long_as is None:
+        return steps
+    costs = [first_cost(name, results) for name in setting.as_long_as]
+    if None in costs:
+        raise SystemExit(
+            f"error: {setting.name} needs the results of {' and '.join(setting.as_long_as)}; run these before"
+        )
+    own, wanted = costs
+    return max(1, round(steps * wanted / own))
+
+
+def first_cost(name: str, results: Path) -> float | None:
+    """Return CPU seconds of a step of a setting, with its first seed; None where it has no result."""
+    return next((each.cpu_s_per_step for each in read_outcomes(results) if each.setting == name), None)
+
+
+def build_cache_of(setting: Setting, config: dict[str, Any], place: Place) -> None:
+    """Ask the original about the training texts, as the runs of this setting read them; adds what is missing."""
+    from nemo_opd.training.cache_build import CacheForm, build_cache
+
+    asked = {"name": "original", "type": "same_tokenizer", "model": str(place.original)}
+    build_cache(from_dict({**config, "teachers": [asked]}), 0, place.cache, CacheForm(TOP_K))
+
+
+def which_line(model: str, output: Path, place: Place, dtype: str) -> float:
+    """Return the share of right answers to the cloze set, by the product's own evaluation."""
+    from nemo_opd.evaluation.standalone import evaluate
+
+    evaluate(validated(evaluation(model, str(output), place, dtype), EvaluationConfig), Console(quiet=True))
+    written = json.loads((output / "results.json").read_text(encoding="utf-8"))
+    return float(written["benchmarks"][TASK]["estimates"]["acc"]["value"])

@@ -1,0 +1,53 @@
+"""Folders of the real-model benchmark."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Place:
+    root: Path
+    """Of what `prepare` makes and of the runs."""
+
+    @property
+    def original(self) -> Path:
+        return self.models / "original"
+
+    @property
+    def models(self) -> Path:
+        return self.root / "models"
+
+    @property
+    def tokenizers(self) -> Path:
+        return self.root / "tokenizers"
+
+    @property
+    def data(self) -> Path:
+        return self.root / "data"
+
+    @property
+    def train(self) -> Path:
+        return self.data / "train.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.data / "validation.jsonl"
+
+    @property
+    def tasks(self) -> Path:
+        return self.root / "tasks"
+
+    @property
+    def facts(self) -> Path:
+        """What `prepare` was asked for and found; written last."""
+        return self.root / "prepared.json"
+
+    @property
+    def cache(self) -> Path:
+        """The original's answers to the training texts."""
+        return self.root / "cache"
+
+    def run(self, experiment: str, setting: str, seed: int) -> Path:
+        return self.root / "runs" / experiment / setting / f"seed_{seed}"

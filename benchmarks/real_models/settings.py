@@ -1,0 +1,218 @@
+"""What the real-model benchmark compares: each setting is what a run's configuration has beside the common part."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from benchmarks.real_models.place import Place
+from benchmarks.real_models.questions import TASK
+
+Experiment = Literal["prune", "tokenizer", "gold", "on_policy"]
+LOSSES = ("p_kl", "alm", "gold", "uld", "h_kl", "strict", "byte_prefix", "shared_prefix")
+"""Across tokenizers, in the order in which they are run."""
+TOP_K = 64
+"""Tokens of a position in the cache."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    experiment: Experiment
+    name: str
+    about: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Of the experiment's configuration; `{root}` in a string is the benchmark's folder."""
+    control: str | None = None
+    """Setting that this one is compared with, of the same start; None where it is one itself."""
+    as_long_as: tuple[str, str] | None = None
+    """A setting with this configuration, and the one whose CPU time it is to take, by the number of its steps."""
+    trainer: Literal["nemo_opd", "trl"] = "nemo_opd"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long the runs are; tests have shorter ones."""
+
+    steps: int = 40
+    rows: int = 2
+    max_length: int = 256
+    on_policy_steps: int = 24
+    on_policy_rows: int = 16
+    dtype: str = "bfloat16"
+
+
+def student(name: str) -> dict[str, Any]:
+    return {"student": {"model": f"{{root}}/models/{name}"}}
+
+
+def teacher(kind: str, **more: Any) -> dict[str, Any]:
+    return {"name": "original", "type": f"{kind}_tokenizer", "model": "{root}/models/original", **more}
+
+
+CE_ONLY = {"loss": {"type": "same_vocab", "kd_weight": 0.0}, "teachers": [teacher("same")]}
+KD = {"loss": {"type": "same_vocab"}, "teachers": [teacher("same")]}
+CACHED = {"loss": {"type": "same_vocab"}, "teachers": [{"name": "original", "type": "cached", "cache": "{root}/cache"}]}
+
+
+def cross(loss: str, **more: Any) -> dict[str, Any]:
+    return {"loss": {"type": loss, **more}, "teachers": [teacher("cross")]}
+
+
+def pruned(model: str, short: str) -> list[Setting]:
+    kept, ce = student(model), f"{model}_ce"
+    return [
+        Setting("prune", ce, f"{short}, cross-entropy alone", kept | CE_ONLY),
+        Setting("prune", f"{model}_kd", f"{short}, cross-entropy and KD from the original", kept | KD, ce),
+        Setting("prune", f"{model}_cached", f"{short}, the same from a cache, k = {TOP_K}", kept | CACHED, ce),
+        Setting(
+            "prune",
+            f"{model}_ce_as_long",
+            f"{short}, cross-entropy alone, for the CPU time of {model}_kd",
+            kept | CE_ONLY,
+            ce,
+            (ce, f"{model}_kd"),
+        ),
+    ]
+
+
+def transplanted(tokenizer: str, losses: tuple[str, ...]) -> list[Setting]:
+    mapped, drawn = student(f"{tokenizer}_tokenizer"), student(f"{tokenizer}_tokenizer_random")
+    of_ce = cross("p_kl", kd_weight=0.0)
+    ce, p_kl = f"{tokenizer}_ce", f"{tokenizer}_p_kl"
+
+    def own(name: str, about: str, changes: dict[str, Any], **more: Any) -> Setting:
+        return Setting("tokenizer", f"{tokenizer}_{name}", f"{tokenizer}: {about}", changes, ce, **more)
+
+    return [
+        Setting("tokenizer", ce, f"{tokenizer}: mapped rows, cross-entropy alone", mapped | of_ce),
+        *(own(loss, f"mapped rows, cross-entropy and {loss}", mapped | cross(loss)) for loss in losses[:2]),
+        own("random_ce", "random rows, cross-entropy alone", drawn | of_ce),
+        *(own(loss, f"mapped rows, cross-entropy and {loss}", mapped | cross(loss)) for loss in losses[2:]),
+        own("random_p_kl", "random rows, cross-entropy and p_kl", drawn | cross("p_kl")),
+        own(
+            "ce_as_long",
+            f"mapped rows, cross-entropy alone, for the CPU time of {p_kl}",
+            mapped | of_ce,
+            as_long_as=(ce, p_kl),
+        ),
+    ]
+
+
+PAIR = student("demo_tokenizer")
+GOLD = [
+    Setting("gold", "trl_ours", "TRL GOLD, our optimizer and weights", PAIR | cross("gold"), trainer="trl"),
+    Setting("gold", "trl_own", "TRL GOLD, its own defaults", PAIR | cross("gold"), "trl_ours", trainer="trl"),
+    Setting(
+        "gold",
+        "p_kl_as_long",
+        "nemo_opd p_kl, for the CPU time of trl_ours",
+        PAIR | cross("p_kl"),
+        "trl_ours",
+        ("demo_p_kl", "trl_ours"),
+    ),
+]
+BESIDE_GOLD = ("demo_ce", "demo_gold", "demo_p_kl")
+"""Settings of the other tokenizer that have the same pair, texts and steps as those of GOLD."""
+CONTEXT = {"template": "{prompt}\n\nThe solution is: {solution}", "gap_every": 8}
+SELF = {"name": "told", "type": "same_tokenizer", "context": CONTEXT}
+ON_POLICY = [
+    Setting(
+        "on_policy",
+        "frozen",
+        "a frozen copy that reads the solution",
+        student("original") | {"teachers": [{**SELF, "model": "{root}/models/original"}]},
+    ),
+    Setting(
+        "on_policy",
+        "ema",
+        "an average of its own weights that reads the solution",
+        student("original") | {"teachers": [{**SELF, "weights": "ema", "ema_decay": 0.95}]},
+    ),
+]
+SETTINGS: tuple[Setting, ...] = (
+    *pruned("half", "every second layer"),
+    *transplanted("demo", LOSSES),
+    *ON_POLICY,
+    *GOLD,
+    *transplanted("trained", ("p_kl", "alm")),
+    *pruned("third", "every third layer"),
+)
+"""In the order of the first seed."""
+LATER_SEEDS = {
+    "prune": ("half_ce", "half_kd", "half_cached", "half_ce_as_long"),
+    "tokenizer": ("demo_ce", "demo_p_kl", "demo_alm", "demo_gold", "demo_random_ce"),
+    "gold": ("trl_ours", "p_kl_as_long"),
+    "on_policy": ("frozen", "ema"),
+}
+"""Settings that further seeds repeat."""
+
+
+def configuration(setting: Setting, seed: int, steps: int, size: Size, place: Place) -> dict[str, Any]:
+    """Return the settings of a run as a nested dict; `steps`: of the optimizer."""
+    common = _on_policy(size) if setting.experiment == "on_policy" else _off_policy(setting, size)
+    folder = place.run(setting.experiment, setting.name, seed)
+    run = {
+        "run": {"name": setting.name, "output_dir": str(folder), "seed": seed, "resume": "auto"},
+        "train": {"max_steps": steps, "save_every": max(1, steps // 2), "keep_last": 1},
+        "cluster": {"launcher": "local", "device": "cpu"},
+        "logging": {"console": {"enabled": False}},
+    }
+    filled = merged(merged(common, dict(setting.changes)), run)
+    return dict(_filled(filled, str(place.root)))
+
+
+def _off_policy(setting: Setting, size: Size) -> dict[str, Any]:
+    return {
+        "student": {"dtype": size.dtype, "optimizer": {"lr": 3e-4}, "scheduler": {"warmup_steps": 4}},
+        "data": {
+            "train": {"jsonl_files": ["{root}/data/train.jsonl"]},
+            "validation": {"jsonl_files": ["{root}/data/validation.jsonl"]},
+            "domain_key": "domain",
+            "append_eos": False,
+        },
+        "train": {"global_batch_size": size.rows, "micro_batch_size": size.rows, "max_length": size.max_length},
+    }
+
+
+def _on_policy(size: Size) -> dict[str, Any]:
+    rows = size.on_policy_rows
+    return {
+        "student": {"dtype": size.dtype, "optimizer": {"lr": 1e-5}, "scheduler": {"warmup_steps": 2}},
+        "data": {"train": {"jsonl_files": ["{root}/data/sums_train.jsonl"]}, "messages_key": "messages"},
+        "train": {"global_batch_size": rows, "micro_batch_size": rows, "max_length": 128},
+        "rollout": {"type": "hf", "n": 1, "max_new_tokens": 32},
+        "reward": {"type": "numeric"},
+        "loss": {"type": "same_vocab", "divergence": "reverse_kl", "ce_weight": 0.0},
+        "evaluation": {
+            "every": 8,
+            "sets": {"sums": {"data": {"jsonl_files": ["{root}/data/sums_held_out.jsonl"]}}},
+        },
+    }
+
+
+def evaluation(model: str, output: str, place: Place, dtype: str) -> dict[str, Any]:
+    """Return the settings that ask a model which line follows."""
+    return {
+        "model": model,
+        "dtype": dtype,
+        "device": "cpu",
+        "benchmarks": [{"task": TASK}],
+        "task_folder": str(place.tasks),
+        "output_dir": output,
+    }
+
+
+def merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return both, of which the second wins where neither is a section."""
+    result = dict(first)
+    for key, value in second.items():
+        old = result.get(key)
+        result[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result
+
+
+def _filled(value: Any, root: str) -> Any:
+    if isinstance(value, str):
+        return value.replace("{root}", root)
+    if isinstance(value, Mapping):
+        return {key: _filled(each, root) for key, each in value.items()}
+    return [_filled(each, root) for each in value] if isinstance(value, list) else value

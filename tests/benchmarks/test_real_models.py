@@ -1,0 +1,172 @@
+"""The real-model benchmark end to end, on a tiny model in the place of the real one."""
+
+import json
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.real_models import one, outcomes
+from benchmarks.real_models.bits import bits_per_byte
+from benchmarks.real_models.models import kept_layers, with_single_digits
+from benchmarks.real_models.outcomes import Outcome, read_outcomes, write_outcome
+from benchmarks.real_models.place import Place
+from benchmarks.real_models.prepare import prepare
+from benchmarks.real_models.questions import TASK
+from benchmarks.real_models.report import write_report
+from benchmarks.real_models.run import planned
+from benchmarks.real_models.settings import LATER_SEEDS, SETTINGS, Size, configuration
+from benchmarks.real_models.texts import Document, training_texts
+from nemo_opd.config.load import from_dict
+from nemo_opd.errors import CallbackError
+from nemo_opd.models.folder import resolve
+
+SIZE = Size(steps=4, rows=2, max_length=256, on_policy_steps=2, on_policy_rows=4, dtype="float32")
+BY_NAME = {setting.name: setting for setting in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A prepared folder whose original is the demo's model with another tokenizer than the demo's student."""
+    root = tmp_path_factory.mktemp("real_models")
+    options = Namespace(
+        source=Path(resolve("demo:teacher_cross")),
+        corpus=None,
+        output=root,
+        train_bytes=4_000,
+        validation_texts=2,
+        tokenizer_bytes=20_000,
+        vocabulary=600,
+        questions=4,
+    )
+    prepare(options, Console(quiet=True))
+    return Place(root)
+
+
+def test_no_document_is_in_both_splits(place: Place) -> None:
+    names = [
+        {(row["domain"], row["name"]) for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+        for path in (place.train, place.validation)
+    ]
+    assert all(names)
+    assert not names[0] & names[1]
+    held_out = next(d for i in range(99) if (d := Document("code", f"{i}.py", "x" * 500)).is_validation)
+    assert training_texts([held_out], 10**6) == []
+
+
+def test_every_model_reads_all_bytes_of_validation(place: Place) -> None:
+    """Otherwise models whose tokens are short would be measured on less text."""
+    rows = [json.loads(line) for line in place.validation.read_text(encoding="utf-8").splitlines()]
+    for folder in (*place.tokenizers.iterdir(), place.original):
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert max(len(tokenizer(row["text"])["input_ids"]) for row in rows) <= 250
+
+
+def test_kept_layers_are_spread_from_the_first_to_the_last() -> None:
+    assert kept_layers(30, 10) == [0, 3, 6, 10, 13, 16, 19, 23, 26, 29]
+    assert kept_layers(4, 4) == [0, 1, 2, 3]
+    assert kept_layers(4, 1) == [0]
+
+
+def test_pruned_model_loads_and_differs(place: Place) -> None:
+    original, half = (AutoModelForCausalLM.from_pretrained(place.models / name) for name in ("original", "half"))
+    assert half.config.num_hidden_layers == original.config.num_hidden_layers // 2
+    assert bits_per_byte(place.models / "half", place.validation)["all"] > 0
+
+
+def test_digits_of_a_gguf_tokenizer_are_single_tokens(place: Place) -> None:
+    tokenizer = with_single_digits(AutoTokenizer.from_pretrained(place.original))
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a  12")
+    assert [piece for piece, _ in pieces] == ["a", "ĠĠ", "1", "2"]
+
+
+def test_settings_have_names_of_their_own_and_compose(place: Place) -> None:
+    assert len(BY_NAME) == len(SETTINGS)
+    for setting in SETTINGS:
+        assert setting.control is None or setting.control in BY_NAME
+        from_dict(configuration(setting, 0, 3, SIZE, place))
+    assert {name for names in LATER_SEEDS.values() for name in names} <= set(BY_NAME)
+
+
+def test_first_seed_of_all_comes_first() -> None:
+    order = planned([0, 1], None)
+    assert [seed for _, seed in order] == sorted(seed for _, seed in order)
+    assert [setting.name for setting, _ in planned([0], ["gold"])] == ["trl_ours", "trl_own", "p_kl_as_long"]
+
+
+class Fails(outcomes.StepTimes):
+    """Breaks the run off behind its first checkpoint."""
+
+    def on_step(self, step: int, record: object) -> None:
+        super().on_step(step, record)
+        if step == 3:
+            raise RuntimeError("broken off")
+
+
+@pytest.mark.world
+def test_a_run_continues_and_its_result_equals_the_product(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the result's bits per byte are those of an independent measurement of the trained model."""
+    setting, kept = BY_NAME["half_kd"], tmp_path / "kept"
+    with monkeypatch.context() as patched:
+        patched.setattr(one, "StepTimes", Fails)
+        with pytest.raises(CallbackError, match="broken off"):
+            one.run_one(setting, 0, SIZE, place, tmp_path)
+    assert read_outcomes(tmp_path) == []
+    kept.mkdir()
+    keeps = Namespace(rmtree=lambda folder, **_: folder.exists() and folder.rename(kept / folder.name))
+    monkeypatch.setattr(one, "shutil", keeps)
+    one.run_one(setting, 0, SIZE, place, tmp_path)
+    (outcome,) = read_outcomes(tmp_path)
+    assert outcome.steps == SIZE.steps
+    assert [step for step, _ in outcome.curves["train/ce"]] == [1, 2, 3, 4]
+    assert bits_per_byte(kept / "final", place.validation)["all"] == pytest.approx(outcome.end["all"], rel=0.01)
+    assert 0 <= outcome.end[TASK] <= 1
+    assert outcome.teacher["all"] > 0
+    assert outcome.cpu_s_per_step > 0
+
+
+def test_as_long_as_takes_steps_by_cpu_time(tmp_path: Path) -> None:
+    setting = BY_NAME["half_ce_as_long"]
+    with pytest.raises(SystemExit, match="half_ce and half_kd"):
+        one.number_of_steps(setting, SIZE, tmp_path)
+    for name, cost in (("half_ce", 2.0), ("half_kd", 3.0)):
+        write_outcome(tmp_path, replace(MADE_UP, setting=name, cpu_s_per_step=cost))
+    assert one.number_of_steps(setting, SIZE, tmp_path) == 6
+    assert one.number_of_steps(BY_NAME["half_ce"], SIZE, tmp_path) == 4
+
+
+MADE_UP = Outcome(
+    experiment="prune",
+    setting="half_ce",
+    seed=0,
+    steps=4,
+    settings={},
+    start={"all": 3.0, "code": 3.0},
+    end={"all": 2.0, "code": 2.0, TASK: 0.5},
+    teacher={"all": 1.0},
+    curves={"train/ce": [[1, 3.0], [2, 2.0]]},
+    cpu_s_per_step=2.0,
+    cpu_s=8.0,
+    wall_s=9.0,
+    load=1.0,
+    hardware="a machine",
+    commit="abc",
+    date="2026-11-25",
+)
+
+
+def test_report_has_differences_and_what_is_missing(tmp_path: Path) -> None:
+    results = tmp_path / "real_models"
+    better = replace(MADE_UP, setting="half_kd", end={"all": 1.75, "code": 1.9, TASK: 0.75})
+    write_report(results, [MADE_UP, better], {"source": "x.whl"}, [0])
+    text = results.with_suffix(".md").read_text(encoding="utf-8")
+    assert "| 1.750 | −0.250 | 1.900 | 75.0 |" in text
+    assert "* prune: half_cached, seed 0" in text
+    assert "half_kd" not in text.partition("## Not run")[2].partition("## Machine")[0].replace("half_kd_", "")
+    assert (results / "prune.png").read_bytes().startswith(b"\x89PNG")
+    assert "real_models/prune_curves.png" in text
