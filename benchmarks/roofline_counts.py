@@ -14,7 +14,7 @@ from roofline_work import Counts, Kind
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
-from nemo_opd.aggregation import build_parts
+from nemo_opd.aggregation import ObjectiveTerms, build_parts
 from nemo_opd.config.run import RunConfig
 from nemo_opd.distributed.layout import Layout, Place
 from nemo_opd.handoff.base import Receiver, Sender
@@ -189,6 +189,7 @@ def _student(
     is_same = [teacher.type == "same_tokenizer" for teacher in config.active_teachers]
     between = [None if same else projection(worker.vocab_size, size) for same, size in zip(is_same, sizes, strict=True)]
     worker.parts = build_parts(config, between, student_vocab_size=worker.vocab_size, teacher_vocab_sizes=sizes)
+    worker.objective = ObjectiveTerms(config.loss, worker.parts, worker.vocab_size)
     worker.phases = phases  # type: ignore[assignment]
     worker.receiver = _InProcess(0)
     return worker

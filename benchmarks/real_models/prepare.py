@@ -12,7 +12,6 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from nemo_opd.transplant import transplant
 from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
@@ -23,6 +22,7 @@ from benchmarks.real_models.questions import write_sums, write_task
 from benchmarks.real_models.texts import Document, documents, training_texts, validation_texts, write
 from nemo_opd.files import write_atomically
 from nemo_opd.models.load import load_tokenizer
+from nemo_opd.transplant import transplant
 
 DEMO_TOKENIZER = "demo:student"
 VALIDATION_TOKENS = 250
