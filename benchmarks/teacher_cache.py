@@ -53,6 +53,8 @@ class Row:
     """Of the teacher's tokens, on disk; 0 for the teacher itself."""
     read_tokens_per_s: float = 0.0
     """Of the teacher's tokens."""
+    moved: float = 0.0
+    """Mean share of a row's weight that has moved, of a projection that is learned."""
 
 
 def settings(folder: Path, steps: int, texts: int) -> RunConfig:
@@ -83,7 +85,8 @@ def trained(config: RunConfig, form: str, folder: Path, cache: Path | None) -> R
     seconds = sum(record["perf/step_s"] for record in steps)
     tokens = sum(record["train/student_tokens"] for record in steps)
     last = records[-1]
-    return Row(form, last["val/bits_per_byte"], last["val/accuracy"], tokens / seconds)
+    moved = last.get(f"train/projection_moved/{config.teachers[0].name}", 0.0)
+    return Row(form, last["val/bits_per_byte"], last["val/accuracy"], tokens / seconds, moved=moved)
 
 
 def reading_rate(cache: Path) -> float:
@@ -126,6 +129,13 @@ def report(rows: list[Row], config: RunConfig, texts: int) -> str:
         f"and {config.teachers[0].model}, loss p_kl without CE, {config.train.max_steps} steps of 8 rows of "
         f"{config.train.max_length} tokens from {texts:,} texts, one seed. The machine did other work meanwhile.",
         "",
+        *table(rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(rows: list[Row]) -> list[str]:
+    lines = [
         "| teacher | student, bits per byte | accuracy | training, tokens/s | bytes of a token | reading, tokens/s |",
         "|---|---|---|---|---|---|",
     ]
@@ -133,7 +143,7 @@ def report(rows: list[Row], config: RunConfig, texts: int) -> str:
         of_cache = f"{row.bytes_per_token:,.0f} | {row.read_tokens_per_s:,.0f}" if row.bytes_per_token else "— | —"
         learned = f"{row.bits_per_byte:.4f} | {row.accuracy:.4f}"
         lines.append(f"| {row.form} | {learned} | {row.train_tokens_per_s:,.0f} | {of_cache} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,14 @@ def run_one(setting: Setting, seed: int, size: Size, place: Place, results: Path
     if setting.experiment == "prune":
         accuracy = which_line(str(folder / "final"), folder / "evaluation", place, size.dtype)
         outcome = replace(outcome, end={**outcome.end, TASK: accuracy})
-    write_outcome(results, outcome)
+    write_outcome(results, replace(outcome, settings=without_folder(outcome.settings, place.root)))
     for name in ("checkpoints", "final", "final_told"):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def without_folder(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return settings whose paths in a folder are relative to it."""
+    return json.loads(json.dumps(settings).replace(f"{folder}/", ""))
 
 
 def _run_ours(setting: Setting, seed: int, config: dict[str, Any], place: Place, began: float) -> Outcome:
