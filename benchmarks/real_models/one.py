@@ -85,7 +85,7 @@ def build_cache_of(setting: Setting, config: dict[str, Any], place: Place) -> No
 
 def which_line(model: str, output: Path, place: Place, dtype: str) -> float:
     """Return the share of right answers to the cloze set, by the product's own evaluation."""
-    from nemo_opd.evaluation.standalone import evaluate
+    from nemo_opd.training.standalone import evaluate
 
     evaluate(validated(evaluation(model, str(output), place, dtype), EvaluationConfig), Console(quiet=True))
     written = json.loads((output / "results.json").read_text(encoding="utf-8"))
