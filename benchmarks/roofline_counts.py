@@ -30,7 +30,7 @@ from nemo_opd.training.flops import Utilization
 from nemo_opd.training.memory import model_size
 from nemo_opd.types import Batch, ChunkRows, SampledRows, TeacherRows, TokenRows
 from nemo_opd.workers.frozen import TeacherModel
-from nemo_opd.workers.memory import FORWARD
+from nemo_opd.workers.memory import FORWARD, FrozenTasks
 from nemo_opd.workers.residence import Residence
 from nemo_opd.workers.student import StudentStep, StudentWorker
 from nemo_opd.workers.teacher import TeacherWorker
@@ -174,7 +174,7 @@ def _teacher(shape: Shape, layers: int, tp: int) -> TeacherWorker:
     residence = Residence(model, worker.device, offload=False, gives_back=False)
     mesh: Any = None  # for ranks that sample
     worker._own = TeacherModel(model=model, mesh=mesh, logit_rows=worker.logit_rows, use=residence.use)
-    worker._forward_task, worker._buffer_task = FORWARD, FORWARD
+    worker._tasks, worker._buffer_task = FrozenTasks(FORWARD, FORWARD, FORWARD), FORWARD
     return worker
 
 

@@ -1,13 +1,12 @@
 """Rows of a dataset as prompts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nemo_opd.alignment.chat_messages import plain_messages
 from nemo_opd.data.documents import ANSWER, MESSAGES, OTHER, RESPONSE, ROW, TEXT, TOOLS, Columns, fields_of, parsed
-from nemo_opd.data.record import Message, Prompt
+from nemo_opd.data.record import Message, Prompt, written
 from nemo_opd.errors import AlignmentError, DataError
 
 
@@ -63,12 +62,3 @@ def _without_last_turn(messages: Sequence[Message]) -> tuple[list[Message], str 
         stop -= 1
     said = "\n".join(message["content"] for message in messages[stop:] if message["content"])
     return list(messages[:stop]), said or None
-
-
-def written(answer: object) -> str | None:
-    """Write an answer as text: 72.0 as 72, and a list, such as MBPP's `test_list`, as JSON."""
-    if answer is None:
-        return None
-    if isinstance(answer, Sequence) and not isinstance(answer, str):
-        return json.dumps(list(answer), ensure_ascii=False)
-    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -1,5 +1,6 @@
 """Prompts and rollouts."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -90,3 +91,12 @@ class Rollout:
         """Position of each turn in `messages`: the last M of the assistant, since environments have other roles."""
         by_assistant = [k for k, message in enumerate(self.messages) if message["role"] == "assistant"]
         return by_assistant[len(by_assistant) - len(self.turns) :]
+
+
+def written(answer: object) -> str | None:
+    """Write an answer as text: 72.0 as 72, and a list, such as MBPP's `test_list`, as JSON."""
+    if answer is None:
+        return None
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
+        return json.dumps(list(answer), ensure_ascii=False)
+    return str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)

@@ -12,8 +12,7 @@ from nemo_opd.data.context_layout import ContextLayout
 from nemo_opd.data.domain_layout import DomainLayout
 from nemo_opd.data.layout import ChatLayout, Layout, TextLayout
 from nemo_opd.data.prompt_layout import PromptLayout
-from nemo_opd.data.prompts import written
-from nemo_opd.data.record import Prompt
+from nemo_opd.data.record import Prompt, written
 from nemo_opd.data.row_layout import RowLayout, reads_rows
 from nemo_opd.data.schema import require_source, require_suitable
 from nemo_opd.demo import is_demo

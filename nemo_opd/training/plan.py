@@ -105,12 +105,12 @@ class Plan:
 
     @property
     def sampled_at_once(self) -> BatchLimit | None:
-        """What a rank of the student samples at a time; None where it samples nothing."""
+        """Limit of the sequences that a rank of the student samples at a time; None where it samples nothing."""
         return student_limit(self.config) if samples_in_workers(self.config) else None
 
     @property
     def answered_at_once(self) -> tuple[BatchLimit, ...]:
-        """What a rank of each active teacher samples at a time, if they are asked."""
+        """Limit for a rank of each active teacher, if they are asked."""
         config = self.config
         return tuple(answer_limit(config, each) for each in config.active_teachers) if teachers_answer(config) else ()
 

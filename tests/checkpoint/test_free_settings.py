@@ -83,7 +83,7 @@ BOUND: dict[type[BaseModel], str] = {
     reward.ExactReward: "type ignore_case",
     reward.NumericReward: "type tolerance",
     reward.MathReward: "type timeout_s",
-    reward.CodeReward: "type",
+    reward.CodeReward: "type entry_point_key",
     SandboxSettings: "timeout_s memory_mb processes scratch_mb output_kb",
     reward.EnvironmentReward: "type",
     reward.FunctionReward: "type function",

@@ -88,7 +88,7 @@ def test_a_conversation_that_cannot_be_answered_names_its_row(tmp_path: Path, ch
     [
         ({"question": ["a"]}, {"answer_key": "answer"}, "no column 'answer'; set reward.answer_key"),
         ({"question": ["a"]}, {"response_key": "told"}, "no column 'told'; set data.response_key"),
-        ({"question": ["a"], "answer": [["a"]]}, {"answer_key": "answer"}, "set reward.answer_key to a column of str"),
+        ({"question": ["a"], "answer": [[1]]}, {"answer_key": "answer"}, "set reward.answer_key to a column of str"),
         ({"question": ["a"], "answer": [True]}, {"answer_key": "answer"}, "is of type bool"),
         ({"question": ["a"], "told": [1]}, {"response_key": "told"}, "is of type int64; set data.response_key"),
         ({"question": ["a"]}, {"answer_key": "question"}, "reward.answer_key=question: that column is the text"),

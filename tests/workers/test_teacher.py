@@ -16,7 +16,7 @@ from nemo_opd.handoff.shared_memory import SharedMemoryReceiver
 from nemo_opd.handoff.window import OutputHandle, windows
 from nemo_opd.logits.packed import PackedLogits
 from nemo_opd.logits.rows import LogitRows
-from nemo_opd.rollout.base import Completion, Request, Sampling
+from nemo_opd.rollout.base import BatchLimit, Completion, Request, Sampling
 from nemo_opd.training.plan import Plan
 from nemo_opd.types import Batch, TokenRows
 from nemo_opd.workers.teacher import TeacherWorker
@@ -171,7 +171,7 @@ def ask(job: Asking) -> Said:
         handoff="hidden_states",
     )
     before = worker.token_nats(job.tokens, in_twos(job.tokens)).sum()
-    completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, 2)
+    completions = worker.generate(job.requests, Sampling(temperature=0), job.ends, BatchLimit(2))
     quality = (float(before), float(worker.token_nats(job.tokens, in_twos(job.tokens)).sum()))
     worker.close()
     return Said(completions, quality)
