@@ -31,7 +31,7 @@ class Outcome:
     """Bits per byte over all validation texts, `all`, and by domain; or the shares of right answers."""
     end: Mapping[str, float]
     teacher: Mapping[str, float]
-    """As `start`, of the teacher; empty where none was asked."""
+    """Bits per byte of the teacher by domain; empty without one."""
     curves: Mapping[str, list[list[float]]]
     """Metric → pairs of a step and the value."""
     cpu_s_per_step: float
