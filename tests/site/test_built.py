@@ -1,0 +1,54 @@
+"""The built site works from a disk, without a network; skipped unless NEMO_OPD_SITE names it, as `.ci/run` does."""
+
+import json
+import os
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from tests.site.pages import DOCS, ROOT
+
+SITE = Path(os.environ.get("NEMO_OPD_SITE", ""))
+pytestmark = pytest.mark.skipif("NEMO_OPD_SITE" not in os.environ, reason="NEMO_OPD_SITE names no built site")
+LOADED = re.compile(r'<(?:script|img)[^>]*\ssrc="([^"]+)"|<link[^>]*\srel="(?:stylesheet|icon)"[^>]*href="([^"]+)"')
+
+
+def pages() -> list[Path]:
+    return sorted(SITE.rglob("*.html"))
+
+
+def test_nothing_is_loaded_from_elsewhere() -> None:
+    """Bug: a font, script or icon of a content network, without which the site is bare."""
+    found = (pair for page in pages() for pair in LOADED.findall(page.read_text("utf-8")))
+    loaded = {script or link for script, link in found}
+    assert any(target.endswith("site/iframe-worker.js") for target in loaded)
+    assert [target for target in loaded if "//" in target] == []
+
+
+def test_the_search_knows_pages_and_no_code() -> None:
+    text = (SITE / "search" / "search_index.js").read_text(encoding="utf-8")
+    entries = json.loads(text.removeprefix("var __index = "))["docs"]
+    places = {entry["location"].partition("#")[0] for entry in entries}
+    assert {"losses.html", "tutorials/off_policy.html", "repository/CHANGELOG.html"} <= places
+    assert [place for place in places if place.endswith(".py.html")] == []
+
+
+def test_links_to_lines_lead_to_these_lines() -> None:
+    links = re.findall(r'href="(repository/[\w/]+\.py)\.html#L(\d+)"', (SITE / "architecture.html").read_text("utf-8"))
+    assert len(links) > 10
+    for target, line in links:
+        (shown,) = re.findall(rf'<span id="L{line}">(.*)', (SITE / f"{target}.html").read_text("utf-8"))
+        source = (ROOT / target.removeprefix("repository/")).read_text("utf-8").splitlines()[int(line) - 1]
+        assert "".join(unescape(re.sub(r"<[^>]+>", "", shown)).split()) == "".join(source.split())
+
+
+def test_every_page_of_the_documentation_is_there() -> None:
+    assert {page.relative_to(DOCS).with_suffix(".html") for page in DOCS.rglob("*.md")} <= {
+        page.relative_to(SITE) for page in pages()
+    }
+
+
+def test_code_in_tables_has_no_backslashes() -> None:
+    assert "<code>int | null</code>" in (SITE / "settings.html").read_text("utf-8")
