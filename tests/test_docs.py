@@ -69,8 +69,8 @@ def test_references_to_methods_lead_to_sections() -> None:
     """Bug: a docstring that cites a formula which is elsewhere, or in no file that a reader has."""
     known = set(re.findall(r"^##+ ([\d.]*\d)", METHODS.read_text(encoding="utf-8"), re.MULTILINE))
     found = 0
-    for file in tracked_files():
-        text = file.read_text(encoding="utf-8")
+    for file in sorted(tracked("*.py", "*.md", "*.yaml")):
+        text = (ROOT / file).read_text(encoding="utf-8")
         cited = [section for places in REFERENCE.findall(text) for section in re.findall(r"[\d.]*\d", places)]
         assert set(cited) <= known, file
         assert not re.search(r"\b(METHODS|DESIGN) (§|[Nn]otation)", text), file
@@ -91,11 +91,11 @@ def test_formulas_of_methods_have_one_number_each() -> None:
     assert set(re.findall(r"\((\d+\.\d+)\)", text)) <= set(formulas)
 
 
-def tracked_files() -> list[Path]:
-    names = subprocess.run(
-        ["git", "ls-files", "*.py", "*.md", "*.yaml"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    return [ROOT / name for name in names if (ROOT / name).is_file()]
+def tracked(*patterns: str) -> set[Path]:
+    """Files of the repository and those that are to become such, by their path in it."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    names = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
+    return {Path(name) for name in names if (ROOT / name).is_file()}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -117,6 +117,43 @@ def line_of(file: Path, name: str) -> int:
 def test_the_order_of_imports_is_that_of_the_test() -> None:
     (shown,) = re.findall(r"```\n(errors .*?)```", (ROOT / "docs" / "architecture.md").read_text("utf-8"), re.DOTALL)
     assert tuple(level.strip() for level in " ".join(shown.split()).split("·")) == ORDER
+
+
+def shown_tree() -> dict[str, set[str]]:
+    """The names of files and folders that the README's tree lists, by the folder that lists them."""
+    page = (ROOT / "README.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^## The tree\n\n```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    listed: dict[str, set[str]] = {}
+    folders: list[str] = []
+    for line in block.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        if opened := re.match(r" *(\w+)/(?: |$)", line):
+            folders = [*folders[:depth], opened[1]]
+            listed.setdefault("/".join(folders[:-1]), set()).add(opened[1])
+        elif depth < 4:
+            folders = folders[:depth]
+        listed.setdefault("/".join(folders), set()).update(re.findall(r"\w+\.(?:py|sh)", line))
+    return listed
+
+
+def test_the_tree_has_every_folder_and_every_tool() -> None:
+    """Bug: a package or script that no reader of the README finds, or a line for one that is gone."""
+    listed = shown_tree()
+    files = tracked()
+    assert listed[""] == {file.parts[0] for file in files if len(file.parts) > 1 and not file.parts[0].startswith(".")}
+    package = {file.parts[1] for file in files if file.parts[0] == "nemo_opd"} - {"__init__.py", "py.typed"}
+    assert listed["nemo_opd"] == package
+    tools = [file for file in files if file.parts[0] == "tools"]
+    for folder in {file.parent for file in tools}:
+        own = {file.name for file in tools if file.parent == folder}
+        own |= {file.parts[1] for file in tools if folder == Path("tools") and len(file.parts) > 2}
+        assert listed[str(folder)] == own, folder
+
+
+def test_architecture_names_every_package() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    packages = {file.parts[1] for file in tracked("nemo_opd") if len(file.parts) > 2}
+    assert packages <= set(re.findall(r"`(\w+)/`", page.partition("## Where to look")[2]))
 
 
 def renumbered(text: str) -> str:
